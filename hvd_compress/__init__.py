@@ -1,0 +1,29 @@
+"""Gradient compression for Horovod with TensorFlow and Keras.
+
+    import horovod.tensorflow.keras as hvd
+    import hvd_compress as hvdc
+
+    opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression="int8")
+"""
+
+from . import _requirements  # noqa: F401  (first: says clearly what is missing)
+from .allreduce import allreduce, grouped_allreduce
+from .compression import Compression
+from .compressors import Compressor
+from .keras import callbacks
+from .keras.optimizer import DistributedOptimizer
+from .payload import Payload
+from .tape import DistributedGradientTape
+from .version import __version__
+
+__all__ = [
+    "Compression",
+    "Compressor",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Payload",
+    "__version__",
+    "allreduce",
+    "callbacks",
+    "grouped_allreduce",
+]

@@ -1,0 +1,112 @@
+"""Many gradients in few flat buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Sequence
+
+import tensorflow as tf
+
+Shape = tuple[int, ...]
+
+# Buckets of at least one quantization block are padded to whole blocks with zeros, in the same pass
+# that joins the gradients; padding inside a compiled kernel costs a pass of its own.
+ALIGNMENT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Which gradients travel together.
+
+    Attributes:
+        members: Positions in the list of gradients.
+        shapes: Their shapes.
+    """
+
+    members: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each member."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all members."""
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the flat bucket, padding included."""
+        return self.numel if self.numel < ALIGNMENT else self.numel + -self.numel % ALIGNMENT
+
+
+def assign(
+    shapes: Sequence[Shape],
+    members: Sequence[int],
+    bucket_bytes: int,
+    groups: int | Sequence[Sequence[int]] | None = None,
+) -> list[Bucket]:
+    """Divides gradients into buckets, last layers first: their gradients are ready first.
+
+    Args:
+        shapes: The shapes of all gradients.
+        members: Positions of those that go into buckets.
+        bucket_bytes: A bucket is closed before it exceeds this many bytes of float32; a larger
+            gradient has a bucket to itself.
+        groups: As Horovod's: a number of buckets, or lists of positions, each of which becomes a bucket
+            (what is in none of them has a bucket to itself). Overrides `bucket_bytes`.
+
+    Returns:
+        The buckets, in the order in which they should be exchanged.
+    """
+    order = sorted(members, reverse=True)
+    if groups is None:
+        chunks = _by_size(shapes, order, bucket_bytes)
+    elif isinstance(groups, int):
+        chunks = _evenly(order, groups)
+    else:
+        chosen = [[i for i in group if i in set(order)] for group in groups]
+        grouped = {i for group in chosen for i in group}
+        chunks = [group for group in chosen if group] + [[i] for i in order if i not in grouped]
+    return [Bucket(tuple(chunk), tuple(shapes[i] for i in chunk)) for chunk in chunks]
+
+
+def _by_size(shapes: Sequence[Shape], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    chunks: list[list[int]] = []
+    room = 0
+    for i in order:
+        size = 4 * math.prod(shapes[i])
+        if not chunks or size > room:
+            chunks.append([])
+            room = bucket_bytes
+        chunks[-1].append(i)
+        room -= size
+    return chunks
+
+
+def _evenly(order: Sequence[int], count: int) -> list[list[int]]:
+    """As Horovod's `split_list`: `count` runs of almost equal length, none empty."""
+    count = min(count, len(order))
+    bounds = [len(order) * i // count for i in range(count + 1)] if count else []
+    return [list(order[a:b]) for a, b in zip(bounds, bounds[1:])]
+
+
+def join(tensors: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
+    """The members' gradients as one flat float32 tensor [bucket.padded]."""
+    pieces = [tf.cast(tf.reshape(tensor, [-1]), tf.float32) for tensor in tensors]
+    if bucket.padded > bucket.numel:
+        pieces.append(tf.zeros([bucket.padded - bucket.numel], tf.float32))
+    return pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+
+
+def cut(flat: tf.Tensor, bucket: Bucket, dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    """The inverse of `join`: tensors of the members' shapes, in their `dtypes`."""
+    sizes = bucket.sizes
+    padding = bucket.padded - bucket.numel
+    pieces = tf.split(flat, [*sizes, padding] if padding else sizes)
+    return [
+        tf.cast(tf.reshape(piece, shape), dtype) for piece, shape, dtype in zip(pieces, bucket.shapes, dtypes)
+    ]

@@ -1,0 +1,176 @@
+"""The `Compression` namespace and the spec strings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from typing import Any, Union
+
+import horovod.tensorflow as hvd
+
+from .compressors import (
+    BFloat16,
+    BlockSparse,
+    BlockTopK,
+    Compressor,
+    Float16,
+    Hybrid,
+    NoCompression,
+    OneBit,
+    Quantize,
+    RandomK,
+    TopK,
+)
+
+CompressionLike = Union[Compressor, str, type, None]
+
+_CLASSES: dict[str, type] = {
+    cls.name: cls  # type: ignore[attr-defined]
+    for cls in (
+        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid,
+    )
+}  # fmt: skip
+_PRESETS: dict[str, Compressor] = {"int8": Quantize(8), "int4": Quantize(4)}
+
+
+class Compression:
+    """The compressors, as Horovod's `Compression`: `hvdc.Compression.int8`, `hvdc.Compression.topk(0.01)`.
+
+    Each has a spec string (`str(compressor)`) from which `parse` makes it again.
+    """
+
+    none = NoCompression()
+    fp16 = Float16()
+    bf16 = BFloat16()
+    int8 = _PRESETS["int8"]
+    int4 = _PRESETS["int4"]
+    onebit = OneBit()
+    quantize = Quantize
+    topk = TopK
+    randomk = RandomK
+    block_topk = BlockTopK
+    block_sparse = BlockSparse
+    hybrid = Hybrid
+
+    @staticmethod
+    def parse(spec: str) -> Compressor:
+        """Makes a compressor from its spec string, such as `"topk:ratio=0.01"`.
+
+        Args:
+            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
+
+        Raises:
+            ValueError: The name, an argument or a value is not known or not valid.
+        """
+        return _parse(spec)
+
+
+def spec_of(compressor: Any) -> str:
+    """The spec string of a built-in compressor: its name and the arguments that are not defaults."""
+    for name, preset in _PRESETS.items():
+        if compressor == preset:
+            return name
+    arguments = [
+        f"{field.name}={_show(getattr(compressor, field.name))}"
+        for field in dataclasses.fields(compressor)
+        if getattr(compressor, field.name) != field.default
+    ]
+    return compressor.name + (":" + ",".join(arguments) if arguments else "")
+
+
+def resolve(compression: CompressionLike) -> Compressor:
+    """The compressor that a user means by `compression`.
+
+    Args:
+        compression: A compressor; a subclass of `Compressor` or one of Horovod's own (`hvd.Compression.fp16`);
+            a spec string; or None for what the environment variable `HVD_COMPRESS` says, else no compression.
+
+    Raises:
+        ValueError: A spec string, or the environment variable's, does not parse.
+        TypeError: It is none of these.
+    """
+    if compression is None:
+        spec = os.environ.get("HVD_COMPRESS", "").strip()
+        try:
+            return _parse(spec) if spec else Compression.none
+        except ValueError as error:
+            raise ValueError(f"environment variable HVD_COMPRESS: {error}") from None
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, str):
+        return _parse(compression)
+    if compression is hvd.Compression.none:
+        return Compression.none
+    if compression is hvd.Compression.fp16:
+        return Compression.fp16
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        return _instance(compression)
+    raise TypeError(
+        f"compression must be a hvdc.Compressor, a spec string such as 'int8' or 'topk:ratio=0.01', or None; "
+        f"got {compression!r}"
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _instance(cls: type) -> Compressor:
+    """One instance per class: residuals of a custom loop are found by it."""
+    try:
+        compressor: Compressor = cls()
+    except TypeError as error:
+        raise TypeError(
+            f"compression={cls.__name__} is a class that needs arguments: "
+            f"pass an instance, {cls.__name__}(...) ({error})"
+        ) from None
+    return compressor
+
+
+def _parse(spec: str) -> Compressor:
+    name, _, rest = spec.strip().partition(":")
+    name = name.strip()
+    if name in _PRESETS:
+        if rest.strip():
+            raise ValueError(f"compressor {name!r} takes no arguments, got {rest.strip()!r} in {spec!r}")
+        return _PRESETS[name]
+    if name not in _CLASSES:
+        known = sorted([*_CLASSES, *_PRESETS])
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown compressor {name!r}: {hint}Known are {', '.join(known)}")
+    fields = {field.name: field for field in dataclasses.fields(_CLASSES[name])}
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key not in fields:
+            takes = ", ".join(fields) or "no arguments"
+            raise ValueError(f"compressor {name!r} has no argument {key!r} (in {spec!r}): it takes {takes}")
+        if not equals:
+            raise ValueError(f"argument {key!r} in {spec!r} has no value: write {key}=...")
+        if key in arguments:
+            raise ValueError(f"argument {key!r} stands twice in {spec!r}")
+        arguments[key] = _value(value)
+    missing = [
+        key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in arguments
+    ]
+    if missing:
+        example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
+        raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
+    return _CLASSES[name](**arguments)
+
+
+def _value(text: str) -> Any:
+    """An argument's value: none, true, false, a whole number, a number, else the text itself."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

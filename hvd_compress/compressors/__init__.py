@@ -1,0 +1,24 @@
+"""What is kept of a gradient: one file per idea, all on the interface of `base.Compressor`."""
+
+from .base import Compressor, Seeds
+from .block_sparse import BlockSparse
+from .cast import BFloat16, Float16, NoCompression
+from .hybrid import Hybrid
+from .onebit import OneBit
+from .quantize import Quantize
+from .sparse import BlockTopK, RandomK, TopK
+
+__all__ = [
+    "BFloat16",
+    "BlockSparse",
+    "BlockTopK",
+    "Compressor",
+    "Float16",
+    "Hybrid",
+    "NoCompression",
+    "OneBit",
+    "Quantize",
+    "RandomK",
+    "Seeds",
+    "TopK",
+]

@@ -1,0 +1,275 @@
+"""What a compressor is."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from typing import Any, NamedTuple, Sequence
+
+import horovod.tensorflow.compression as horovod_compression
+import tensorflow as tf
+
+from .. import payload as _payload
+from ..payload import Payload
+
+Shape = tuple[int, ...]
+
+
+class Seeds(NamedTuple):
+    """Where randomness comes from in one step; int32 scalars."""
+
+    shared: tf.Tensor  # the same on all ranks: for choices that they must agree on
+    local: tf.Tensor  # another on each rank: for noise that should average out
+
+
+def no_seeds() -> Seeds:
+    """The seeds of a round trip outside of training: fixed, so that it can be repeated."""
+    return Seeds(tf.constant(0, tf.int32), tf.constant(0, tf.int32))
+
+
+class Compressor(horovod_compression.Compressor):
+    """The base of all compressors, yours too.
+
+    To write one, subclass and define `compress` and `decompress`:
+
+        class Ternary(hvdc.Compressor):
+            def compress(self, tensor):
+                scale = tf.reduce_max(tf.abs(tensor))
+                return (tf.cast(tf.round(tensor / scale), tf.int8), scale), tensor.shape
+
+            def decompress(self, payload, ctx):
+                codes, scale = payload
+                return tf.reshape(tf.cast(codes, tf.float32) * scale, ctx)
+
+    `compress` gets a float32 tensor of static shape (in training, a flat bucket of many gradients)
+    and returns `(payload, ctx)`. The payload is a tensor or a nest of tensors and is all that other
+    ranks see; its shapes must follow from the tensor's shape alone, never from its values. `ctx` is
+    what `decompress` needs besides and is not sent: it must be the same on every rank.
+    `decompress(payload, ctx)` returns the tensor that the others will see in place of the original.
+
+    Attributes:
+        error_feedback: Whether what a step loses is kept in a residual and added to the next step's
+            gradient. That needs a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to
+            False for an unbiased compressor with large variance.
+        summable: Whether the payload is one tensor of floats that may be summed before it is
+            decompressed; it then crosses in a plain allreduce.
+        sparse: Whether most elements decode to zero, so that momentum correction makes sense.
+        per_tensor: Whether it needs each gradient in its own shape rather than flat buckets.
+    """
+
+    error_feedback: bool = True
+    summable: bool = False
+    sparse: bool = False
+    per_tensor: bool = False
+
+    @property
+    def spec(self) -> str:
+        """One line that names this compressor; those of `hvdc.Compression` parse back."""
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
+        """Compresses `tensor`; returns the payload and what `decompress` needs besides."""
+        raise NotImplementedError(f"{type(self).__name__} must define compress(self, tensor)")
+
+    def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:  # type: ignore[override]
+        """Returns the tensor that `payload` stands for."""
+        raise NotImplementedError(f"{type(self).__name__} must define decompress(self, payload, ctx)")
+
+    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Any]:
+        """Encodes float32 `x` of static shape; returns the payload's parts and the context."""
+        del seeds  # randomness of its own is the subclass's business
+        payload, ctx = self.compress(x)
+        parts = tf.nest.flatten(payload)
+        structure = tf.nest.map_structure(lambda _: 0, payload)
+        return [tf.convert_to_tensor(part) for part in parts], (structure, ctx)
+
+    def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
+        """Decodes one rank's parts to float32."""
+        structure, inner = ctx
+        return self.decompress(tf.nest.pack_sequence_as(structure, list(parts)), inner)
+
+    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Any, scale: tf.Tensor) -> tf.Tensor:
+        """Decodes and sums the parts of all ranks, each [ranks, ...], in the order of ranks.
+
+        `scale` (float32 scalar) multiplies every element of the sum; NaN makes all of them NaN.
+        """
+        total = self.decode([part[0] for part in parts], ctx)
+        for rank in range(1, parts[0].shape[0]):
+            total += self.decode([part[rank] for part in parts], ctx)
+        return total * scale
+
+    def lost(self, x: tf.Tensor, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
+        """What `parts`, the encoding of `x`, leave out: x - decode(parts)."""
+        return x - tf.reshape(self.decode(parts, ctx), x.shape)
+
+    def wire_bytes(self, shape: int | Sequence[int]) -> int:
+        """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
+        return _payload.nbytes(self.layout(_as_shape(shape)))
+
+    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
+        """The static shapes and dtypes of the parts that `encode` makes of such a tensor.
+
+        Raises:
+            ValueError: They are not static.
+        """
+        if type(self).__hash__ is None:  # a dataclass that is not frozen
+            return _traced_layout.__wrapped__(self, tuple(shape))
+        return _traced_layout(self, tuple(shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
+    def parts_of(x: tf.Tensor) -> list[tf.Tensor]:
+        return list(compressor.encode(x, no_seeds())[0])
+
+    # A tf.function, as it may use tensors and variables from outside, which a bare tf.Graph cannot.
+    with tf.init_scope():
+        traced = tf.function(parts_of, autograph=False).get_concrete_function(tf.TensorSpec(shape, tf.float32))
+    parts = traced.outputs
+    for part in parts:
+        if not part.shape.is_fully_defined():
+            raise ValueError(
+                f"{compressor.spec}: compress() returned a payload of unknown shape {part.shape} for a "
+                f"tensor of shape {shape}; its shape must follow from the tensor's shape alone"
+            )
+    return [tf.TensorSpec(part.shape, part.dtype) for part in parts]
+
+
+class BuiltinCompressor(Compressor):
+    """A compressor that defines `layout`, `encode` and `decode`; the rest follows.
+
+    The context of `encode` and `decode` is the tensor's shape, with whatever the compressor adds.
+    """
+
+    @property
+    def spec(self) -> str:
+        """One line that `hvdc.Compression.parse` turns back into this compressor."""
+        from ..compression import spec_of
+
+        return spec_of(self)
+
+    def wire_bytes(self, shape: int | Sequence[int]) -> int:
+        """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
+        return super().wire_bytes(shape) if size_of(_as_shape(shape)) else 0
+
+    def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
+        """Compresses a float tensor of static shape.
+
+        Args:
+            tensor: float16, bfloat16, float32 or float64, of any shape.
+
+        Returns:
+            The payload and the context for `decompress`.
+
+        Raises:
+            TypeError: The tensor does not hold real floating point numbers.
+            ValueError: Its shape is not static.
+        """
+        x, shape, dtype = as_float32(tensor, self.spec)
+        if math.prod(shape) == 0:
+            empty = tf.zeros([0], tf.float32 if self.summable else tf.uint8)
+            return (empty if self.summable else Payload(empty, self.spec)), (None, shape, dtype)
+        parts, ctx = self.encode(x, no_seeds())
+        payload = parts[0] if self.summable else Payload(_payload.join(parts), self.spec)
+        return payload, (ctx, shape, dtype)
+
+    def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
+        """Returns the lossy tensor, in the shape and dtype of the original.
+
+        Raises:
+            ValueError: The payload has not the length that the context calls for.
+        """
+        inner, shape, dtype = ctx
+        if math.prod(shape) == 0:
+            return tf.zeros(shape, dtype)
+        if self.summable:
+            parts = [payload]
+        else:
+            parts = _payload.split(getattr(payload, "tensor", payload), self.layout(shape))
+        return tf.cast(tf.reshape(self.decode(parts, inner), shape), dtype)
+
+
+def as_float32(tensor: Any, who: str) -> tuple[tf.Tensor, Shape, tf.DType]:
+    """`tensor` as float32 with its static shape and its own dtype.
+
+    Raises:
+        TypeError: It does not hold real floating point numbers.
+        ValueError: Its shape is not static.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if not tensor.dtype.is_floating:
+        raise TypeError(
+            f"{who} compresses floating point tensors, got {tensor.dtype.name}: "
+            "cast it, or use compression='none'"
+        )
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(
+            f"{who} needs a tensor of static shape, got {tensor.shape}: "
+            "set its shape with tf.ensure_shape before"
+        )
+    return tf.cast(tensor, tf.float32), tuple(tensor.shape.as_list()), tensor.dtype
+
+
+def _as_shape(shape: int | Sequence[int]) -> Shape:
+    return (int(shape),) if isinstance(shape, int) else tuple(int(size) for size in shape)
+
+
+def size_of(shape: Shape) -> int:
+    """The number of elements of a tensor of this shape."""
+    return math.prod(shape)
+
+
+def check_ratio(ratio: float, who: str) -> float:
+    """`ratio` as a float.
+
+    Raises:
+        ValueError: It is not a number above 0 and at most 1.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {ratio!r}")
+    return float(ratio)
+
+
+def check_whole(value: int, name: str, who: str, largest: float = math.inf) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: It is not a whole number from 1 to `largest`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= value <= largest:
+        upto = "on" if largest == math.inf else f"to {largest}"
+        raise ValueError(f"{who}: {name} must be a whole number from 1 {upto}, got {value!r}")
+    return int(value)
+
+
+def check_flag(value: bool, name: str, who: str) -> bool:
+    """`value`, which is True or False.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{who}: {name} must be true or false, got {value!r}")
+    return value
+
+
+def check_seed(value: int, who: str) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: It is not a whole number of 32 bits.
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not -(2**31) <= value < 2**31:
+        raise ValueError(f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {value!r}")
+    return int(value)
+
+
+def kept(ratio: float, n: int) -> int:
+    """How many of `n` elements a ratio keeps: ratio * n rounded up, at least one."""
+    # 0.07 * 100 is 7.000000000000001 and must give 7
+    return max(1, min(n, math.ceil(ratio * n * (1.0 - 1e-12))))

@@ -1,0 +1,85 @@
+"""`backward_passes_per_step`: gradients are summed locally over several passes before one exchange."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import tensorflow as tf
+
+
+class LocalGradientAggregation:
+    """Sums gradients over passes; every `backward_passes_per_step`-th pass reduces the sum.
+
+    Attributes:
+        counter: Passes since the last reduction, an int32 tf.Variable; 0 right after one.
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        reduce: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+    ) -> None:
+        self.backward_passes_per_step = backward_passes_per_step
+        self.counter = tf.Variable(0, trainable=False, name="aggregation_counter")
+        self._reduce = reduce
+        self._sparse_as_dense = sparse_as_dense
+        self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
+        self._sums: dict[int, tf.Variable] = {}
+
+    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Adds one pass.
+
+        Returns:
+            The reduced sums where this pass completes a step (`is_step` then holds), else the sums so far.
+
+        Raises:
+            ValueError: There are IndexedSlices, and `sparse_as_dense` is False.
+        """
+        dense = [self._dense(gradient) for gradient in gradients]
+        sums = [self._sum(g, v) for g, v in zip(dense, variables)]
+        totals = [None if s is None else s.assign_add(g).read_value() for s, g in zip(sums, dense)]
+        self.counter.assign_add(1)
+        present = [i for i, total in enumerate(totals) if total is not None]
+
+        def complete() -> list[tf.Tensor]:
+            reduced = self._reduce(totals, variables)
+            self.counter.assign(0)
+            for total in sums:
+                if total is not None:
+                    total.assign(tf.zeros_like(total))
+            return [
+                reduced[i] if self._divisor == 1 else reduced[i] / tf.cast(self._divisor, reduced[i].dtype)
+                for i in present
+            ]
+
+        results = tf.cond(
+            tf.equal(self.counter, self.backward_passes_per_step), complete, lambda: [totals[i] for i in present]
+        )
+        for i, result in zip(present, results):
+            totals[i] = result
+        return totals
+
+    def is_step(self) -> tf.Tensor:
+        """Whether the last pass completed a step; bool scalar."""
+        return tf.equal(self.counter, 0)
+
+    def _dense(self, gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            if not self._sparse_as_dense:
+                raise ValueError(
+                    "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
+                    "`sparse_as_dense` is False."
+                )
+            return tf.convert_to_tensor(gradient)
+        return gradient
+
+    def _sum(self, gradient: Any, variable: Any) -> tf.Variable | None:
+        if gradient is None:
+            return None
+        if id(variable) not in self._sums:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, gradient.dtype)
+                self._sums[id(variable)] = tf.Variable(zeros, trainable=False, name="aggregated_gradient")
+        return self._sums[id(variable)]

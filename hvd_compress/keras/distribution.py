@@ -1,0 +1,64 @@
+"""What makes an optimizer distributed, apart from Keras's ways of calling it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Sequence
+
+from ..reducer import Reducer, Settings, scale_local_gradient
+from .aggregation import LocalGradientAggregation
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """The arguments of `hvdc.DistributedOptimizer`."""
+
+    reduction: Settings
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+
+
+class Distribution:
+    """The distributed state of one optimizer: its reducer, its residuals, what is local.
+
+    Deliberately nothing that Keras or TensorFlow would track: residuals are rank-local, and must be
+    neither broadcast nor saved with the model.
+
+    Attributes:
+        aggregation: The helper for `backward_passes_per_step` > 1, else None.
+    """
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self.settings = settings.reduction
+        self.reducer = Reducer(settings.reduction)
+        self.aggregation = None
+        if settings.backward_passes_per_step > 1:
+            self.aggregation = LocalGradientAggregation(
+                settings.backward_passes_per_step,
+                self.reduce,
+                settings.reduction.sparse_as_dense,
+                settings.average_aggregated_gradients,
+            )
+        self._local: set[int] = set()
+
+    def register_local_var(self, variable: Any) -> None:
+        """Keeps the gradient of `variable` local to this rank."""
+        self._local.add(id(variable))
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces the gradients over the ranks, but for those of local variables."""
+        result = list(gradients)
+        shared = [i for i, variable in enumerate(variables) if id(variable) not in self._local]
+        reduced = self.reducer([gradients[i] for i in shared], [variables[i] for i in shared])
+        for i, gradient in zip(shared, reduced):
+            result[i] = gradient
+        if self._local and self.settings.scale_local_gradients:
+            for i in set(range(len(result))) - set(shared):
+                result[i] = scale_local_gradient(result[i], self.settings.process_set.size())
+        return result
+
+    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces, at once or when `backward_passes_per_step` passes have come together."""
+        if self.aggregation is None:
+            return self.reduce(gradients, variables)
+        return self.aggregation.add(gradients, variables)

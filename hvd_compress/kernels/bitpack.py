@@ -1,0 +1,60 @@
+"""Codes of 1 to 8 bits, packed into bytes without a bit to spare.
+
+A width is a sum of the powers of two 8, 4, 2 and 1; each of these fields is packed for itself.
+Within a block, the codes that share a byte lie a fraction of the block apart (for 4 bits, code j
+and code j + block / 2), so that packing and unpacking are shifts of whole rows.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def fields(bits: int) -> list[int]:
+    """The field widths that make up `bits`, widest first: 7 gives [4, 2, 1]."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def pack(codes: tf.Tensor, bits: int) -> list[tf.Tensor]:
+    """Packs uint8 `codes` [rows, block], each below 2**bits, block a multiple of 8.
+
+    Returns one uint8 tensor [rows, block * width / 8] per field of `fields(bits)`.
+    """
+    packed = []
+    shift = bits
+    for width in fields(bits):
+        shift -= width
+        field = tf.bitwise.right_shift(codes, tf.constant(shift, tf.uint8)) if shift else codes
+        if width < 8:
+            field = tf.bitwise.bitwise_and(field, tf.constant((1 << width) - 1, tf.uint8))
+        per_byte = 8 // width
+        step = codes.shape[1] // per_byte
+        byte = field[:, :step]
+        for i in range(1, per_byte):
+            part = field[:, i * step : (i + 1) * step]
+            byte = tf.bitwise.bitwise_or(
+                byte, tf.bitwise.left_shift(part, tf.constant(i * width, tf.uint8))
+            )
+        packed.append(byte)
+    return packed
+
+
+def unpack(packed: list[tf.Tensor], bits: int) -> tf.Tensor:
+    """The inverse of `pack`, for fields [..., block * width / 8] with any leading axes."""
+    codes = None
+    for width, byte in zip(fields(bits), packed):
+        if width < 8:
+            shifts = tf.reshape(tf.range(0, 8, width, dtype=tf.int32), [-1, 1])
+            field = tf.bitwise.right_shift(byte[..., None, :], tf.cast(shifts, tf.uint8))
+            field = tf.bitwise.bitwise_and(field, tf.constant((1 << width) - 1, tf.uint8))
+            field = tf.reshape(field, [*byte.shape[:-1], byte.shape[-1] * (8 // width)])
+        else:
+            field = byte
+        codes = (
+            field
+            if codes is None
+            else tf.bitwise.bitwise_or(
+                tf.bitwise.left_shift(codes, tf.constant(width, tf.uint8)), field
+            )
+        )
+    return codes

@@ -1,0 +1,70 @@
+"""Linear quantization of blocks, with zero always among the levels.
+
+A block with minimum m and maximum M gets levels (base + code) * step, code = 0 ... L = 2**bits - 1.
+The step is (M - m) / L and base = round(m / step) is an integer, so that zero is a level exactly:
+every level is a multiple of the step. The range [base - 1/2, base + L + 1/2] * step is one step
+wider than [m, M] and therefore still covers it, so that snapping costs nothing: the error of
+nearest rounding stays at step / 2. Because zero is a level, the error is also at most |x|, which
+makes the quantizer a contraction, as error feedback needs (Karimireddy et al. 2019, Assumption A).
+
+Stochastic rounding needs levels at or beyond both ends, so its step is (M - m) / (L - 1) (with one
+bit: levels m and M). It is then unbiased, and its step is at most max|x| / s with s = 2**(bits - 1)
+- 1, so QSGD's variance bounds hold with that s (Alistarh et al. 2017, Lemma 3.1).
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from . import blocks as _blocks
+
+# Below this step 1 / step would overflow; such blocks (all values under 1e-34) decode to zero.
+_TINY = 2.0**-120
+# From this step on 1 / step is subnormal, which XLA takes for zero; such blocks (at one or two bits, with
+# values over 4e37) decode to zero, as those do whose outermost level would be infinite.
+_HUGE = 2.0**126
+# A block whose range is that small against its offset could not resolve its codes in float32.
+_RESOLUTION = 2.0**-22
+
+
+def grid(values: tf.Tensor, bits: int, stochastic: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """Step and base, float32 [rows, 1] each, of float32 `values` [rows, block]."""
+    levels = 2**bits - 1
+    low = _blocks.halving(values, tf.minimum)
+    high = _blocks.halving(values, tf.maximum)
+    intervals = float(levels - 1 if stochastic and bits > 1 else levels)
+    largest = tf.maximum(high, -low)
+    # Divided before subtracting: high - low overflows for huge values.
+    step = tf.maximum(high / intervals - low / intervals, largest * _RESOLUTION)
+    step = tf.where((step < _HUGE) & (largest + step <= tf.float32.max), step, tf.zeros_like(step))
+    # A constant block is one level, plus or minus one step: exact.
+    step = tf.where(high > low, step, largest)
+    step = tf.where(step > _TINY, step, tf.zeros_like(step))
+    start = tf.math.divide_no_nan(low, step)
+    if not stochastic:
+        base = tf.round(start)
+    else:
+        base = tf.floor(start) if bits > 1 else start
+    return step, base
+
+
+def to_codes(
+    values: tf.Tensor, step: tf.Tensor, base: tf.Tensor, bits: int, noise: tf.Tensor | None
+) -> tf.Tensor:
+    """Codes, uint8 [rows, block], of `values` on the grid; `noise` in [0, 1) rounds at random."""
+    position = values * _inverse(step)
+    if noise is None:
+        code = tf.round(position) - base
+    else:
+        # Not quite up to 1: 255 + u would round up to 256 in float32, and a zero would become a step.
+        code = tf.floor((position - base) + noise * (1.0 - 2.0**-16))
+    return tf.cast(tf.clip_by_value(code, 0.0, float(2**bits - 1)), tf.uint8)
+
+
+def from_codes(codes: tf.Tensor, step: tf.Tensor, base: tf.Tensor) -> tf.Tensor:
+    """The float32 values that uint8 `codes` stand for."""
+    return (tf.cast(codes, tf.float32) + base) * step
+
+
+def _inverse(step: tf.Tensor) -> tf.Tensor:
+    return tf.where(step > 0.0, 1.0 / step, tf.zeros_like(step))

@@ -1,0 +1,129 @@
+"""The one tensor that crosses the network: the parts of an encoding joined into flat bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Sequence
+
+import tensorflow as tf
+
+
+class Payload:
+    """What a compressor's `compress` returns when its codes must not be summed.
+
+    Stock Horovod adds up what `compress` returns. Added codes are garbage, so a payload refuses to
+    become a tensor; `hvdc.allreduce` and `hvdc.DistributedOptimizer` know what to do with it.
+
+    Attributes:
+        tensor: The encoded bytes, uint8 [nbytes].
+        compressor: The compressor's spec string.
+    """
+
+    name = "hvd_compress_payload"  # stock Horovod names its op after the tensor
+
+    def __init__(self, tensor: tf.Tensor, compressor: str) -> None:
+        self.tensor = tensor
+        self.compressor = compressor
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes on the wire."""
+        return int(self.tensor.shape[0])
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __repr__(self) -> str:
+        return f"<Payload of {self.compressor}, {self.nbytes} bytes>"
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        raise TypeError(
+            f"a payload of {self.compressor} holds packed codes, which stock Horovod would sum to "
+            "garbage: use hvdc.allreduce(tensor, compression=...) or hvdc.DistributedOptimizer instead"
+        )
+
+
+class WideSum:
+    """A bfloat16 tensor that becomes float32 where stock Horovod sums it, as its ops take no bfloat16.
+
+    Attributes:
+        tensor: The bfloat16 tensor.
+    """
+
+    def __init__(self, tensor: tf.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def dtype(self) -> tf.DType:
+        """bfloat16."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The tensor's."""
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes on the wire, where this package moves it."""
+        return math.prod(self.shape.as_list()) * self.dtype.size
+
+    @property
+    def name(self) -> str:
+        """What stock Horovod names its op after."""
+        return str(self.tensor.name)
+
+    def numpy(self) -> Any:
+        """The values, as a NumPy array of bfloat16."""
+        return self.tensor.numpy()
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        wide = tf.cast(self.tensor, tf.float32)
+        return wide if dtype in (None, tf.float32) else tf.cast(self.tensor, dtype)
+
+
+def nbytes(specs: Sequence[tf.TensorSpec]) -> int:
+    """The size in bytes of tensors of these static shapes and dtypes, joined."""
+    return sum(math.prod(spec.shape.as_list()) * spec.dtype.size for spec in specs)
+
+
+def join(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Joins tensors of any dtypes into one flat uint8 tensor."""
+    flat = [_to_bytes(part) for part in parts]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
+def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """The inverse of `join`: cuts uint8 `payload` [..., nbytes] into tensors [..., *spec.shape].
+
+    Raises:
+        ValueError: The payload is not as long as `specs` say.
+    """
+    expected = nbytes(specs)
+    if payload.shape[-1] != expected:
+        raise ValueError(
+            f"a payload of {payload.shape[-1]} bytes cannot be decoded: {expected} are expected; it is "
+            "damaged, or was made by another compressor or for another shape"
+        )
+    lead = payload.shape[:-1].as_list()
+    sizes = [math.prod(spec.shape.as_list()) * spec.dtype.size for spec in specs]
+    pieces = tf.split(payload, sizes, axis=-1) if len(sizes) > 1 else [payload]
+    return [_from_bytes(piece, spec, lead) for piece, spec in zip(pieces, specs)]
+
+
+def _to_bytes(part: tf.Tensor) -> tf.Tensor:
+    if part.dtype == tf.bool:
+        part = tf.cast(part, tf.uint8)
+    if part.dtype != tf.uint8:
+        part = tf.bitcast(part, tf.uint8)
+    return tf.reshape(part, [-1])
+
+
+def _from_bytes(piece: tf.Tensor, spec: tf.TensorSpec, lead: list[int]) -> tf.Tensor:
+    shape = [*lead, *spec.shape.as_list()]
+    if spec.dtype == tf.bool:
+        return tf.cast(tf.reshape(piece, shape), tf.bool)
+    if spec.dtype.size == 1:
+        piece = tf.reshape(piece, shape)
+        return piece if spec.dtype == tf.uint8 else tf.bitcast(piece, spec.dtype)
+    return tf.bitcast(tf.reshape(piece, [*shape, spec.dtype.size]), spec.dtype)

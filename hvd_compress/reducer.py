@@ -1,0 +1,364 @@
+"""One step: gradients into buckets, residual added, compressed, exchanged, cut up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import numbers
+from typing import Any, Sequence
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from . import buckets, residual
+from .buckets import Bucket
+from .compressors import Compressor, NoCompression, Seeds
+from .exchange import allgather, allreduce, compressed
+from .kernels import noise
+
+BUCKET_BYTES = 25 * 2**20
+MIN_COMPRESS_SIZE = 1024
+_instances = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How gradients are reduced; see `hvdc.DistributedOptimizer` for the meaning of each.
+
+    Raises:
+        ValueError: A value is not valid, or two contradict each other.
+    """
+
+    compressor: Compressor
+    name: str = "DistributedOptimizer"
+    op: Any = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    process_set: Any = hvd.global_process_set
+    groups: Any = None
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    scale_local_gradients: bool = True
+    min_compress_size: int = MIN_COMPRESS_SIZE
+    bucket_bytes: int = BUCKET_BYTES
+    error_feedback: bool | None = None
+    residual_decay: float = 1.0
+    momentum_correction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.op not in (hvd.Average, hvd.Sum):
+            raise ValueError("op currently only supports Average and Sum")
+        if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        _check_groups(self.groups)
+        _check_number("min_compress_size", self.min_compress_size, 0, math.inf, whole=True)
+        _check_number("bucket_bytes", self.bucket_bytes, 1, math.inf, whole=True)
+        _check_number("residual_decay", self.residual_decay, 0.0, 1.0)
+        _check_number("momentum_correction", self.momentum_correction, 0.0, 1.0)
+        if self.momentum_correction == 1.0:
+            raise ValueError("momentum_correction must be below 1, got 1.0")
+        if self.momentum_correction and not (self.compressor.sparse and self.feeds_back):
+            raise ValueError(
+                f"momentum_correction needs a sparse compressor with a residual, such as topk; "
+                f"{self.compressor.spec} sends every element every step or keeps no residual"
+            )
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether residuals are kept."""
+        if isinstance(self.compressor, NoCompression):
+            return False
+        return self.compressor.error_feedback if self.error_feedback is None else self.error_feedback
+
+
+@dataclasses.dataclass
+class BucketState:
+    """What a rank keeps of a bucket from step to step, float32 [bucket.padded] each; never broadcast."""
+
+    residual: tf.Variable | None = None
+    velocity: tf.Variable | None = None
+
+
+class Reducer:
+    """Reduces lists of gradients over the ranks, and keeps their residuals.
+
+    A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.plans: dict[Any, Plan] = {}
+        # Horovod matches collectives by name: two reducers must not share theirs. All ranks make
+        # their reducers in the same order.
+        self._name = f"hvdc_{next(_instances)}_{_plain(settings.name)}"
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, averaged or summed over the ranks of the process set.
+
+        Args:
+            gradients: Tensors, IndexedSlices or None, one for each of `variables`.
+            variables: What the gradients belong to. Residuals are kept for this list of variables.
+
+        Returns:
+            As `gradients`, in shape and dtype. On a rank outside of the process set, and where it has
+            only one rank, the gradients themselves.
+
+        Raises:
+            ValueError: Horovod is not initialized.
+            RuntimeError: Called inside an XLA-compiled step.
+        """
+        check_not_in_xla()
+        process_set = self.settings.process_set
+        hvd.size()  # raises Horovod's own error where hvd.init() was not called
+        if not process_set.included() or process_set.size() == 1:
+            return list(gradients)
+        if self.settings.sparse_as_dense:
+            gradients = [
+                tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients
+            ]
+        key = tuple(
+            (id(v), None if g is None else (isinstance(g, tf.IndexedSlices), g.dtype))
+            for g, v in zip(gradients, variables)
+        )
+        if key not in self.plans:
+            with tf.init_scope():
+                self.plans[key] = Plan(
+                    f"{self._name}_{len(self.plans)}", self.settings, gradients, variables
+                )
+        return self.plans[key].run(list(gradients))
+
+
+class Plan:
+    """How one list of gradients is reduced.
+
+    Attributes:
+        buckets: What is compressed.
+        states: The residuals, one state per bucket.
+        dense: Positions of the gradients that are reduced uncompressed, in buckets of their own.
+        sparse: Positions of IndexedSlices.
+    """  # keeps no reference to the variables: they may go before it does
+
+    def __init__(
+        self, name: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
+        self.dtypes = [None if g is None else g.dtype for g in gradients]
+        self.sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+        tensors = [i for i, g in enumerate(gradients) if g is not None and i not in self.sparse]
+        chosen = [i for i in tensors if self._is_compressed(i)]
+        groups = _positions(settings.groups, variables)
+        self.buckets = buckets.assign(self.shapes, chosen, settings.bucket_bytes, groups)
+        rest = [i for i in tensors if i not in set(chosen)]
+        self.dense = buckets.assign(self.shapes, rest, settings.bucket_bytes, None if chosen else groups)
+        self.states = [self._new_state(bucket) for bucket in self.buckets]
+        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_step")
+        self._function = tf.function(self._run, autograph=False)
+
+    def run(self, gradients: list[Any]) -> list[Any]:
+        """Reduces the gradients, in a graph of its own when called eagerly."""
+        return self._function(gradients) if tf.executing_eagerly() else self._run(gradients)
+
+    def _run(self, gradients: list[Any]) -> list[Any]:
+        reduced: list[Any] = [None] * len(gradients)
+        oks, commits = [], []
+        with tf.name_scope(self.name), tf.device(self.settings.device_dense):
+            for b, (bucket, state) in enumerate(zip(self.buckets, self.states)):
+                flat = buckets.join([gradients[i] for i in bucket.members], bucket)
+                total, ok, new_state = self._reduce_bucket(flat, bucket, state, b)
+                pieces = buckets.cut(total, bucket, [self.dtypes[i] for i in bucket.members])
+                for i, piece in zip(bucket.members, pieces):
+                    reduced[i] = piece
+                oks.append(ok)
+                commits.append(new_state)
+            for b, bucket in enumerate(self.dense):
+                results = allreduce.grouped_allreduce(
+                    [gradients[i] for i in bucket.members],
+                    self.settings.op,
+                    self.settings.gradient_predivide_factor,
+                    self.settings.process_set,
+                    f"{self.name}_dense_{b}",
+                )
+                for i, result in zip(bucket.members, results):
+                    reduced[i] = tf.ensure_shape(result, self.shapes[i])
+                    if self.buckets and result.dtype.is_floating:
+                        oks.append(residual.all_finite(result))
+            self._commit(oks, commits)
+            for i in self.sparse:
+                reduced[i] = hvd.allreduce(
+                    gradients[i],
+                    device_sparse=self.settings.device_sparse,
+                    op=self.settings.op,
+                    process_set=self.settings.process_set,
+                )
+        return reduced
+
+    def _reduce_bucket(
+        self, flat: tf.Tensor, bucket: Bucket, state: BucketState, index: int
+    ) -> tuple[tf.Tensor, tf.Tensor, BucketState]:
+        """The bucket's reduced gradient, whether it is finite on all ranks, and the state to keep."""
+        settings = self.settings
+        predivide = settings.gradient_predivide_factor
+        new = BucketState()
+        if predivide != 1.0:
+            flat = flat / predivide
+        velocity = None
+        if state.velocity is not None:
+            flat = velocity = residual.accelerate(
+                flat, state.velocity.value(), settings.momentum_correction)
+        if state.residual is not None:
+            flat = residual.add(flat, state.residual.value(), settings.residual_decay)
+        ranks = settings.process_set.size()
+        scale = predivide / ranks if settings.op == hvd.Average else 1.0
+        total, ok, parts, context = compressed.reduce(
+            settings.compressor,
+            self._segments(bucket),
+            flat,
+            self._seeds(index),
+            scale,
+            settings.process_set,
+            f"{self.name}_bucket_{index}",
+        )
+        if state.residual is not None:
+            new.residual = compressed.lost(settings.compressor, self._segments(bucket), flat, parts, context)
+        if velocity is not None:
+            new.velocity = residual.mask(velocity, flat - new.residual)
+        return total, ok, new
+
+    def _commit(self, oks: Sequence[tf.Tensor], new_states: Sequence[BucketState]) -> None:
+        """Keeps the new residuals, unless any gradient of any rank was not finite."""
+        self.step.assign_add(1)
+        pairs = [
+            (variable, value)
+            for old, new in zip(self.states, new_states)
+            for variable, value in ((old.residual, new.residual), (old.velocity, new.velocity))
+            if variable is not None
+        ]
+        if not pairs:
+            return
+
+        def keep() -> tf.Tensor:
+            for variable, value in pairs:
+                variable.assign(value)
+            return tf.constant(True)
+
+        tf.cond(tf.reduce_all(tf.stack(oks)), keep, lambda: tf.constant(False))
+
+    def _seeds(self, index: int) -> Seeds:
+        shared = noise.fold(tf.cast(self.step, tf.int32), index)
+        return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
+
+    def _segments(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """The shapes in which the compressor sees the flat bucket."""
+        if not self.settings.compressor.per_tensor:
+            return [(bucket.padded,)]
+        padding = bucket.padded - bucket.numel
+        return [*bucket.shapes, (padding,)] if padding else list(bucket.shapes)
+
+    def _is_compressed(self, i: int) -> bool:
+        if isinstance(self.settings.compressor, NoCompression) or not self.dtypes[i].is_floating:
+            return False
+        size = math.prod(self.shapes[i])
+        if self.settings.min_compress_size == 0:
+            return size > 0
+        return len(self.shapes[i]) > 1 and size >= self.settings.min_compress_size
+
+    def _new_state(self, bucket: Bucket) -> BucketState:
+        def zeros(what: str) -> tf.Variable:
+            with tf.device(self.settings.device_dense):
+                return tf.Variable(tf.zeros([bucket.padded]), trainable=False, name=f"{self.name}_{what}")
+
+        return BucketState(
+            zeros("residual") if self.settings.feeds_back else None,
+            zeros("velocity") if self.settings.momentum_correction else None,
+        )
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """Bytes that each rank sends per step: as configured, and if nothing were compressed.
+
+        As a ring sends them; what IndexedSlices cost depends on the batch and is not counted.
+        """
+        ranks = self.settings.process_set.size()
+        plain = {
+            i: math.prod(self.shapes[i]) * self.dtypes[i].size
+            for bucket in (*self.buckets, *self.dense)
+            for i in bucket.members
+        }
+        dense = sum(plain[i] for bucket in self.dense for i in bucket.members)
+        sent = allreduce.bytes_sent(dense, ranks) + sum(
+            compressed.bytes_sent(self.settings.compressor, self._segments(bucket), ranks)
+            for bucket in self.buckets
+        )
+        return sent, allreduce.bytes_sent(sum(plain.values()), ranks)
+
+
+def check_not_in_xla() -> None:
+    """Refuses to put collectives into an XLA-compiled function.
+
+    Raises:
+        RuntimeError: The current graph is compiled with `jit_compile=True`.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+    if graph is not None and control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise RuntimeError(
+            "the training step is compiled with jit_compile=True, and Horovod's collectives do not exist inside "
+            "XLA: pass jit_compile=False to model.compile() or tf.function() (hvd_compress compiles its own "
+            "kernels; on a GPU, Keras 3 sets jit_compile=True unless told otherwise)"
+        )
+
+
+def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
+    if gradient is None:
+        return ()
+    shape = gradient.shape if gradient.shape.is_fully_defined() else tf.TensorShape(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices):
+        return ()
+    if not shape.is_fully_defined():
+        raise ValueError(
+            f"the gradient of {getattr(variable, 'name', variable)} has the unknown shape {shape}: "
+            "set it with tf.ensure_shape"
+        )
+    return tuple(shape.as_list())
+
+
+def _positions(groups: Any, variables: Sequence[Any]) -> Any:
+    """Groups of variables as groups of their positions in `variables`."""
+    if not isinstance(groups, (list, tuple)):
+        return groups
+    position = {id(variable): i for i, variable in enumerate(variables)}
+    return [[position[id(v)] for v in group if id(v) in position] for group in groups]
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
+        return
+    if isinstance(groups, numbers.Integral) and not isinstance(groups, bool) and groups > 0:
+        return
+    raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+
+
+def _check_number(name: str, value: Any, low: float, high: float, whole: bool = False) -> None:
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        what = "a whole number" if whole else "a number"
+        limits = f"from {low} on" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {what} {limits}, got {value!r}")
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def scale_local_gradient(gradient: Any, size: int) -> Any:
+    """A local variable's gradient divided by the number of ranks, as Horovod does."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / size

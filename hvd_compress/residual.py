@@ -1,0 +1,40 @@
+"""Error feedback: what a step did not send is added to the next step's gradient.
+
+With gradient g, residual r and C the compressor: x = g + decay * r, send C(x), keep r' = x - C(x). Nothing
+is lost while decay is 1: over all steps, what was sent plus the residual is the sum of the gradients
+(Karimireddy et al. 2019, Algorithm 2; Stich et al. 2018).
+
+Momentum correction (Lin et al. 2018, DGC, equation 4 and section 3.2): the local velocity u = m * u + g takes
+the gradient's place, and where an element was sent its velocity is cleared (momentum factor masking).
+Meant for plain SGD as the optimizer: its own momentum would count twice.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from .kernels.compile import compiled
+
+
+@compiled
+def add(gradient: tf.Tensor, residual: tf.Tensor, decay: float) -> tf.Tensor:
+    """gradient + decay * residual, float32 of any shape."""
+    return gradient + (residual if decay == 1.0 else decay * residual)
+
+
+@compiled
+def accelerate(gradient: tf.Tensor, velocity: tf.Tensor, momentum: float) -> tf.Tensor:
+    """The new velocity, momentum * velocity + gradient."""
+    return momentum * velocity + gradient
+
+
+@compiled
+def mask(velocity: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
+    """`velocity` with zeros where `sent` (what was sent, decoded) is not zero."""
+    return tf.where(sent == 0.0, velocity, tf.zeros_like(velocity))
+
+
+@compiled
+def all_finite(x: tf.Tensor) -> tf.Tensor:
+    """Whether no element of `x` is infinite or NaN; a bool scalar."""
+    return tf.reduce_all(tf.math.is_finite(x))

@@ -1,0 +1,149 @@
+"""`hvdc.DistributedGradientTape`: gradients of a custom training loop, reduced over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from .compression import CompressionLike, resolve
+from .reducer import BUCKET_BYTES, MIN_COMPRESS_SIZE, Reducer, Settings
+from .reducer import scale_local_gradient
+
+# A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
+_reducers: dict[Any, Reducer] = {}
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: CompressionLike = None,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    min_compress_size: int = MIN_COMPRESS_SIZE,
+    bucket_bytes: int = BUCKET_BYTES,
+    error_feedback: bool | None = None,
+    residual_decay: float = 1.0,
+    momentum_correction: float = 0.0,
+) -> Any:
+    """A tape whose `gradient()` returns gradients reduced over the ranks, compressed on the way.
+
+    Residuals belong to the variables and settings, not to the tape: make a new tape every step, as usual.
+
+    Args:
+        gradtape: The tf.GradientTape that recorded the step.
+        device_dense: As Horovod's.
+        device_sparse: As Horovod's.
+        compression: A compressor, or its spec string; None for what `HVD_COMPRESS` says, else none.
+        sparse_as_dense: As Horovod's: IndexedSlices become dense, and are compressed.
+        op: hvd.Average or hvd.Sum.
+        gradient_predivide_factor: As Horovod's.
+        num_groups: Deprecated by Horovod; use `groups`.
+        groups: As Horovod's: a number of buckets, or a list of lists of variables.
+        process_set: As Horovod's.
+        scale_local_gradients: As Horovod's.
+        min_compress_size: See `hvdc.DistributedOptimizer`.
+        bucket_bytes: See `hvdc.DistributedOptimizer`.
+        error_feedback: See `hvdc.DistributedOptimizer`.
+        residual_decay: See `hvdc.DistributedOptimizer`.
+        momentum_correction: See `hvdc.DistributedOptimizer`.
+
+    Returns:
+        A tape with the state of `gradtape`; besides `gradient`, it has `register_local_source(source)` and
+        `get_local_and_global_gradients(...)`, as Horovod's.
+
+    Raises:
+        ValueError: An argument is not valid.
+        TypeError: `gradtape` is no tf.GradientTape.
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"gradtape must be a tf.GradientTape, got {gradtape!r}")
+    settings = Settings(
+        compressor=resolve(compression),
+        name="DistributedGradientTape",
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        groups=groups if groups is not None else num_groups or None,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+        min_compress_size=min_compress_size,
+        bucket_bytes=bucket_bytes,
+        error_feedback=error_feedback,
+        residual_decay=residual_decay,
+        momentum_correction=momentum_correction,
+    )
+    return _DistributedGradientTape(gradtape, settings)
+
+
+class _DistributedGradientTape(tf.GradientTape):
+    def __init__(self, tape: tf.GradientTape, settings: Settings) -> None:
+        # The wrapped tape's whole state: a tape holds no other identity.
+        self.__dict__.update(tape.__dict__)
+        self._hvdc_settings = settings
+        self._hvdc_local: set[int] = set()
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves the gradients of `source` (a variable) local to this rank."""
+        self._hvdc_local.add(id(source))
+
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
+    ) -> Any:
+        """As tf.GradientTape.gradient, reduced over the ranks.
+
+        `use_generic_names` is Horovod's; names are generic here in any case.
+        """
+        gradients = super().gradient(target, sources, output_gradients, **kwargs)
+        flat_sources = tf.nest.flatten(sources)
+        flat = tf.nest.flatten(gradients)
+        shared = [i for i, source in enumerate(flat_sources) if id(source) not in self._hvdc_local]
+        reducer = _reducer(self._hvdc_settings, [flat_sources[i] for i in shared])
+        reduced = reducer([flat[i] for i in shared], [flat_sources[i] for i in shared])
+        for i, gradient in zip(shared, reduced):
+            flat[i] = gradient
+        if self._hvdc_settings.scale_local_gradients:
+            size = self._hvdc_settings.process_set.size()
+            for i in set(range(len(flat))) - set(shared):
+                flat[i] = scale_local_gradient(flat[i], size)
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Pairs of (source, gradient): those of registered local sources, and the reduced ones."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(sources, gradients))
+        local = [(s, g) for s, g in pairs if id(s) in self._hvdc_local]
+        return local, [(s, g) for s, g in pairs if id(s) not in self._hvdc_local]
+
+
+def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
+    """The reducer that keeps the residuals of these variables under these settings."""
+    if not all(hasattr(source, "assign") for source in sources):
+        # Tensors come and go: nothing to keep a residual for.
+        return Reducer(dataclasses.replace(settings, error_feedback=False, momentum_correction=0.0))
+    fields = (getattr(settings, field.name) for field in dataclasses.fields(settings))
+    key = (tuple(id(s) for s in sources), tuple(_hashable(value) for value in fields))
+    if key not in _reducers:
+        _reducers[key] = Reducer(settings)
+        for source in sources:
+            weakref.finalize(source, _reducers.pop, key, None)
+    return _reducers[key]
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(item) for item in value)
+    return value if not hasattr(value, "assign") else id(value)

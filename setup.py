@@ -1,0 +1,33 @@
+"""Packaging of hvd_compress.
+
+TensorFlow and Horovod are not requirements here: as with Horovod itself, the user chooses and builds
+them for the machine at hand (scripts/setup_env.py does it for this clone), and the import checks them.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+VERSION_FILE = HERE / "hvd_compress" / "version.py"
+VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="utf-8"))
+
+EXAMPLES = ["scikit-learn", "matplotlib"]
+TEST = ["pytest>=7", "pytest-timeout", "hypothesis", "networkx", "scikit-learn", "psutil"]
+# The formatter changes from one minor release to the next.
+DEV = [*TEST, "ruff==0.17.*", "mypy<3"]
+
+setup(
+    name="hvd_compress",
+    version=VERSION.group(1),
+    description="Gradient compression for Horovod with TensorFlow and Keras",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["hvd_compress*"]),
+    python_requires=">=3.9",
+    install_requires=["numpy", "packaging"],
+    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV},
+)

@@ -1,0 +1,54 @@
+"""Every rank runs the same pytest: `horovodrun -np 2 python -m pytest tests/parallel`."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+def pytest_configure(config):
+    size = int(os.environ.get("HOROVOD_SIZE", "1"))
+    sets = [hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))] if size > 1 else None
+    hvd.init(process_sets=sets)
+    config.hvdc_process_sets = sets
+
+
+@pytest.fixture(scope="session")
+def rank():
+    return hvd.rank()
+
+
+@pytest.fixture(scope="session")
+def size():
+    return hvd.size()
+
+
+@pytest.fixture(scope="session")
+def process_sets(request):
+    """The sets of even and of odd ranks."""
+    return request.config.hvdc_process_sets
+
+
+@pytest.fixture
+def gather():
+    """Collects a NumPy array of every rank: [ranks, ...]."""
+
+    def all_ranks(array):
+        return hvd.allgather(tf.constant(np.asarray(array)[None])).numpy()
+
+    return all_ranks
+
+
+@pytest.fixture(autouse=True)
+def same_test_on_all_ranks(request):
+    """A rank that runs ahead, or another test, is found here rather than as a hang later."""
+    yield
+    names = hvd.allgather_object(request.node.nodeid)
+    assert len(set(names)) == 1, f"ranks run different tests: {names}"
