@@ -34,10 +34,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
     Broadcast are the model's weights (trained or not), the optimizer's variables and its learning rate.
     Metrics and the states of random seed generators stay each rank's own.
 
-    It happens before the first step if by then every rank has created the model's weights and the same
-    optimizer variables (what Keras creates in the first step itself starts out equal everywhere). Otherwise,
-    for a model that takes its shape from the first batch, or an optimizer restored on the root alone, it
-    happens after the first step. It happens once: a second `fit` with the same object does without.
+    It happens before the first step; or after it, if a rank has a model that takes its shape from the first
+    batch. It happens once: a second `fit` with the same object does not broadcast again.
 
     Raises:
         ValueError: on all ranks, after the first step, if the variables differ in number, shape or type.
@@ -59,7 +57,6 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
-        self._stepped = False  # has this fit begun its first step?
         self._local: set[Any] = set()
         if local_variables is None:
             local_variables = []
@@ -81,29 +78,23 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Broadcast if all ranks are ready for it."""
-        self._stepped = False
         if not self.broadcast_done:
-            self._broadcast()
+            self._broadcast(stepped=False)
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Broadcast before the second step, if it was too early before the first."""
-        self._broadcast_if_stepped()
-        self._stepped = True
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Broadcast after the first step, if it was too early before."""
+        if not self.broadcast_done:
+            self._broadcast(stepped=True)
 
-    def _broadcast_if_stepped(self, *_: Any, **__: Any) -> None:
-        if self._stepped and not self.broadcast_done:
-            self._broadcast()
-
-    # For a first step that no second one follows. Not `on_train_batch_end`: a callback that has it makes
-    # Keras 3 wait for the results of every step (CallbackList, async dispatch).
-    on_test_begin = on_epoch_end = _broadcast_if_stepped
-
-    def _broadcast(self) -> None:
+    def _broadcast(self, stepped: bool) -> None:
         model = self.model
-        ready = self._stepped or (model.built and all(layer.built for layer in model.layers))
+        optimizer = getattr(model, "optimizer", None)
+        ready = stepped or (model.built and all(layer.built for layer in model.layers))
+        if ready and optimizer is not None:
+            # Keras does it in the first step. But a root that restored its optimizer has it done already.
+            _create_variables(optimizer, model.trainable_variables)
         # `weights`, not `variables`: in Keras 3 the latter has the seed generators' states.
-        held = list(model.weights) if ready else []
-        held += _optimizer_variables(getattr(model, "optimizer", None))
+        held = [*model.weights, *_optimizer_variables(optimizer)] if ready else []
         unique = {_tf_variable(v).ref(): _tf_variable(v) for v in held}
         variables = [variable for ref, variable in unique.items() if ref not in self._local]
 
@@ -112,7 +103,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         state = (ready, len(variables), zlib.crc32(layout))
         states = hvd.allgather_object(state, name="hvdc.broadcast.layout")
         if set(states) != {(True, *state[1:])}:
-            if not self._stepped:
+            if not stepped:
                 return
             raise ValueError(
                 "BroadcastGlobalVariablesCallback: model and optimizer must have variables of the same "
@@ -358,6 +349,14 @@ def _learning_rate(optimizer: Any) -> Any:
     return getattr(optimizer, "learning_rate" if hasattr(optimizer, "get_slot") else "_learning_rate", None)
 
 
+def _create_variables(optimizer: Any, variables: list[Any]) -> None:
+    """Creates the optimizer's state for these variables, if it is not there yet."""
+    if hasattr(optimizer, "_create_all_weights"):  # Keras 2's legacy optimizers
+        optimizer._create_all_weights(variables)
+    elif variables and not getattr(optimizer, "built", False):
+        optimizer.build(variables)
+
+
 def _optimizer_variables(optimizer: Any) -> list[Any]:
     if optimizer is None:
         return []
@@ -377,6 +376,6 @@ def _velocities(model: Any) -> Iterable[Any]:
     kinds = {(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__}
     if kinds.isdisjoint((package, name) for package in ("keras", "tf_keras") for name in ("SGD", "RMSprop")):
         return []
-    if hasattr(optimizer, "get_slot"):  # legacy: no slot without momentum, nor before the first gradient
+    if hasattr(optimizer, "get_slot"):  # legacy: the slot exists if there is momentum
         return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
     return getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])

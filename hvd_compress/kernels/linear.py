@@ -20,8 +20,8 @@ from . import blocks as _blocks
 
 # Below this step 1 / step would overflow; such blocks (all values under 1e-34) decode to zero.
 _TINY = 2.0**-120
-# From this step on 1 / step is subnormal, which XLA takes for zero; such blocks (at one or two bits, with
-# values over 4e37) decode to zero, as those do whose outermost level would be infinite.
+# From this step on 1 / step is subnormal, which XLA takes for zero. Such blocks (of few bits, with values
+# over 4e37) decode to zero, and so do those whose outermost level would be infinite.
 _HUGE = 2.0**126
 # A block whose range is that small against its offset could not resolve its codes in float32.
 _RESOLUTION = 2.0**-22
@@ -36,9 +36,10 @@ def grid(values: tf.Tensor, bits: int, stochastic: bool) -> tuple[tf.Tensor, tf.
     largest = tf.maximum(high, -low)
     # Divided before subtracting: high - low overflows for huge values.
     step = tf.maximum(high / intervals - low / intervals, largest * _RESOLUTION)
-    step = tf.where((step < _HUGE) & (largest + step <= tf.float32.max), step, tf.zeros_like(step))
-    # A constant block is one level, plus or minus one step: exact.
-    step = tf.where(high > low, step, largest)
+    unusable = ((step >= _HUGE) | (largest + step > tf.float32.max)) & (largest <= tf.float32.max)
+    step = tf.where(unusable, tf.zeros_like(step), step)
+    # A constant block is one level, plus or minus four steps: exact, and no step is that huge.
+    step = tf.where(high > low, step, largest * 0.25)
     step = tf.where(step > _TINY, step, tf.zeros_like(step))
     start = tf.math.divide_no_nan(low, step)
     if not stochastic:

@@ -1,6 +1,7 @@
 """Every rank runs the same pytest: `horovodrun -np 2 python -m pytest tests/parallel`."""
 
 import os
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -14,6 +15,8 @@ tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 def pytest_configure(config):
+    if config.option.basetemp is None:  # the ranks of one machine would clean up each other's
+        config.option.basetemp = tempfile.mkdtemp(prefix="hvd_compress_")
     size = int(os.environ.get("HOROVOD_SIZE", "1"))
     sets = [hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))] if size > 1 else None
     hvd.init(process_sets=sets)
