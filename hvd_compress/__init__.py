@@ -1,9 +1,9 @@
 """Gradient compression for Horovod with TensorFlow and Keras.
 
-    import horovod.tensorflow.keras as hvd
-    import hvd_compress as hvdc
+import horovod.tensorflow.keras as hvd
+import hvd_compress as hvdc
 
-    opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression="int8")
+opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression="int8")
 """
 
 from . import _requirements  # noqa: F401  (first: says clearly what is missing)

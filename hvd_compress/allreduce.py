@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -11,7 +12,7 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from .compression import CompressionLike, resolve
 from .compressors import NoCompression
-from .compressors.base import as_float32, no_seeds, Seeds
+from .compressors.base import Seeds, as_float32, no_seeds
 from .exchange import compressed
 from .kernels import noise
 from .reducer import check_not_in_xla
@@ -143,9 +144,7 @@ def _reduce(
         compressor, shapes, flat, seeds, scale, process_set, name, ignore_name_scope
     )
     pieces = tf.split(total, [math.prod(shape) for shape in shapes])
-    return [
-        tf.cast(tf.reshape(piece, shape), dtype) for piece, (_, shape, dtype) in zip(pieces, triples)
-    ]
+    return [tf.cast(tf.reshape(piece, shape), dtype) for piece, (_, shape, dtype) in zip(pieces, triples)]
 
 
 def _kind(tensor: Any) -> str:
@@ -158,5 +157,7 @@ def _is_compressible(tensor: Any, compressor: Any) -> bool:
         return False
     dtype = tf.as_dtype(_kind(tensor))
     if dtype.is_complex:
-        raise TypeError(f"Horovod cannot reduce complex tensors, got {dtype.name}: reduce real and imaginary part")
+        raise TypeError(
+            f"Horovod cannot reduce complex tensors, got {dtype.name}: reduce real and imaginary part"
+        )
     return dtype.is_floating and getattr(tensor, "shape", tf.TensorShape([])).num_elements() != 0

@@ -27,7 +27,7 @@ from .compressors import (
 CompressionLike = Union[Compressor, str, type, None]
 
 _CLASSES: dict[str, type] = {
-    cls.name: cls  # type: ignore[attr-defined]
+    cls.name: cls
     for cls in (
         NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid,
     )
@@ -113,7 +113,7 @@ def resolve(compression: CompressionLike) -> Compressor:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _instance(cls: type) -> Compressor:
     """One instance per class: residuals of a custom loop are found by it."""
     try:

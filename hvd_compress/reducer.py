@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import math
 import numbers
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -14,7 +15,7 @@ import tensorflow as tf
 from . import buckets, residual
 from .buckets import Bucket
 from .compressors import Compressor, NoCompression, Seeds
-from .exchange import allgather, allreduce, compressed
+from .exchange import allreduce, compressed
 from .kernels import noise
 
 BUCKET_BYTES = 25 * 2**20
@@ -114,18 +115,14 @@ class Reducer:
         if not process_set.included() or process_set.size() == 1:
             return list(gradients)
         if self.settings.sparse_as_dense:
-            gradients = [
-                tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients
-            ]
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         key = tuple(
             (id(v), None if g is None else (isinstance(g, tf.IndexedSlices), g.dtype))
             for g, v in zip(gradients, variables)
         )
         if key not in self.plans:
             with tf.init_scope():
-                self.plans[key] = Plan(
-                    f"{self._name}_{len(self.plans)}", self.settings, gradients, variables
-                )
+                self.plans[key] = Plan(f"{self._name}_{len(self.plans)}", self.settings, gradients, variables)
         return self.plans[key].run(list(gradients))
 
 
@@ -145,7 +142,7 @@ class Plan:
         self.name = name
         self.settings = settings
         self.shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
-        self.dtypes = [None if g is None else g.dtype for g in gradients]
+        self.dtypes: list[Any] = [None if g is None else g.dtype for g in gradients]
         self.sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
         tensors = [i for i, g in enumerate(gradients) if g is not None and i not in self.sparse]
         chosen = [i for i in tensors if self._is_compressed(i)]
@@ -206,8 +203,7 @@ class Plan:
             flat = flat / predivide
         velocity = None
         if state.velocity is not None:
-            flat = velocity = residual.accelerate(
-                flat, state.velocity.value(), settings.momentum_correction)
+            flat = velocity = residual.accelerate(flat, state.velocity.value(), settings.momentum_correction)
         if state.residual is not None:
             flat = residual.add(flat, state.residual.value(), settings.residual_decay)
         ranks = settings.process_set.size()
@@ -338,13 +334,13 @@ def _check_groups(groups: Any) -> None:
         return
     if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
         return
-    if isinstance(groups, numbers.Integral) and not isinstance(groups, bool) and groups > 0:
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return
     raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
 
 
 def _check_number(name: str, value: Any, low: float, high: float, whole: bool = False) -> None:
-    kind = numbers.Integral if whole else numbers.Real
+    kind: Any = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         what = "a whole number" if whole else "a number"
         limits = f"from {low} on" if high == math.inf else f"from {low} to {high}"

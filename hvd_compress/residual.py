@@ -18,7 +18,7 @@ from .kernels.compile import compiled
 
 @compiled
 def add(gradient: tf.Tensor, residual: tf.Tensor, decay: float) -> tf.Tensor:
-    """gradient + decay * residual, float32 of any shape."""
+    """Gradient + decay * residual, float32 of any shape."""
     return gradient + (residual if decay == 1.0 else decay * residual)
 
 

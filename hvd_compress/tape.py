@@ -10,8 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from .compression import CompressionLike, resolve
-from .reducer import BUCKET_BYTES, MIN_COMPRESS_SIZE, Reducer, Settings
-from .reducer import scale_local_gradient
+from .reducer import BUCKET_BYTES, MIN_COMPRESS_SIZE, Reducer, Settings, scale_local_gradient
 
 # A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
 _reducers: dict[Any, Reducer] = {}
@@ -99,7 +98,12 @@ class _DistributedGradientTape(tf.GradientTape):
         self._hvdc_local.add(id(source))
 
     def gradient(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """As tf.GradientTape.gradient, reduced over the ranks.
 

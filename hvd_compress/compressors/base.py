@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
@@ -71,11 +72,11 @@ class Compressor(horovod_compression.Compressor):
     def __str__(self) -> str:
         return self.spec
 
-    def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
+    def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Compresses `tensor`; returns the payload and what `decompress` needs besides."""
         raise NotImplementedError(f"{type(self).__name__} must define compress(self, tensor)")
 
-    def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:  # type: ignore[override]
+    def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
         """Returns the tensor that `payload` stands for."""
         raise NotImplementedError(f"{type(self).__name__} must define decompress(self, payload, ctx)")
 
@@ -128,7 +129,9 @@ def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
 
     # A tf.function, as it may use tensors and variables from outside, which a bare tf.Graph cannot.
     with tf.init_scope():
-        traced = tf.function(parts_of, autograph=False).get_concrete_function(tf.TensorSpec(shape, tf.float32))
+        traced = tf.function(parts_of, autograph=False).get_concrete_function(
+            tf.TensorSpec(shape, tf.float32)
+        )
     parts = traced.outputs
     for part in parts:
         if not part.shape.is_fully_defined():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Sequence
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -75,7 +76,8 @@ class Float16(_Cast):
 class BFloat16(_Cast):
     """Casts to bfloat16: float32's range, 8 bits of precision.
 
-    Wire size: 2 n bytes (in stock Horovod, which has no bfloat16 op, 4 n). Error: |error| <= 2**-8 |x| (Kalamkar et al. 2019, arXiv 1905.12322).
+    Wire size: 2 n bytes (in stock Horovod, which has no bfloat16 op, 4 n). Error:
+    |error| <= 2**-8 |x| (Kalamkar et al. 2019, arXiv 1905.12322).
     """
 
     name: ClassVar[str] = "bf16"

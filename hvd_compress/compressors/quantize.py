@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import ClassVar, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 

@@ -8,7 +8,8 @@ is NaN on every rank, whatever the codes would have decoded to.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -76,9 +77,7 @@ def lost(
 ) -> tf.Tensor:
     """What this rank's encoding of `flat` leaves out, float32 [elements]."""
     pieces = _cut(flat, segments)
-    return _join(
-        [tf.reshape(compressor.lost(x, p, c), [-1]) for x, p, c in zip(pieces, parts, contexts)]
-    )
+    return _join([tf.reshape(compressor.lost(x, p, c), [-1]) for x, p, c in zip(pieces, parts, contexts)])
 
 
 def uses_allreduce(compressor: Compressor, segments: Sequence[Shape]) -> bool:
@@ -127,9 +126,7 @@ def _sum_values(
     """The parts summed over the ranks, with a leading axis of one."""
     values = [tf.reshape(segment[0], [-1]) for segment in parts]
     broken = tf.cast(~finite, tf.float32)[None]
-    total = allreduce.allreduce_sum(
-        tf.concat([*values, broken], 0), process_set, name, ignore_name_scope
-    )
+    total = allreduce.allreduce_sum(tf.concat([*values, broken], 0), process_set, name, ignore_name_scope)
     *sums, count = tf.split(total, [*(value.shape[0] for value in values), 1])
     shaped = [tf.reshape(s, [1, *segment[0].shape]) for s, segment in zip(sums, parts)]
     return count[0] == 0.0, [[s] for s in shaped]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -55,7 +56,9 @@ class LocalGradientAggregation:
             ]
 
         results = tf.cond(
-            tf.equal(self.counter, self.backward_passes_per_step), complete, lambda: [totals[i] for i in present]
+            tf.equal(self.counter, self.backward_passes_per_step),
+            complete,
+            lambda: [totals[i] for i in present],
         )
         for i, result in zip(present, results):
             totals[i] = result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ..reducer import Reducer, Settings, scale_local_gradient
 from .aggregation import LocalGradientAggregation

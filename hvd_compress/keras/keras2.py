@@ -7,7 +7,8 @@ loop takes gradients from a tape and calls `apply_gradients`, they are reduced t
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +18,9 @@ from .optimizer import DistributedMixin
 class Keras2Mixin(DistributedMixin):
     """Reduces gradients where they are computed, else where they are applied."""
 
-    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any) -> list[tuple[Any, Any]]:
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any
+    ) -> list[tuple[Any, Any]]:
         """Gradients of `loss`, reduced over the ranks, with their variables."""
         return self._reduced_pairs(super().compute_gradients(loss, var_list, tape=tape, **kwargs))  # type: ignore[misc]
 

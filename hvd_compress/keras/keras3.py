@@ -7,7 +7,8 @@ reduced. So no micro-batch is ever sent, and clipping sees the averaged gradient
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -61,7 +62,7 @@ class LossScaleMixin(Keras3Mixin):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Updates the variables where the reduced gradients are finite."""
-        if not self.built:  # type: ignore[has-type]
+        if not self.built:
             self.build(trainable_variables)  # type: ignore[attr-defined]
             self.built = True
         variables = trainable_variables or self._trainable_variables  # type: ignore[attr-defined]

@@ -78,7 +78,9 @@ def DistributedOptimizer(
         ValueError: An argument is not valid.
     """
     if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
+        )
     base = type(optimizer)
     mixin = _mixin(optimizer)
     if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
@@ -114,8 +116,10 @@ def DistributedOptimizer(
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    cls = type(base.__name__, (mixin, base), members)
-    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None):
+    cls: Any = type(base.__name__, (mixin, base), members)
+    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(
+        optimizer, "_weights", None
+    ):
         # It has state, which its configuration leaves out: the object itself becomes distributed.
         optimizer.__class__ = cls
         return optimizer
@@ -152,7 +156,9 @@ class DistributedMixin:
         """
         plans = list(self._hvdc.reducer.plans.values())
         if not plans:
-            raise RuntimeError("bytes_sent() is known after the first step on more than one rank: train one first")
+            raise RuntimeError(
+                "bytes_sent() is known after the first step on more than one rank: train one first"
+            )
         return plans[-1].bytes_sent()
 
 

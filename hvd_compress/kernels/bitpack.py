@@ -32,9 +32,7 @@ def pack(codes: tf.Tensor, bits: int) -> list[tf.Tensor]:
         byte = field[:, :step]
         for i in range(1, per_byte):
             part = field[:, i * step : (i + 1) * step]
-            byte = tf.bitwise.bitwise_or(
-                byte, tf.bitwise.left_shift(part, tf.constant(i * width, tf.uint8))
-            )
+            byte = tf.bitwise.bitwise_or(byte, tf.bitwise.left_shift(part, tf.constant(i * width, tf.uint8)))
         packed.append(byte)
     return packed
 
@@ -53,8 +51,6 @@ def unpack(packed: list[tf.Tensor], bits: int) -> tf.Tensor:
         codes = (
             field
             if codes is None
-            else tf.bitwise.bitwise_or(
-                tf.bitwise.left_shift(codes, tf.constant(width, tf.uint8)), field
-            )
+            else tf.bitwise.bitwise_or(tf.bitwise.left_shift(codes, tf.constant(width, tf.uint8)), field)
         )
     return codes
