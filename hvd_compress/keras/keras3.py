@@ -7,6 +7,7 @@ reduced. So no micro-batch is ever sent, and clipping sees the averaged gradient
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,18 @@ class Keras3Mixin(DistributedMixin):
     """Reduces gradients right before they are clipped."""
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables, with the gradients reduced over the ranks."""
+        """Updates the variables, with the gradients reduced over the ranks.
+
+        Raises:
+            RuntimeError: A LossScaleOptimizer around this one has decided, from this rank's gradients alone,
+                whether to call it.
+        """
+        if _is_inside_loss_scale_optimizer():
+            raise RuntimeError(
+                "a LossScaleOptimizer around the DistributedOptimizer (compile() adds one under mixed_float16) "
+                "looks at each rank's own gradients, and ranks would wait for each other for ever: wrap the other "
+                "way round, hvdc.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+            )
         aggregation = self._hvdc.aggregation
         if aggregation is None or len(grads) == 0:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -71,6 +83,17 @@ class LossScaleMixin(Keras3Mixin):
         reduced = self._hvdc.reduce(unscaled, variables)
         scaled = [None if g is None else g * tf.cast(scale, g.dtype) for g in reduced]
         super(Keras3Mixin, self).apply(scaled, trainable_variables)  # type: ignore[misc]
+
+
+def _is_inside_loss_scale_optimizer() -> bool:
+    frame: Any = sys._getframe(2)
+    for _ in range(12):  # Keras's and TensorFlow's frames for the branch that is being traced
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_stateful_handle_finite_grads":
+            return not isinstance(frame.f_locals.get("self"), DistributedMixin)
+        frame = frame.f_back
+    return False
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
