@@ -82,7 +82,7 @@ class Keras2Mixin(DistributedMixin):
 
 def _identity(variables: Sequence[Any]) -> tuple[Any, ...]:
     """These variables, in the step that is being traced (or eagerly)."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "outer_graph", None) is not None:
         graph = graph.outer_graph  # out of a LossScaleOptimizer's tf.cond, say, to the whole step
     return (id(graph), *(id(variable) for variable in variables))

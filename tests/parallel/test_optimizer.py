@@ -537,3 +537,20 @@ def test_process_set(spec, rank, size, process_sets):
     all_gradients = [np.random.default_rng(r).standard_normal((6, 40, 50))[0] for r in range(size)]
     expected = np.mean(all_gradients[::2], 0) if rank % 2 == 0 else all_gradients[rank]
     np.testing.assert_allclose(-weight.numpy(), expected, atol=1e-5 if spec == "none" else 0.02)
+
+
+@pytest.mark.parametrize("name", [n for n, k in KERASES.items() if n == "tf_keras" or not IS_KERAS3])
+def test_legacy_optimizers(name, rank, size, gather):
+    keras = KERASES[name]
+    opt = hvdc.DistributedOptimizer(keras.optimizers.legacy.SGD(1.0, clipvalue=1.0))
+    weight = tf.Variable([0.0, 0.0])
+    pull = 1.5 * size if rank == 0 else 0.0
+    opt.apply_gradients([(tf.constant([pull, pull / 3]), weight)])
+    np.testing.assert_allclose(weight.numpy(), [-1.0, -0.5], rtol=1e-6)
+
+    model = make_model(keras, seed=0)
+    opt = hvdc.DistributedOptimizer(keras.optimizers.legacy.Adam(0.01), compression="int8")
+    model.compile(optimizer=opt, loss="mse")
+    same = SameWeights(keras, gather)
+    model.fit(*make_data(rank), epochs=2, verbose=0, callbacks=[same])
+    assert same.epochs == 2
