@@ -1,0 +1,43 @@
+# PYTHON makes a new environment; an existing one keeps its own.
+PYTHON ?= python3
+VENV ?= .venv
+# Empty: the TensorFlow that the environment has, or 2.21.0 in a new one.
+TF ?=
+# For example: make test TESTS=tests/unit/test_buckets.py
+TESTS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: help setup train test lint format clean
+
+help:
+	@echo "make setup   make the environment $(VENV): TensorFlow, Horovod, this package"
+	@echo "make train   train examples/keras_mnist.py on two workers"
+	@echo "make test    run all tests, or those named: make test TESTS=tests/unit"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff format the code"
+	@echo "make clean   remove $(VENV) and what tools left behind"
+	@echo "Settings: TF=2.15.1 VENV=.venv-tf215 PYTHON=python3.11"
+
+setup:
+	@$(PYTHON) scripts/setup_env.py --venv "$(VENV)" --tf "$(TF)"
+
+train: setup
+	$(BIN)/horovodrun -np 2 $(BIN)/python examples/keras_mnist.py
+
+test: setup
+	@$(BIN)/python scripts/run_tests.py $(TESTS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy hvd_compress
+
+format: setup
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	[ ! -f "$(VENV)/hvd_compress.json" ] || rm -rf "$(VENV)"
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path "./.venv*" -prune -exec rm -rf {} +

@@ -1,0 +1,139 @@
+"""The images that the examples train on.
+
+MNIST and CIFAR-10 come through `keras.datasets`, which downloads them once. Where that fails, the examples
+go on with scikit-learn's handwritten digits: 1,797 real scans of 8x8 pixels that need no download, in 1,437
+images to train and 360 to test, always the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import threading
+import time
+from typing import Any, Callable, NamedTuple
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+PATIENCE = 20.0  # seconds without a sign of life after which a download is given up
+TEST_DIGITS = 360
+
+
+class Data(NamedTuple):
+    """Images, float32 [count, height, width, channels] from 0 to 1, and their labels, int64 [count]."""
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+def load(name: str, shape: tuple[int, int, int]) -> Data:
+    """Loads a data set on every worker; call it on all of them.
+
+    Args:
+        name: "mnist", "cifar10" or "digits".
+        shape: Height, width and channels of the model's input, to which the digits are resized.
+    """
+    if name == "digits":
+        return digits(shape)
+    module = {"mnist": keras.datasets.mnist, "cifar10": keras.datasets.cifar10}[name]
+    arrays, error = _in_turns(module.load_data)
+    if error:
+        if hvd.rank() == 0:
+            print(f"{name} cannot be had ({error}): training on scikit-learn's digits instead", flush=True)
+        return digits(shape)
+    (x_train, y_train), (x_test, y_test) = arrays
+    images = [np.reshape(x, [-1, *shape]).astype(np.float32) / 255.0 for x in (x_train, x_test)]
+    labels = [np.reshape(y, [-1]).astype(np.int64) for y in (y_train, y_test)]
+    return Data(name, images[0], labels[0], images[1], labels[1])
+
+
+def digits(shape: tuple[int, int, int]) -> Data:
+    """scikit-learn's handwritten digits, resized to `shape`; each digit has its share in both parts."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise SystemExit("the handwritten digits come with scikit-learn: pip install scikit-learn") from None
+    x, y = load_digits(return_X_y=True)
+    x = tf.image.resize(x.reshape(-1, 8, 8, 1).astype(np.float32) / 16.0, shape[:2]).numpy()
+    x = np.repeat(x, shape[2], axis=-1)
+    split = train_test_split(x, y.astype(np.int64), test_size=TEST_DIGITS, stratify=y, random_state=0)
+    x_train, x_test, y_train, y_test = split
+    return Data("digits", x_train, y_train, x_test, y_test)
+
+
+def share(data: Data) -> tuple[np.ndarray, np.ndarray]:
+    """This worker's part of the training images: no other worker has them.
+
+    All parts have the same size. With a step more than the others, a worker would wait for them for ever.
+    """
+    count = len(data.x_train) // hvd.size() * hvd.size()
+    mine = slice(hvd.rank(), count, hvd.size())
+    return data.x_train[mine], data.y_train[mine]
+
+
+def _in_turns(load_data: Callable[[], Any]) -> tuple[Any, str]:
+    """Lets the workers of each machine load one after the other, so that only the first one downloads.
+
+    Returns:
+        What was loaded, and an error message: empty, or the same on all workers.
+    """
+    arrays = None
+    for turn in range(max(hvd.allgather_object(hvd.local_size()))):
+        error = ""
+        if hvd.local_rank() == turn:
+            try:
+                arrays = _patiently(load_data)
+            except Exception as exception:
+                error = " ".join(str(exception).split()) or type(exception).__name__
+        # Everybody learns how it went, and goes on or gives up with the others.
+        error = next(filter(None, hvd.allgather_object(error)), "")
+        if error:
+            return None, error
+    return arrays, ""
+
+
+def _patiently(load_data: Callable[[], Any]) -> Any:
+    """Calls `load_data`, quietly, and gives up when it has been silent for too long.
+
+    Keras prints the progress of a download, but sets no limit to waiting for an answer.
+    """
+
+    class Progress(io.StringIO):
+        latest = time.monotonic()
+
+        def write(self, text: str) -> int:
+            self.latest = time.monotonic()
+            return len(text)
+
+    result: list[Any] = []
+
+    def work() -> None:
+        try:
+            result.append(load_data())
+        except Exception as exception:
+            result.append(exception)
+
+    progress = Progress()
+    default = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(PATIENCE / 2)
+    try:
+        with contextlib.redirect_stdout(progress):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            while thread.is_alive() and time.monotonic() - progress.latest < PATIENCE:
+                thread.join(0.1)
+    finally:
+        socket.setdefaulttimeout(default)
+    if not result:
+        raise TimeoutError(f"no answer in {PATIENCE:.0f} s")
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]

@@ -1,0 +1,103 @@
+"""Runs commands as a user does, each as a process of its own that cannot hang for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Callable
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent  # not resolved: in a virtual environment it is a link
+
+Runner = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def horovodrun() -> Runner:
+    """`horovodrun(np, args, timeout=300, env=None)` runs `horovodrun -np NP python ARGS...`.
+
+    It runs in the project's folder and returns a CompletedProcess, whose stdout has lines such as
+    `[0]<stdout>:text`, from rank 0. If it takes longer than `timeout` seconds, all its processes are ended
+    and the test fails.
+    """
+
+    def run(
+        np: int, args: list[str], timeout: float = 300, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return _run([str(BIN / "horovodrun"), "--gloo", "-np", str(np), "python", *args], timeout, env)
+
+    return run
+
+
+@pytest.fixture
+def python() -> Runner:
+    """`python(args, timeout=300, env=None)`: likewise, one process without horovodrun."""
+
+    def run(
+        args: list[str], timeout: float = 300, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return _run(["python", *args], timeout, env)
+
+    return run
+
+
+def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **(env or {}),
+    }
+    if "HVD_COMPRESS" not in (env or {}):
+        environment.pop("HVD_COMPRESS", None)
+    # Files, not pipes: no process that is left over can keep us waiting for the end of a pipe.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(process)
+        out.seek(0)
+        err.seek(0)
+        result = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
+    if late:
+        pytest.fail(f"{' '.join(command)} was still running after {timeout:.0f} s\n{_tail(result)}")
+    if result.returncode:
+        print(_tail(result))  # pytest shows it if the test fails
+    return result
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process and all that it started: horovodrun puts its workers into sessions of their own."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()  # horovodrun ends its workers
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for survivor in alive:
+        survivor.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def _tail(result: subprocess.CompletedProcess[str]) -> str:
+    return f"-- stdout --\n{result.stdout[-5000:]}\n-- stderr --\n{result.stderr[-10000:]}"

@@ -1,0 +1,154 @@
+"""Each example, run as its users run it, with a small setting: does it do what it prints?"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.timeout(320)  # the runs have time-outs of their own, and end their processes
+
+
+def report(result, ranks=2):
+    """The closing report of a run that went well, by its names: only rank 0 prints one."""
+    assert result.returncode == 0, result.stderr[-3000:]
+    text = result.stdout
+    if ranks > 1:
+        assert "[1]<stdout>" not in text
+        text = re.sub(r"^\[0\]<stdout>:", "", text, flags=re.MULTILINE)
+    pairs = re.findall(r"^([a-z ]+): +(.+)$", text, flags=re.MULTILINE)
+    lines = dict(pairs[[name for name, _ in pairs].index("workers") :])
+    assert lines["workers"] == str(ranks)
+    return lines
+
+
+def check_bytes(lines, weights, at_least):
+    """Are all three numbers those of a gradient of so many float32 weights, and right together?"""
+    sent, plain = (int(lines[name].split()[0].replace(",", "")) for name in ("sent per step", "uncompressed"))
+    assert plain == 4 * weights  # of two workers, each sends half of it twice
+    assert float(lines["ratio"]) == pytest.approx(plain / sent, abs=0.06)
+    assert plain / sent > at_least
+
+
+def accuracy(lines):
+    return float(lines["test accuracy"].rstrip("%")) / 100
+
+
+def test_keras_mnist_goes_on_with_the_digits_where_mnist_cannot_be_downloaded(horovodrun, tmp_path):
+    nowhere = "http://127.0.0.1:9"
+    env = {"HOME": str(tmp_path), "KERAS_HOME": str(tmp_path), "https_proxy": nowhere, "HTTPS_PROXY": nowhere}
+    result = horovodrun(2, ["examples/keras_mnist.py", "--epochs", "6"], env=env)
+    lines = report(result)
+    assert result.stdout.count("mnist cannot be had") == 1
+    assert lines["data"] == "digits, 1437 images, tested on 360 others"
+    assert lines["compressor"] == "hybrid:ratio=0.01,bits=4"
+    assert lines["steps"].startswith(f"{6 * 23} in ")
+    check_bytes(lines, 1_199_882, at_least=100)
+    assert accuracy(lines) > 0.85
+
+
+def test_keras_mnist_on_one_worker(python, tmp_path):
+    model = tmp_path / "model.keras"
+    lines = report(
+        python(["examples/keras_mnist.py", "--data", "digits", "--epochs", "2", "--save", str(model)]),
+        ranks=1,
+    )
+    assert lines["sent per step"] == "0 bytes: there is only one worker"
+    assert accuracy(lines) > 0.85
+    assert model.stat().st_size > 4 * 1_199_882
+
+
+def test_a_wrong_compression_is_explained(python):
+    result = python(["examples/keras_mnist.py", "--compression", "hybird:ratio=0.01"])
+    assert result.returncode == 2
+    assert "did you mean 'hybrid'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_keras_resnet20(horovodrun):
+    small = "--data digits --compression int8 --batch-size 16 --steps 80 --lr 0.02 --warmup-epochs 1"
+    result = horovodrun(2, ["examples/keras_resnet.py", *small.split()])
+    lines = report(result)
+    assert "finished gradual learning rate warmup to 0.04" in result.stdout
+    assert lines["steps"].startswith("80 in ")
+    check_bytes(lines, 270_410 - 688, at_least=3.5)
+    assert accuracy(lines) > 0.5
+
+
+def test_keras_resnet50(horovodrun):
+    small = "--model resnet50 --synthetic --image-size 32 --batch-size 2 --steps 2"
+    lines = report(horovodrun(2, ["examples/keras_resnet.py", *small.split()]))
+    assert lines["data"] == "random images"
+    assert lines["steps"].startswith("2 in ")
+    check_bytes(lines, 25_583_592, at_least=60)
+
+
+def test_custom_loop(horovodrun):
+    lines = report(horovodrun(2, ["examples/custom_loop.py", "--data", "digits", "--steps", "120"]))
+    assert lines["steps"].startswith("120 in ")
+    assert accuracy(lines) > 0.8
+
+
+def test_own_compressor_trains(horovodrun):
+    lines = report(horovodrun(2, ["examples/own_compressor.py", "--epochs", "15"]))
+    assert lines["compressor"] == "Ternary"
+    check_bytes(lines, 784 * 128 + 128 + 128 * 10 + 10, at_least=18)
+    assert accuracy(lines) > 0.85
+
+
+def test_own_compressor_loses_less_than_there_is(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import numpy as np
+    import tensorflow as tf
+    from own_compressor import Ternary
+
+    compressor = Ternary()
+    random = np.random.default_rng(0)
+    for n in (1, 499, 500, 501, 12345):
+        for x in (random.normal(size=n), random.normal(size=n) ** 5, np.ones(n), np.eye(1, n)[0]):
+            x = x.astype(np.float32)
+            decoded = compressor.decompress(*compressor.compress(tf.constant(x)))
+            assert np.linalg.norm(x - decoded) < np.linalg.norm(x)
+            assert compressor.wire_bytes(n) == -(-n // 500) * 104
+    payload, ctx = compressor.compress(tf.zeros([3, 7]))
+    assert compressor.decompress(payload, ctx).shape == [3, 7]
+    assert not tf.reduce_any(compressor.decompress(payload, ctx) != 0.0)
+    assert len(inspect.getsource(Ternary).splitlines()) < 40
+
+
+LOADERS = """
+import sys, time
+sys.path.insert(0, "examples")
+import data, horovod.tensorflow as hvd
+hvd.init()
+data.PATIENCE = 2.0
+
+def now():
+    return time.time()
+
+def works():
+    start = now(); time.sleep(1); print("progress"); return (start, now())
+
+def fails():
+    if hvd.rank() == 1:
+        raise ValueError("of no use")
+    return 1
+
+times = hvd.allgather_object(data._in_turns(works)[0])
+assert times[0][1] <= times[1][0], times
+assert data._in_turns(fails) == (None, "of no use")
+assert data._in_turns(lambda: time.sleep(100)) == (None, "no answer in 2 s")
+images = data.digits((32, 32, 3))
+assert images.x_train.shape == (1437, 32, 32, 3) and images.x_test.shape == (360, 32, 32, 3)
+assert images.x_train.min() == 0 and images.x_train.max() == 1
+x, y = data.share(images)
+print(len(x), hvd.allgather_object(y.sum()) == [images.y_train[r:1436:2].sum() for r in (0, 1)])
+"""
+
+
+def test_data_is_loaded_in_turns_and_all_workers_know_how_that_went(horovodrun):
+    result = horovodrun(2, ["-c", LOADERS], timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert sorted(result.stdout.splitlines()) == ["[0]<stdout>:718 True", "[1]<stdout>:718 True"]

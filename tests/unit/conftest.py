@@ -1,0 +1,18 @@
+"""Unit tests: one process, no hvd.init()."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.pop("HVD_COMPRESS", None)
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "unit",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("unit")

@@ -1,0 +1,218 @@
+"""The `Compression` namespace, spec strings, and what `resolve` takes."""
+
+import math
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from compressors import SPECS
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvd_compress as hvdc
+from hvd_compress.compression import resolve
+
+Compression = hvdc.Compression
+parse = Compression.parse
+
+ratios = st.floats(0.0, 1.0, exclude_min=True)
+bits = st.integers(1, 8)
+seeds = st.integers(-(2**31), 2**31 - 1)
+COMPRESSORS = st.one_of(
+    st.sampled_from([Compression.none, Compression.fp16, Compression.bf16, Compression.onebit]),
+    st.sampled_from([Compression.int8, Compression.int4]),
+    st.builds(
+        Compression.quantize,
+        bits=bits,
+        rounding=st.sampled_from(["nearest", "stochastic"]),
+        clip=st.none() | st.floats(0.0, 100.0, exclude_min=True) | st.integers(1, 100),
+        seed=seeds,
+    ),
+    st.builds(Compression.topk, ratio=ratios),
+    st.builds(Compression.randomk, ratio=ratios, unbiased=st.booleans(), seed=seeds),
+    st.builds(Compression.block_topk, ratio=ratios),
+    st.builds(Compression.block_sparse, ratio=ratios, block=st.integers(1, 10**6)),
+    st.builds(Compression.hybrid, ratio=ratios, bits=bits),
+)
+
+
+@given(COMPRESSORS)
+def test_every_spec_parses_back(compressor):
+    again = parse(str(compressor))
+    assert again == compressor and hash(again) == hash(compressor)
+    assert str(again) == str(compressor) == compressor.spec
+    assert "\n" not in compressor.spec
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"])
+def test_specs_in_the_documentation_are_the_canonical_ones(spec):
+    assert str(parse(spec)) == spec.replace("clip=99", "clip=99")
+
+
+@pytest.mark.parametrize(
+    ("spec", "compressor"),
+    [
+        ("int8", Compression.int8),
+        ("quantize:bits=8", Compression.int8),
+        (" topk : ratio = 0.01 ", Compression.topk(0.01)),
+        ("topk:ratio=1", Compression.topk(1.0)),
+        ("topk:ratio=1e-3", Compression.topk(0.001)),
+        ("topk:ratio=0.01,", Compression.topk(0.01)),
+        ("quantize:clip=none,rounding=nearest,bits=4", Compression.int4),
+        ("randomk:ratio=0.1,unbiased=True", Compression.randomk(0.1, unbiased=True)),
+        ("randomk:ratio=0.1,unbiased=false,seed=-3", Compression.randomk(0.1, seed=-3)),
+    ],
+)
+def test_parse(spec, compressor):
+    assert parse(spec) == compressor
+
+
+def test_a_spec_takes_numpys_numbers():
+    assert Compression.topk(np.float64(0.25)).spec == "topk:ratio=0.25"
+    assert Compression.quantize(np.int64(3), clip=np.float64(99.5)).spec == "quantize:bits=3,clip=99.5"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("topkk", r"unknown compressor 'topkk': did you mean 'topk'\? Known are bf16, "),
+        ("INT8", r"did you mean 'int8'"),
+        ("gzip", r"unknown compressor 'gzip': Known are"),
+        ("", r"unknown compressor ''"),
+        ("topk", r"'topk' needs ratio: for example 'topk:ratio=0.01'"),
+        ("hybrid:ratio=0.1", r"'hybrid' needs bits"),
+        ("hybrid", r"'hybrid' needs ratio, bits"),
+        ("topk:rate=0.01", r"'topk' has no argument 'rate'.*it takes ratio"),
+        ("topk:0.01", r"'topk' has no argument '0.01'"),
+        ("onebit:bits=1", r"'onebit' has no argument 'bits'.*no arguments"),
+        ("int8:bits=4", r"'int8' takes no arguments, got 'bits=4'"),
+        ("topk:ratio=0.1,ratio=0.2", r"'ratio'.*stands twice"),
+        ("topk:ratio", r"'ratio'.*has no value"),
+        ("topk:ratio=", r"ratio must be a number above 0 and at most 1, got ''"),
+        ("topk:ratio=much", r"ratio must be a number above 0 and at most 1, got 'much'"),
+        ("quantize:bits=4,rounding=up", r"rounding must be 'nearest' or 'stochastic', got 'up'"),
+        ("randomk:ratio=0.1,unbiased=no", r"unbiased must be true or false, got 'no'"),
+        ("randomk:ratio=0.1,seed=x", r"seed must be a whole number"),
+    ],
+)
+def test_parse_errors_say_what_to_write(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse(spec)
+
+
+RATIO_TAKERS = [
+    Compression.topk,
+    Compression.randomk,
+    Compression.block_topk,
+    lambda ratio: Compression.block_sparse(ratio, 4),
+    lambda ratio: Compression.hybrid(ratio, 4),
+]
+
+
+@pytest.mark.parametrize("make", RATIO_TAKERS)
+@pytest.mark.parametrize("ratio", [0, 0.0, 1.5, -1, math.nan, math.inf, True, False, "0.1", None])
+def test_ratios_that_are_none(make, ratio):
+    with pytest.raises(ValueError, match="ratio must be a number above 0 and at most 1"):
+        make(ratio)
+
+
+@pytest.mark.parametrize("make", [Compression.quantize, lambda bits: Compression.hybrid(0.1, bits)])
+@pytest.mark.parametrize("bits", [0, 9, -1, "8", True, 4.5, 8.0, None, math.nan])
+def test_bits_that_are_none(make, bits):
+    with pytest.raises(ValueError, match="bits must be a whole number from 1 to 8"):
+        make(bits)
+
+
+@pytest.mark.parametrize("block", [0, -4, 2.5, "4", True])
+def test_blocks_that_are_none(block):
+    with pytest.raises(ValueError, match="block must be a whole number from 1 on"):
+        Compression.block_sparse(0.1, block)
+
+
+@pytest.mark.parametrize("clip", [0, -1, 100.1, math.nan, True, "99"])
+def test_clips_that_are_none(clip):
+    with pytest.raises(ValueError, match="clip must be None or a percentile above 0 and at most 100"):
+        Compression.quantize(8, clip=clip)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: Compression.quantize(8, seed=s), lambda s: Compression.randomk(0.1, seed=s)]
+)
+@pytest.mark.parametrize("seed", [2**31, -(2**31) - 1, 0.5, "1", True, None])
+def test_seeds_that_are_none(make, seed):
+    with pytest.raises(ValueError, match="seed must be a whole number"):
+        make(seed)
+
+
+@pytest.mark.parametrize("unbiased", [1, 0, "true", None])
+def test_unbiased_is_true_or_false(unbiased):
+    with pytest.raises(ValueError, match="unbiased must be true or false"):
+        Compression.randomk(0.1, unbiased=unbiased)
+
+
+def test_compressors_do_not_change():
+    with pytest.raises(AttributeError):
+        Compression.topk(0.1).ratio = 0.2
+
+
+# resolve
+
+
+def test_none_means_the_environment_variable_or_no_compression(monkeypatch):
+    monkeypatch.delenv("HVD_COMPRESS", raising=False)
+    assert resolve(None) is Compression.none
+    for empty in ("", "  "):
+        monkeypatch.setenv("HVD_COMPRESS", empty)
+        assert resolve(None) is Compression.none
+    monkeypatch.setenv("HVD_COMPRESS", " topk:ratio=0.25 ")
+    assert resolve(None) == Compression.topk(0.25)
+    assert resolve("int8") is Compression.int8  # what is written in the program counts more
+
+
+@pytest.mark.parametrize("spec", ["topkk", "topk:ratio=2", "topk"])
+def test_an_error_in_the_environment_variable_names_it(monkeypatch, spec):
+    monkeypatch.setenv("HVD_COMPRESS", spec)
+    with pytest.raises(ValueError, match="environment variable HVD_COMPRESS: "):
+        resolve(None)
+    with pytest.raises(ValueError) as error:
+        resolve(spec)
+    assert "HVD_COMPRESS" not in str(error.value)
+
+
+def test_horovods_own_compressors():
+    assert resolve(hvd.Compression.none) is Compression.none
+    assert resolve(hvd.Compression.fp16) is Compression.fp16
+
+
+def test_a_compressor_is_itself():
+    compressor = Compression.topk(0.1)
+    assert resolve(compressor) is compressor
+
+
+class Own(hvdc.Compressor):
+    """A user's compressor without arguments."""
+
+
+class NeedsArguments(hvdc.Compressor):
+    """A user's compressor with one."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+
+def test_a_class_stands_for_its_one_instance():
+    assert isinstance(resolve(Own), Own)
+    assert resolve(Own) is resolve(Own)
+
+
+def test_a_class_that_needs_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"pass an instance, NeedsArguments\(\.\.\.\)"):
+        resolve(NeedsArguments)
+    with pytest.raises(TypeError, match=r"pass an instance, TopK\(\.\.\.\)"):
+        resolve(Compression.topk)
+
+
+@pytest.mark.parametrize("value", [7, 0.5, True, [], object(), int, hvd.Compression, lambda: None])
+def test_anything_else_is_refused(value):
+    with pytest.raises(TypeError, match="compression must be a hvdc.Compressor, a spec string"):
+        resolve(value)

@@ -1,0 +1,209 @@
+"""What holds for every compressor of `hvdc.Compression`."""
+
+import horovod.tensorflow.compression as horovod_compression
+import numpy as np
+import pytest
+import reference
+import tensorflow as tf
+from compressors import CASTS, PACKED, SPECS, SUMMABLE, payload_bytes, round_trip, seeds
+
+import hvd_compress as hvdc
+
+SHAPES = [(), (1,), (0,), (7,), (1000,), (64, 32), (3, 3, 16, 64), (100001,)]
+DTYPES = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-22}
+parse = hvdc.Compression.parse
+
+
+def data(shape, seed=0, kind="normal"):
+    return reference.vector(kind, int(np.prod(shape)), seed).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_round_trip(spec, shape, dtype):
+    compressor = parse(spec)
+    x = tf.cast(data(shape), dtype)
+    payload, ctx = compressor.compress(x)
+    y = compressor.decompress(payload, ctx)
+    assert y.dtype == dtype and y.shape == shape
+    # In float16 and bfloat16, also the result is rounded, to nearest.
+    exact, lossy = (tf.cast(t, tf.float64).numpy() for t in (x, y))
+    reference.assert_error_is_bounded(compressor, exact, lossy, relative=EPSILON[dtype.name])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_wire_bytes_are_the_documented_formula(spec):
+    compressor = parse(spec)
+    sizes = [2, 8, 9, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 65535, 65536, 65537, 10**6, 25 * 10**6 + 1]
+    for shape in [*SHAPES, *((n,) for n in sizes), (1024, 1000), (1022, 1000), (7, 8), (2, 3, 10, 8)]:
+        assert compressor.wire_bytes(shape) == reference.wire_bytes(compressor, shape), shape
+        if len(shape) == 1:
+            assert compressor.wire_bytes(shape[0]) == compressor.wire_bytes(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_payloads_have_that_size_whatever_the_values(spec, shape):
+    compressor = parse(spec)
+    expected = reference.wire_bytes(compressor, shape)
+    for kind in ("normal", "zeros", "huge"):
+        payload, _ = compressor.compress(tf.constant(data(shape, kind=kind)))
+        assert len(payload_bytes(payload)) == payload_nbytes(payload) == expected
+
+
+def payload_nbytes(payload):
+    return payload.nbytes if hasattr(payload, "nbytes") else payload.numpy().nbytes
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_are_laid_out_as_announced(spec):
+    compressor = parse(spec)
+    for shape in ((1000,), (64, 32)):
+        parts, ctx = compressor.encode(tf.constant(data(shape)), seeds())
+        announced = [(spec.shape, spec.dtype) for spec in compressor.layout(shape)]
+        assert [(part.shape, part.dtype) for part in parts] == announced
+        assert compressor.decode(parts, ctx).dtype == tf.float32
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1000,), (64, 32), (100001,)], ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_zeros_are_exact(spec, shape):
+    np.testing.assert_array_equal(round_trip(parse(spec), np.zeros(shape, np.float32)), np.zeros(shape))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_compress_is_pure(spec):
+    compressor = parse(spec)
+    x, other = tf.constant(data((64, 32))), tf.constant(data((64, 32), seed=1))
+    before = x.numpy().copy()
+    first, ctx = compressor.compress(x)
+    bytes_of_first = payload_bytes(first)
+    decoded = compressor.decompress(first, ctx).numpy()
+    assert payload_bytes(compressor.compress(other)[0]) != bytes_of_first
+    second, second_ctx = compressor.compress(x)
+    assert payload_bytes(second) == bytes_of_first == payload_bytes(first)
+    np.testing.assert_array_equal(compressor.decompress(second, second_ctx), decoded)
+    np.testing.assert_array_equal(x, before)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_tf_function_computes_what_eager_execution_does(spec):
+    compressor = parse(spec)
+    x = tf.constant(data((64, 32)))
+
+    @tf.function
+    def in_graph(t):
+        payload, ctx = compressor.compress(t)
+        tensor = payload.tensor if isinstance(payload, hvdc.Payload) else tf.convert_to_tensor(payload)
+        return tensor, compressor.decompress(payload, ctx)
+
+    tensor, decoded = in_graph(x)
+    expected = round_trip(compressor, x)
+    np.testing.assert_allclose(decoded, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    payload, _ = compressor.compress(x)
+    if isinstance(payload, hvdc.Payload):
+        assert tensor.shape == payload.tensor.shape
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decode_sum_adds_the_ranks_and_scales(spec):
+    compressor = parse(spec)
+    shape = (7,) if spec.startswith("quantize") else (64, 32)
+    encoded = [compressor.encode(tf.constant(data(shape, seed)), seeds()) for seed in range(3)]
+    single = [compressor.decode(parts, ctx).numpy().astype(np.float64) for parts, ctx in encoded]
+    stacked = [tf.stack(parts) for parts in zip(*(parts for parts, _ in encoded))]
+    total = compressor.decode_sum(stacked, encoded[0][1], tf.constant(0.25))
+    expected = 0.25 * (single[0] + single[1] + single[2])
+    assert total.dtype == tf.float32 and total.shape == shape
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+    poisoned = compressor.decode_sum(stacked, encoded[0][1], tf.constant(np.nan, tf.float32))
+    assert np.isnan(poisoned).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_lost_is_what_the_decoded_tensor_lacks(spec):
+    compressor = parse(spec)
+    for shape in ((7,), (1000,), (64, 32)):
+        x = data(shape)
+        parts, ctx = compressor.encode(tf.constant(x), seeds(3, 4))
+        lost = compressor.lost(tf.constant(x), parts, ctx)
+        assert lost.shape == shape
+        expected = x.astype(np.float64) - compressor.decode(parts, ctx).numpy()
+        np.testing.assert_allclose(lost, expected, rtol=1e-6, atol=1e-6 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if parse(spec).error_feedback])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "layers", "offset"])
+def test_what_is_fed_back_is_a_contraction(spec, kind):
+    """||x - C(x)|| < ||x||, which error feedback needs (Karimireddy et al. 2019, Assumption A)."""
+    x = data((64, 32), kind=kind)
+    error = np.linalg.norm(x.astype(np.float64) - round_trip(parse(spec), x))
+    limit = 1 - 1e-6
+    if spec.startswith("randomk"):
+        limit = 1 + 1e-6  # a contraction in expectation; a single choice may hit zeros only
+    assert error <= limit * np.linalg.norm(x.astype(np.float64))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in CASTS])
+def test_refuses_what_is_not_floating_point(spec):
+    for x in ([1, 2], [True], [1j]):
+        with pytest.raises(TypeError, match="floating point"):
+            parse(spec).compress(tf.constant(x))
+
+
+@pytest.mark.parametrize("spec", CASTS)
+def test_casts_pass_integers_unchanged_as_horovods_do(spec):
+    x = tf.constant([1, 2, 1 << 30])
+    payload, ctx = parse(spec).compress(x)
+    assert payload is x or payload.dtype == tf.int32
+    np.testing.assert_array_equal(parse(spec).decompress(payload, ctx), x)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in CASTS])
+@pytest.mark.parametrize("shape", [None, [None], [3, None]])
+def test_refuses_a_tensor_of_unknown_shape(spec, shape):
+    @tf.function(input_signature=[tf.TensorSpec(shape, tf.float32)])
+    def compress(t):
+        return parse(spec).compress(t)[0].tensor
+
+    with pytest.raises(ValueError, match=r"static shape.*tf.ensure_shape"):
+        compress.get_concrete_function()
+
+
+@pytest.mark.parametrize("spec", CASTS)
+def test_casts_take_a_tensor_of_unknown_shape(spec):
+    @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
+    def in_graph(t):
+        return parse(spec).decompress(*parse(spec).compress(t))
+
+    np.testing.assert_array_equal(in_graph([[0.5, -2.0]]), [[0.5, -2.0]])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_is_a_horovod_compressor_that_says_whether_payloads_may_be_summed(spec):
+    compressor = parse(spec)
+    assert isinstance(compressor, hvdc.Compressor)
+    assert isinstance(compressor, horovod_compression.Compressor)
+    assert compressor.summable == (spec in SUMMABLE)
+    payload, _ = compressor.compress(tf.ones([10]))
+    assert isinstance(payload, hvdc.Payload) == (spec in PACKED)
+
+
+FEEDBACK = {
+    "none": False, "fp16": False, "bf16": False, "int8": True, "quantize:bits=2,rounding=stochastic": False,
+    "onebit": True, "topk:ratio=0.01": True, "randomk:ratio=0.1": True, "randomk:ratio=0.1,unbiased=true": False,
+    "block_topk:ratio=0.05": True, "block_sparse:ratio=0.1,block=4": True, "hybrid:ratio=0.05,bits=4": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", FEEDBACK)
+def test_feeds_back_exactly_where_the_docstring_says_so(spec):
+    assert parse(spec).error_feedback is FEEDBACK[spec]
+
+
+def test_a_payload_of_another_length_is_refused():
+    payload, ctx = hvdc.Compression.int8.compress(tf.ones([100]))
+    with pytest.raises(ValueError, match="bytes cannot be decoded"):
+        hvdc.Compression.int8.decompress(payload.tensor[:-1], ctx)
