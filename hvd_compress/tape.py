@@ -10,7 +10,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from .compression import CompressionLike, resolve
-from .reducer import BUCKET_BYTES, MIN_COMPRESS_SIZE, Reducer, Settings, scale_local_gradient
+from .reducer import Reducer, scale_local_gradient
+from .settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
 
 # A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
 _reducers: dict[Any, Reducer] = {}

@@ -8,13 +8,14 @@ nothing here asks which Keras a model belongs to.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from typing import Any, Callable
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
+
+from . import optimizer_state
 
 
 class _Callback(keras.callbacks.Callback):
@@ -60,7 +61,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local: set[Any] = set()
         if local_variables is None:
             local_variables = []
-        elif isinstance(_tf_variable(local_variables), tf.Variable):
+        elif isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
         for variable in local_variables:
             self.register_local_var(variable)
@@ -71,7 +72,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         Raises:
             ValueError: if it is not a variable.
         """
-        variable = _tf_variable(var)
+        variable = optimizer_state.tf_variable(var)
         if not isinstance(variable, tf.Variable):
             raise ValueError(f"All local variables must be of tf.Variable type (or Keras's), not {var!r}")
         self._local.add(variable.ref())
@@ -92,10 +93,10 @@ class BroadcastGlobalVariablesCallback(_Callback):
         ready = stepped or (model.built and all(layer.built for layer in model.layers))
         if ready and optimizer is not None:
             # Keras does it in the first step. But a root that restored its optimizer has it done already.
-            _create_variables(optimizer, model.trainable_variables)
+            optimizer_state.create_variables(optimizer, model.trainable_variables)
         # `weights`, not `variables`: in Keras 3 the latter has the seed generators' states.
-        held = [*model.weights, *_optimizer_variables(optimizer)] if ready else []
-        unique = {_tf_variable(v).ref(): _tf_variable(v) for v in held}
+        held = [*model.weights, *optimizer_state.optimizer_variables(optimizer)] if ready else []
+        unique = {optimizer_state.tf_variable(v).ref(): optimizer_state.tf_variable(v) for v in held}
         variables = [variable for ref, variable in unique.items() if ref not in self._local]
 
         # If one rank broadcast while another trained, both would wait for ever: all decide on equal numbers.
@@ -256,7 +257,7 @@ class LearningRateScheduleCallback(_Callback):
 
     def _rate(self) -> Any:
         optimizer = getattr(self.model, "optimizer", None)
-        rate = _learning_rate(optimizer)
+        rate = optimizer_state.learning_rate(optimizer)
         if not hasattr(rate, "assign"):
             raise ValueError(
                 f"{type(self).__name__} cannot set the learning rate of {type(optimizer).__name__}, because "
@@ -274,7 +275,7 @@ class LearningRateScheduleCallback(_Callback):
         # m * (new / old * v) - new * g, and the right one for Nesterov's too, where m acts a second time.
         # With an old rate of 0 there is no ratio, and in v no gradient that it could restore.
         if self.momentum_correction and old not in (0, new):
-            for velocity in _velocities(self.model):
+            for velocity in optimizer_state.velocities(self.model):
                 velocity.assign(velocity * (new / old))
 
 
@@ -328,54 +329,3 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
             rate = float(self._rate().numpy())
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
-
-
-def _tf_variable(variable: Any) -> Any:
-    """The tf.Variable inside a Keras 3 variable; anything else as it is."""
-    inside = getattr(variable, "value", None)
-    return inside if isinstance(inside, tf.Variable) else variable
-
-
-def _innermost(optimizer: Any) -> Any:
-    while hasattr(optimizer, "inner_optimizer"):  # LossScaleOptimizer
-        optimizer = optimizer.inner_optimizer
-    return optimizer
-
-
-def _learning_rate(optimizer: Any) -> Any:
-    """The variable with the learning rate; or the schedule or function that makes it; or None."""
-    optimizer = _innermost(optimizer)
-    # The public `learning_rate` evaluates a schedule, except in the legacy optimizers (with `get_slot`).
-    return getattr(optimizer, "learning_rate" if hasattr(optimizer, "get_slot") else "_learning_rate", None)
-
-
-def _create_variables(optimizer: Any, variables: list[Any]) -> None:
-    """Creates the optimizer's state for these variables, if it is not there yet."""
-    if hasattr(optimizer, "_create_all_weights"):  # Keras 2's legacy optimizers
-        optimizer._create_all_weights(variables)
-    elif variables and not getattr(optimizer, "built", False):
-        optimizer.build(variables)
-
-
-def _optimizer_variables(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    variables = optimizer.variables
-    # Keras 2 keeps the learning rate apart, and its LossScaleOptimizer the scale.
-    scale = getattr(optimizer, "_loss_scale", None)
-    apart = (_learning_rate(optimizer), *(getattr(scale, n, None) for n in ("current_loss_scale", "counter")))
-    return [
-        *(variables() if callable(variables) else variables),
-        *(variable for variable in apart if isinstance(_tf_variable(variable), tf.Variable)),
-    ]
-
-
-def _velocities(model: Any) -> Iterable[Any]:
-    """The momentum buffers that include the learning rate: those of SGD and RMSprop, not Adam's or Muon's."""
-    optimizer = _innermost(model.optimizer)
-    kinds = {(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__}
-    if kinds.isdisjoint((package, name) for package in ("keras", "tf_keras") for name in ("SGD", "RMSprop")):
-        return []
-    if hasattr(optimizer, "get_slot"):  # legacy: the slot exists if there is momentum
-        return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
-    return getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..reducer import Reducer, Settings, scale_local_gradient
+from ..reducer import Reducer, scale_local_gradient
+from ..settings import Settings
 from .aggregation import LocalGradientAggregation
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 
 from ..compression import CompressionLike, resolve
-from ..reducer import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
+from ..settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
 from .distribution import Distribution, OptimizerSettings
 
 

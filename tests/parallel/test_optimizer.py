@@ -383,7 +383,7 @@ class _nothing:
 def test_gradients_of_other_dtypes(spec, dtype, rank, size):
     if spec == "none" and dtype == tf.bfloat16:
         pytest.skip("Horovod has no bfloat16 allreduce")
-    reducer = hvdc.reducer.Reducer(hvdc.reducer.Settings(hvdc.Compression.parse(spec)))
+    reducer = hvdc.reducer.Reducer(hvdc.settings.Settings(hvdc.Compression.parse(spec)))
     x = np.linspace(-1, 1, 2000).reshape(40, 50) * (rank + 1)
     (result,) = reducer([tf.cast(x, dtype)], [tf.Variable(tf.zeros([40, 50], dtype))])
     assert result.dtype == dtype

@@ -1,0 +1,61 @@
+"""What an optimizer keeps, in the Kerases' different places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+
+def tf_variable(variable: Any) -> Any:
+    """The tf.Variable inside a Keras 3 variable; anything else as it is."""
+    inside = getattr(variable, "value", None)
+    return inside if isinstance(inside, tf.Variable) else variable
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside a LossScaleOptimizer of Keras 3; any other as it is."""
+    while hasattr(optimizer, "inner_optimizer"):  # LossScaleOptimizer
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The variable with the learning rate; or the schedule or function that makes it; or None."""
+    optimizer = innermost(optimizer)
+    # The public `learning_rate` evaluates a schedule, except in the legacy optimizers (with `get_slot`).
+    return getattr(optimizer, "learning_rate" if hasattr(optimizer, "get_slot") else "_learning_rate", None)
+
+
+def create_variables(optimizer: Any, variables: list[Any]) -> None:
+    """Creates the optimizer's state for these variables, if it is not there yet."""
+    if hasattr(optimizer, "_create_all_weights"):  # Keras 2's legacy optimizers
+        optimizer._create_all_weights(variables)
+    elif variables and not getattr(optimizer, "built", False):
+        optimizer.build(variables)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """All that must be alike on all ranks: slots, iterations, learning rate, loss scale."""
+    if optimizer is None:
+        return []
+    variables = optimizer.variables
+    # Keras 2 keeps the learning rate apart, and its LossScaleOptimizer the scale.
+    scale = getattr(optimizer, "_loss_scale", None)
+    apart = (learning_rate(optimizer), *(getattr(scale, n, None) for n in ("current_loss_scale", "counter")))
+    return [
+        *(variables() if callable(variables) else variables),
+        *(variable for variable in apart if isinstance(tf_variable(variable), tf.Variable)),
+    ]
+
+
+def velocities(model: Any) -> Iterable[Any]:
+    """The momentum buffers that include the learning rate: those of SGD and RMSprop, not Adam's or Muon's."""
+    optimizer = innermost(model.optimizer)
+    kinds = {(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__}
+    if kinds.isdisjoint((package, name) for package in ("keras", "tf_keras") for name in ("SGD", "RMSprop")):
+        return []
+    if hasattr(optimizer, "get_slot"):  # legacy: the slot exists if there is momentum
+        return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
+    return getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
