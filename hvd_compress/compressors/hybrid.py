@@ -18,7 +18,7 @@ from .sparse import row_dtype, strided_selection
 class Hybrid(BuiltinCompressor):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
-    Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(1024, k rounded up to 8):
+    Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(128, k rounded up to 8):
     i * k bytes of indices (i = 1 for B <= 256, 2 for B <= 65536, else 4) plus ceil(k / b) * (b * bits / 8 + 8)
     of values: about 1.5 bytes per kept element at 4 bits.
 

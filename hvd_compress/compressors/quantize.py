@@ -13,7 +13,10 @@ from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled
 from .base import BuiltinCompressor, Seeds, Shape, check_seed, check_whole, size_of
 
-BLOCK = 1024
+# Gradients have heavy tails: the fewer elements share a step, the fewer round to zero beside an outlier. With
+# blocks of 1,024, int8 and int4 trained visibly slower under Adam, which takes small gradients for as important
+# as large ones; with blocks of 128 as fast as uncompressed. They cost half a bit per element.
+BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Quantize(BuiltinCompressor):
     round(x / step) - round(m / step), decoded as (code + round(m / step)) * step. Zero is always a
     level: what had no gradient gets none. See `kernels.linear`.
 
-    Wire size, with b = min(1024, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
+    Wire size, with b = min(128, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
     bytes.
 
     Error: |error| <= step / 2 with nearest rounding, and never more than |x|; < step with stochastic

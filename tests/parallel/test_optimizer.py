@@ -524,7 +524,7 @@ def test_bytes_sent(rank, size):
     descend(keras, opt, [weight], [tf.constant(gradients[0])])
     sent, plain = opt.bytes_sent()
     assert plain == 2 * (size - 1) / size * 8000
-    assert sent == (size - 1) * (2 * (512 + 8) + 1)
+    assert sent == (size - 1) * (16 * (64 + 8) + 1)
 
 
 @pytest.mark.parametrize("spec", ["none", "int8"])

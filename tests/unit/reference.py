@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-BLOCK = 1024
+QUANTIZE_BLOCK, ONEBIT_BLOCK = 128, 1024
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # TensorFlow's kernels flush what is smaller to zero
 
@@ -48,9 +48,9 @@ def kept(ratio, n):
     return max(1, nearest if abs(product - nearest) < 1e-9 * max(1.0, product) else math.ceil(product))
 
 
-def block_of(n):
-    """The documented block length: 1024, or n rounded up to 8 where that is less."""
-    return min(BLOCK, -(-n // 8) * 8)
+def block_of(n, largest=QUANTIZE_BLOCK):
+    """The documented block length: the largest, or n rounded up to 8 where that is less."""
+    return min(largest, -(-n // 8) * 8)
 
 
 def index_bytes(n, k):
@@ -85,7 +85,8 @@ def wire_bytes(compressor, shape):
     if name == "quantize":
         return quantized_bytes(n, compressor.bits)
     if name == "onebit":
-        return -(-n // block_of(n)) * (block_of(n) // 8 + 4)
+        block = block_of(n, ONEBIT_BLOCK)
+        return -(-n // block) * (block // 8 + 4)
     k = kept(compressor.ratio, n)
     if name == "topk":
         return 4 * k + index_bytes(n, k)
@@ -107,9 +108,9 @@ def wire_bytes(compressor, shape):
 # What compressors compute
 
 
-def blocks(flat):
+def blocks(flat, largest=QUANTIZE_BLOCK):
     """The blocks of a vector, the last without any padding."""
-    block = block_of(len(flat))
+    block = block_of(len(flat), largest)
     return [flat[i : i + block] for i in range(0, len(flat), block)]
 
 
@@ -143,7 +144,7 @@ def largest_per_block(flat):
 def signs_and_means(flat):
     """Every element as its sign (+1 for zero) times the mean magnitude of its block."""
     return np.concatenate(
-        [np.where(b < 0, -1.0, 1.0) * np.abs(b.astype(np.float64)).mean() for b in blocks(flat)]
+        [np.where(b < 0, -1.0, 1.0) * np.abs(b.astype(np.float64)).mean() for b in blocks(flat, ONEBIT_BLOCK)]
     )
 
 
@@ -213,7 +214,7 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
         step = steps(flat, compressor.bits, stochastic=True)
         assert (error <= step + rounding)[usable(flat, step)].all()
     elif name == "onebit":
-        expected = sum(np.sum(b**2) - np.sum(np.abs(b)) ** 2 / len(b) for b in blocks(x))
+        expected = sum(np.sum(b**2) - np.sum(np.abs(b)) ** 2 / len(b) for b in blocks(x, ONEBIT_BLOCK))
         assert abs(total - expected) <= 1e-5 * energy + squares
     elif name == "randomk":
         k = kept(compressor.ratio, x.size)
