@@ -13,9 +13,8 @@ from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled
 from .base import BuiltinCompressor, Seeds, Shape, check_seed, check_whole, size_of
 
-# Gradients have heavy tails: the fewer elements share a step, the fewer round to zero beside an outlier. With
-# blocks of 1,024, int8 and int4 trained visibly slower under Adam, which takes small gradients for as important
-# as large ones; with blocks of 128 as fast as uncompressed. They cost half a bit per element.
+# Gradients have heavy tails: the fewer elements share a step, the fewer small ones round to zero beside an
+# outlier, and Adam takes small gradients for as important as large ones. 128 cost half a bit per element.
 BLOCK = 128
 
 
