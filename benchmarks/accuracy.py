@@ -97,13 +97,21 @@ def main() -> None:
     parser.add_argument(
         "--timeout", type=int, default=1800, help="seconds for one training (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file, after each training")
+    parser.add_argument("--resume", action="store_true", help="keep the results that are in the file already")
     args = parser.parse_args()
 
     runs: list[dict[str, Any]] = []
     settings = {name: getattr(args, name) for name in ("workers", "epochs", "batch_size", "lr")}
+    if args.resume and args.json and args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+        runs = before.pop("runs")
+        if before != settings:
+            parser.error(f"{args.json} was made with other settings: {before}")
     for seed in args.seeds:
         for spec in args.specs:
+            if any((run["spec"], run["seed"]) == (spec, seed) for run in runs):
+                continue
             start = time.monotonic()
             runs.append(train(spec, seed, args))
             print(

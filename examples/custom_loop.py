@@ -61,7 +61,7 @@ def main() -> None:
         return loss
 
     # All start from the first worker's weights. The optimizer's variables are zeros everywhere.
-    hvd.broadcast_variables(tf_variables(model.variables), root_rank=0)
+    hvd.broadcast_variables(tf_variables(model.weights), root_rank=0)
     start = time.perf_counter()
     for number, (x_batch, y_batch) in enumerate(dataset, 1):
         loss = step(x_batch, y_batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-PATIENCE = 20.0  # seconds without a sign of life after which a download is given up
+PATIENCE = 20.0  # seconds to wait for the server
 TEST_DIGITS = 360
 
 
@@ -101,16 +102,17 @@ def _in_turns(load_data: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _patiently(load_data: Callable[[], Any]) -> Any:
-    """Calls `load_data`, quietly, and gives up when it has been silent for too long.
+    """Calls `load_data`, quietly, and gives up if it has to download and no server answers.
 
-    Keras prints the progress of a download, but sets no limit to waiting for an answer.
+    Keras itself would wait for minutes. It prints a line that it downloads, then the progress.
     """
 
-    class Progress(io.StringIO):
-        latest = time.monotonic()
+    class Output(io.StringIO):
+        asked = math.inf  # when the server was asked that has not answered yet
 
         def write(self, text: str) -> int:
-            self.latest = time.monotonic()
+            if text.strip():
+                self.asked = time.monotonic() if "Downloading" in text else math.inf
             return len(text)
 
     result: list[Any] = []
@@ -121,19 +123,19 @@ def _patiently(load_data: Callable[[], Any]) -> Any:
         except Exception as exception:
             result.append(exception)
 
-    progress = Progress()
+    output = Output()
     default = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(PATIENCE / 2)
+    socket.setdefaulttimeout(PATIENCE)  # for all that comes after the first answer
     try:
-        with contextlib.redirect_stdout(progress):
+        with contextlib.redirect_stdout(output):
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
-            while thread.is_alive() and time.monotonic() - progress.latest < PATIENCE:
+            while thread.is_alive() and time.monotonic() - output.asked < PATIENCE:
                 thread.join(0.1)
     finally:
         socket.setdefaulttimeout(default)
     if not result:
-        raise TimeoutError(f"no answer in {PATIENCE:.0f} s")
+        raise TimeoutError(f"no answer in {PATIENCE:g} s")
     if isinstance(result[0], Exception):
         raise result[0]
     return result[0]
