@@ -1,0 +1,170 @@
+"""How long the gradients of one step take to cross the network, with every compressor.
+
+    sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/exchange.py
+    horovodrun -np 2 -H one:1,two:1 python benchmarks/exchange.py --model bert_base
+
+Runs under horovodrun; each worker has other gradients of the model's shapes. All methods take turns in one
+run; ratios are against stock Horovod without compression. Time is from a barrier until the worker has all
+reduced gradients, residuals updated; the slowest worker counts. Bytes are those that left the network
+interface, as the kernel counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+from models import MODELS
+
+STOCK = {"horovod none": "none", "horovod fp16": "fp16"}
+SPECS = [
+    "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
+    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4",
+]  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
+    parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--bucket-bytes", type=int, help="default: that of DistributedOptimizer")
+    parser.add_argument("--interface", help="whose bytes are counted (default: eth0, or lo where there is none)")
+    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    if "HOROVOD_RANK" not in os.environ:
+        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
+    return args
+
+
+def bytes_out(interface: str) -> int:
+    """The bytes that left an interface so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): fields.split() for name, _, fields in (line.partition(":") for line in lines)}
+    if interface not in counts:
+        sys.exit(f"no network interface {interface} here, only {', '.join(counts)}: see --interface")
+    return int(counts[interface][8])
+
+
+def reset_peak() -> int:
+    """Forgets the peak of this process's memory; returns what is in use, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def memory(what: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(what)
+
+
+def gradients(shapes: Sequence[tuple[int, ...]], rank: int) -> list[np.ndarray]:
+    """Heavy-tailed values of another magnitude in each layer, as gradients are."""
+    random = np.random.default_rng(rank)
+    return [
+        (random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes
+    ]
+
+
+def main() -> None:
+    args = arguments()
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    import hvd_compress as hvdc
+    from hvd_compress.reducer import Reducer
+    from hvd_compress.settings import Settings
+
+    hvd.init()
+    shapes = MODELS[args.model]()
+    variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]
+    interfaces = Path("/proc/net/dev").read_text()
+    interface = args.interface or ("eth0" if "eth0:" in interfaces else "lo")
+
+    def stock(spec: str) -> Callable[[], Any]:
+        compression = getattr(hvd.Compression, spec)
+
+        @tf.function
+        def reduce() -> list[tf.Tensor]:
+            return [
+                hvd.allreduce(v.value(), op=hvd.Average, compression=compression, name=f"stock_{spec}_{i}")
+                for i, v in enumerate(variables)
+            ]
+
+        return reduce
+
+    def ours(spec: str) -> tuple[Callable[[], Any], Reducer]:
+        sizes = {} if args.bucket_bytes is None else {"bucket_bytes": args.bucket_bytes}
+        reducer = Reducer(Settings(hvdc.Compression.parse(spec), **sizes))
+
+        @tf.function
+        def reduce() -> list[tf.Tensor]:
+            return reducer([v.value() for v in variables], variables)
+
+        return reduce, reducer
+
+    methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
+    reducers: dict[str, Reducer] = {}
+    for spec in args.specs:
+        methods[spec], reducers[spec] = ours(spec)
+
+    show = hvd.rank() == 0
+    facts: dict[str, dict[str, float]] = {}
+    for name, method in common.progress(list(methods.items()), "first steps", show):
+        resident = reset_peak()
+        start = time.perf_counter()
+        method()
+        first = time.perf_counter() - start
+        method()
+        hvd.barrier()
+        sent = bytes_out(interface)
+        method()
+        hvd.barrier()
+        facts[name] = {
+            "first": first,
+            "sent": bytes_out(interface) - sent,
+            "memory": memory("VmHWM") - resident,
+        }
+        if name in reducers:
+            (plan,) = reducers[name].plans.values()
+            facts[name]["predicted_sent"] = plan.bytes_sent()[0]
+
+    times = common.interleave(methods, args.rounds, hvd.barrier, show)
+    # The slowest worker of each round.
+    names = list(methods)
+    slowest = hvd.allreduce(tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times")
+    if hvd.rank() != 0:
+        return
+    stats = {name: common.summary(row) for name, row in zip(names, slowest.numpy().tolist())}
+    baseline = stats["horovod none"]["median"]
+    parameters = sum(math.prod(shape) for shape in shapes)
+    rows = [
+        [
+            name, common.milliseconds(stats[name]), f"{baseline / stats[name]['median']:.2f}",
+            f"{facts[name]['sent'] / 1e6:,.2f}", f"{facts[name]['memory'] / 2**20:,.0f}",
+            f"{facts[name]['first']:.1f}",
+        ]
+        for name in names
+    ]  # fmt: skip
+    title = f"{args.model}, {parameters / 1e6:.2f}M parameters, {hvd.size()} workers {args.label}"
+    columns = ["method", "ms, median (quartiles)", "times faster", "MB sent", "MiB memory", "first step s"]
+    common.print_table(title, columns, rows)
+    result = {
+        "benchmark": "exchange", "model": args.model, "workers": hvd.size(), "label": args.label,
+        "methods": {name: {**stats[name], **facts[name]} for name in names},
+    }  # fmt: skip
+    common.save(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

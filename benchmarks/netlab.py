@@ -1,0 +1,209 @@
+"""Emulated hosts with shaped links on one Linux machine, and horovodrun across them.
+
+    sudo python benchmarks/netlab.py --hosts 4 --rate 1gbit -- python benchmarks/exchange.py
+
+Each host is a network namespace with one link to a common switch, shaped in both directions with tc; the
+command runs on every host under horovodrun. Needs root and iproute2 (apt-get install iproute2). Everything
+is removed at the end, also when this program is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+NETWORK = "10.77.0"
+UNSHAPED = "unshaped"
+# The stand-in for ssh: drops the options, and runs the command in the namespace that has the address.
+SSH = """#!/bin/sh
+host=
+while [ $# -gt 0 ]; do  # horovodrun writes options before and after the host
+  case "$1" in
+    -o | -p | -i | -l) shift 2 ;;
+    -*) shift ;;
+    *) [ -z "$host" ] || break; host=${{1##*.}}; shift ;;
+  esac
+done
+exec ip netns exec {prefix}h$((host - 1)) taskset -c $(( (host - 1) % {cores} )) bash -c "$*"
+"""
+
+
+class NetlabError(Exception):
+    """What keeps the lab from being set up, in one line."""
+
+
+class Netlab:
+    """Emulated hosts; a context manager that removes them at its end.
+
+    Attributes:
+        addresses: The hosts' IP addresses.
+    """
+
+    def __init__(self, hosts: int, rate: str = UNSHAPED, workers_per_host: int = 1) -> None:
+        """Sets nothing up yet.
+
+        Args:
+            hosts: How many, from 1 to 250.
+            rate: Of each link in each direction as tc writes it, such as 100mbit or 10gbit, or "unshaped".
+            workers_per_host: Worker processes on each host, which share its link and one core.
+        """
+        self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
+        self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
+        self._prefix = f"hvdc{os.getpid()}"
+        self._stack = contextlib.ExitStack()
+        self._bin = ""
+
+    def __enter__(self) -> Netlab:
+        check_machine()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_cleaner(self._prefix))
+            self._bin = stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-"))
+            ssh = Path(self._bin) / "ssh"
+            ssh.write_text(SSH.format(prefix=self._prefix, cores=os.cpu_count()))
+            ssh.chmod(0o755)
+            self._make_switch()
+            for i in range(self.hosts):
+                self._make_host(i)
+            self.set_rate(self.rate)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def set_rate(self, rate: str) -> None:
+        """Shapes all links anew, also while something runs."""
+        for i in range(self.hosts):
+            for namespace, device in ((self._host(i), "eth0"), (self._switch, f"port{i}")):
+                where = ("tc", "-n", namespace, "qdisc")
+                if rate == UNSHAPED:
+                    _run(*where, "del", "dev", device, "root", check=False)
+                else:
+                    limits = ("burst", "256kb", "latency", "100ms")
+                    _run(*where, "replace", "dev", device, "root", "tbf", "rate", rate, *limits)
+        self.rate = rate
+
+    def run(self, command: Sequence[str], **keywords: Any) -> subprocess.CompletedProcess[Any]:
+        """Runs `command` on every host under horovodrun; keywords as for `subprocess.run`."""
+        horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent)) or "horovodrun"
+        # One core per host, the first host's worker included, which horovodrun starts itself.
+        inside = ["ip", "netns", "exec", self._host(0), "taskset", "-c", "0", horovodrun, "--gloo"]
+        inside += ["-np", str(self.hosts * self.workers), "--network-interfaces", "eth0"]
+        inside += ["-H", ",".join(f"{address}:{self.workers}" for address in self.addresses)]
+        path = os.pathsep.join([self._bin, str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **keywords.pop("env", {}), "PATH": path}
+        return subprocess.run([*inside, *command], env=environment, **keywords)
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}sw"
+
+    def _host(self, i: int) -> str:
+        return f"{self._prefix}h{i}"
+
+    def _make_switch(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+
+    def _make_host(self, i: int) -> None:
+        host, port = self._host(i), f"port{i}"
+        # Gloo looks up the machine's own name; it must find this host's address.
+        names = Path("/etc/netns") / host
+        names.mkdir(parents=True)
+        (names / "hosts").write_text(f"127.0.0.1 localhost\n{self.addresses[i]} {socket.gethostname()}\n")
+        _run("ip", "netns", "add", host)
+        _run("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", port, "netns", self._switch)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _run("ip", "-n", host, "address", "add", f"{self.addresses[i]}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _run("ip", "-n", host, "link", "set", device, "up")
+
+
+def check_machine() -> None:
+    """Whether namespaces can be made here.
+
+    Raises:
+        NetlabError: Something is missing.
+    """
+    if sys.platform != "linux":
+        raise NetlabError("needs Linux network namespaces")
+    if os.geteuid() != 0:
+        raise NetlabError(f"making network namespaces needs root: sudo {sys.executable} {' '.join(sys.argv)}")
+    missing = [tool for tool in ("ip", "tc", "taskset", "bash") if shutil.which(tool) is None]
+    if missing:
+        raise NetlabError(f"{', '.join(missing)} not found: apt-get install iproute2 util-linux bash")
+
+
+@contextlib.contextmanager
+def _cleaner(prefix: str) -> Iterator[None]:
+    """A process of its own that removes the lab once this one has ended, however it ended."""
+    code = "import sys; sys.stdin.read(); sys.path.insert(0, sys.argv[1]); import netlab; netlab.remove(sys.argv[2])"
+    command = [sys.executable, "-c", code, str(Path(__file__).resolve().parent), prefix]
+    # In a session of its own, so that the signal which ends us does not end it.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.communicate()
+
+
+def remove(prefix: str) -> None:
+    """Ends what runs in the namespaces of this prefix, and removes them."""
+    listed = _run("ip", "netns", "list", check=False).stdout
+    for name in re.findall(rf"^({re.escape(prefix)}(?:sw|h\d+))\b", listed, re.MULTILINE):
+        for pid in _run("ip", "netns", "pids", name, check=False).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _run("ip", "netns", "delete", name, check=False)
+    for names in Path("/etc/netns").glob(f"{prefix}h*"):
+        shutil.rmtree(names, ignore_errors=True)
+
+
+def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if check and result.returncode:
+        reason = (result.stderr or result.stdout).strip().splitlines()[:1]
+        raise NetlabError(f"`{shlex.join(command)}` failed: {''.join(reason)}")
+    return result
+
+
+def main() -> int:
+    """Reads the command line, and runs the command in a lab."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="how many hosts (default: %(default)s)")
+    parser.add_argument(
+        "--rate", default=UNSHAPED, help="of each link, as tc writes it: 100mbit, 10gbit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers-per-host", type=int, default=1, help="they share the host's link (default: %(default)s)"
+    )
+    parser.add_argument("command", nargs="+", help="after --, what horovodrun starts on every host")
+    args = parser.parse_args()
+    if not 1 <= args.hosts <= 250 or args.workers_per_host < 1:
+        parser.error("--hosts must be from 1 to 250, --workers-per-host at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with Netlab(args.hosts, args.rate, args.workers_per_host) as lab:
+            return lab.run(args.command).returncode
+    except NetlabError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
