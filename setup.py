@@ -16,8 +16,9 @@ VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="u
 
 EXAMPLES = ["scikit-learn", "matplotlib"]
 TEST = ["pytest>=7", "pytest-timeout", "hypothesis", "networkx", "scikit-learn", "psutil"]
+BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn"]
 # The formatter changes from one minor release to the next.
-DEV = [*TEST, "ruff==0.17.*", "mypy<3"]
+DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
 
 setup(
     name="hvd_compress",
@@ -29,5 +30,5 @@ setup(
     packages=find_packages(include=["hvd_compress*"]),
     python_requires=">=3.9",
     install_requires=["numpy", "packaging"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV},
+    extras_require={"examples": EXAMPLES, "test": TEST, "bench": BENCH, "dev": DEV},
 )

@@ -44,6 +44,14 @@ def interleave(
     return times
 
 
+def barrier() -> None:
+    """Waits for all workers."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.allreduce(tf.zeros([1]), name="barrier").numpy()
+
+
 def progress(items: Iterable[Any], what: str, show: bool = True) -> Iterable[Any]:
     """The items, with a progress bar on standard error."""
     return tqdm(items, desc=what, disable=not show, leave=False, mininterval=1.0, file=sys.stderr)

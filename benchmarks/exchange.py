@@ -32,12 +32,16 @@ SPECS = [
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--bucket-bytes", type=int, help="default: that of DistributedOptimizer")
-    parser.add_argument("--interface", help="whose bytes are counted (default: eth0, or lo where there is none)")
+    parser.add_argument(
+        "--interface", help="whose bytes are counted (default: eth0, or lo where there is none)"
+    )
     parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
@@ -126,10 +130,10 @@ def main() -> None:
         method()
         first = time.perf_counter() - start
         method()
-        hvd.barrier()
+        common.barrier()
         sent = bytes_out(interface)
         method()
-        hvd.barrier()
+        common.barrier()
         facts[name] = {
             "first": first,
             "sent": bytes_out(interface) - sent,
@@ -139,10 +143,12 @@ def main() -> None:
             (plan,) = reducers[name].plans.values()
             facts[name]["predicted_sent"] = plan.bytes_sent()[0]
 
-    times = common.interleave(methods, args.rounds, hvd.barrier, show)
+    times = common.interleave(methods, args.rounds, common.barrier, show)
     # The slowest worker of each round.
     names = list(methods)
-    slowest = hvd.allreduce(tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times")
+    slowest = hvd.allreduce(
+        tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times"
+    )
     if hvd.rank() != 0:
         return
     stats = {name: common.summary(row) for name, row in zip(names, slowest.numpy().tolist())}

@@ -182,10 +182,14 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 def main() -> int:
     """Reads the command line, and runs the command in a lab."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts (default: %(default)s)")
     parser.add_argument(
-        "--rate", default=UNSHAPED, help="of each link, as tc writes it: 100mbit, 10gbit (default: %(default)s)"
+        "--rate",
+        default=UNSHAPED,
+        help="of each link, as tc writes it: 100mbit, 10gbit (default: %(default)s)",
     )
     parser.add_argument(
         "--workers-per-host", type=int, default=1, help="they share the host's link (default: %(default)s)"

@@ -27,8 +27,12 @@ SPECS = ["none", "int8", "int4", "hybrid:ratio=0.01,bits=4", "hybrid:ratio=0.05,
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accuracy", type=float, default=96.0, help="percent to reach (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--accuracy", type=float, default=96.0, help="percent to reach (default: %(default)s)"
+    )
     parser.add_argument("--specs", nargs="*", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--batch-size", type=int, default=32, help="per worker (default: %(default)s)")
@@ -80,7 +84,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     seconds, steps = 0.0, 0
     for _ in range(args.max_epochs):
         order = random.permutation(len(x))
-        hvd.barrier()
+        common.barrier()
         start = time.perf_counter()
         for first in range(0, len(x) - args.batch_size + 1, args.batch_size):
             batch = order[first : first + args.batch_size]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 from .compression import CompressionLike, resolve
 from .compressors import NoCompression
 from .compressors.base import Seeds, as_float32, no_seeds
-from .exchange import compressed
+from .exchange import choice
+from .exchange.common import Group, Share
 from .kernels import noise
 from .reducer import check_not_in_xla
 
@@ -132,19 +132,19 @@ def _reduce(
     ignore_name_scope: bool,
 ) -> list[tf.Tensor]:
     triples = [as_float32(tensor, compressor.spec) for tensor in tensors]
-    shapes = [shape for _, shape, _ in triples]
-    flats = [tf.reshape(x, [-1]) for x, _, _ in triples]
-    flat = flats[0] if len(flats) == 1 else tf.concat(flats, 0)
-    if prescale_factor != 1.0:
-        flat *= prescale_factor
+    pieces = [x if prescale_factor == 1.0 else x * prescale_factor for x, _, _ in triples]
     scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
-    seeds = no_seeds()
-    seeds = Seeds(seeds.shared, noise.fold(seeds.shared, process_set.rank() + 1))
-    total, _, _, _ = compressed.reduce(
-        compressor, shapes, flat, seeds, scale, process_set, name, ignore_name_scope
-    )
-    pieces = tf.split(total, [math.prod(shape) for shape in shapes])
-    return [tf.cast(tf.reshape(piece, shape), dtype) for piece, (_, shape, dtype) in zip(pieces, triples)]
+    shared = no_seeds().shared
+    seeds = Seeds(shared, noise.fold(shared, process_set.rank() + 1))
+    share = Share(pieces, [None] * len(pieces), 1.0, False, seeds)
+    group = Group(process_set, name, ignore_name_scope)
+    # Never scatter-reduce: without a residual, its second loss would be lost.
+    layouts = [shape for _, shape, _ in triples]
+    pattern = choice.choose(compressor, layouts, 2)
+    reduced = pattern.reduce(compressor, share, scale, group)
+    return [
+        tf.cast(tf.reshape(piece, shape), dtype) for piece, (_, shape, dtype) in zip(reduced.pieces, triples)
+    ]
 
 
 def _kind(tensor: Any) -> str:

@@ -1,4 +1,4 @@
-"""Many gradients in few flat buckets."""
+"""Many gradients in few buckets, each of which crosses the network at once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 Shape = tuple[int, ...]
-
-# Buckets of at least one quantization block are padded to whole blocks with zeros, in the same pass
-# that joins the gradients; padding inside a compiled kernel costs a pass of its own.
-ALIGNMENT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +30,6 @@ class Bucket:
     def numel(self) -> int:
         """Elements of all members."""
         return sum(self.sizes)
-
-    @property
-    def padded(self) -> int:
-        """Elements of the flat bucket, padding included."""
-        return self.numel if self.numel < ALIGNMENT else self.numel + -self.numel % ALIGNMENT
 
 
 def assign(
@@ -92,21 +81,3 @@ def _evenly(order: Sequence[int], count: int) -> list[list[int]]:
     count = min(count, len(order))
     bounds = [len(order) * i // count for i in range(count + 1)] if count else []
     return [list(order[a:b]) for a, b in zip(bounds, bounds[1:])]
-
-
-def join(tensors: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
-    """The members' gradients as one flat float32 tensor [bucket.padded]."""
-    pieces = [tf.cast(tf.reshape(tensor, [-1]), tf.float32) for tensor in tensors]
-    if bucket.padded > bucket.numel:
-        pieces.append(tf.zeros([bucket.padded - bucket.numel], tf.float32))
-    return pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
-
-
-def cut(flat: tf.Tensor, bucket: Bucket, dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    """The inverse of `join`: tensors of the members' shapes, in their `dtypes`."""
-    sizes = bucket.sizes
-    padding = bucket.padded - bucket.numel
-    pieces = tf.split(flat, [*sizes, padding] if padding else sizes)
-    return [
-        tf.cast(tf.reshape(piece, shape), dtype) for piece, shape, dtype in zip(pieces, bucket.shapes, dtypes)
-    ]

@@ -95,21 +95,28 @@ def join(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """The inverse of `join`: cuts uint8 `payload` [..., nbytes] into tensors [..., *spec.shape].
+    """The inverse of `join`: cuts uint8 `payload` [nbytes] into tensors as `specs` describe them.
 
     Raises:
         ValueError: The payload is not as long as `specs` say.
     """
     expected = nbytes(specs)
-    if payload.shape[-1] != expected:
+    if payload.shape[0] != expected:
         raise ValueError(
-            f"a payload of {payload.shape[-1]} bytes cannot be decoded: {expected} are expected; it is "
+            f"a payload of {payload.shape[0]} bytes cannot be decoded: {expected} are expected; it is "
             "damaged, or was made by another compressor or for another shape"
         )
-    lead = payload.shape[:-1].as_list()
-    sizes = [math.prod(spec.shape.as_list()) * spec.dtype.size for spec in specs]
-    pieces = tf.split(payload, sizes, axis=-1) if len(sizes) > 1 else [payload]
-    return [_from_bytes(piece, spec, lead) for piece, spec in zip(pieces, specs)]
+    return take(payload, specs, 0)
+
+
+def take(payload: tf.Tensor, specs: Sequence[tf.TensorSpec], start: int) -> list[tf.Tensor]:
+    """The tensors that begin at byte `start` of uint8 `payload`; slices at multiples of 64 copy nothing."""
+    parts = []
+    for spec in specs:
+        end = start + nbytes([spec])
+        parts.append(_from_bytes(payload[start:end], spec))
+        start = end
+    return parts
 
 
 def _to_bytes(part: tf.Tensor) -> tf.Tensor:
@@ -120,11 +127,11 @@ def _to_bytes(part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(part, [-1])
 
 
-def _from_bytes(piece: tf.Tensor, spec: tf.TensorSpec, lead: list[int]) -> tf.Tensor:
-    shape = [*lead, *spec.shape.as_list()]
+def _from_bytes(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    shape = spec.shape.as_list()
     if spec.dtype == tf.bool:
         return tf.cast(tf.reshape(piece, shape), tf.bool)
-    if spec.dtype.size == 1:
-        piece = tf.reshape(piece, shape)
-        return piece if spec.dtype == tf.uint8 else tf.bitcast(piece, spec.dtype)
-    return tf.bitcast(tf.reshape(piece, [*shape, spec.dtype.size]), spec.dtype)
+    if spec.dtype.size > 1:
+        return tf.bitcast(tf.reshape(piece, [*shape, spec.dtype.size]), spec.dtype)
+    piece = tf.reshape(piece, shape)
+    return piece if spec.dtype == tf.uint8 else tf.bitcast(piece, spec.dtype)

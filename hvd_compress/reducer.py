@@ -14,8 +14,10 @@ import tensorflow as tf
 from . import buckets, residual
 from .buckets import Bucket
 from .compressors import NoCompression, Seeds
-from .exchange import allreduce, compressed
+from .exchange import choice, uncompressed
+from .exchange.common import Group, Share
 from .kernels import noise
+from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
 
 _instances = itertools.count()
@@ -23,10 +25,10 @@ _instances = itertools.count()
 
 @dataclasses.dataclass
 class BucketState:
-    """What a rank keeps of a bucket from step to step, float32 [bucket.padded] each; never broadcast."""
+    """What a rank keeps of a bucket from step to step, in the shapes of its pieces; never broadcast."""
 
-    residual: tf.Variable | None = None
-    velocity: tf.Variable | None = None
+    residuals: list[tf.Variable]  # of `residual_dtype`; empty without error feedback
+    velocities: list[tf.Variable]  # float32; empty without momentum correction
 
 
 class Reducer:
@@ -79,6 +81,7 @@ class Plan:
 
     Attributes:
         buckets: What is compressed.
+        pieces: How the compressor sees each bucket.
         states: The residuals, one state per bucket.
         dense: Positions of the gradients that are reduced uncompressed, in buckets of their own.
         sparse: Positions of IndexedSlices.
@@ -98,7 +101,8 @@ class Plan:
         self.buckets = buckets.assign(self.shapes, chosen, settings.bucket_bytes, groups)
         rest = [i for i in tensors if i not in set(chosen)]
         self.dense = buckets.assign(self.shapes, rest, settings.bucket_bytes, None if chosen else groups)
-        self.states = [self._new_state(bucket) for bucket in self.buckets]
+        self.pieces = [self._pieces(bucket) for bucket in self.buckets]
+        self.states = [self._new_state(pieces.shapes) for pieces in self.pieces]
         self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_step")
         self._function = tf.function(self._run, autograph=False)
 
@@ -110,16 +114,16 @@ class Plan:
         reduced: list[Any] = [None] * len(gradients)
         oks, commits = [], []
         with tf.name_scope(self.name), tf.device(self.settings.device_dense):
-            for b, (bucket, state) in enumerate(zip(self.buckets, self.states)):
-                flat = buckets.join([gradients[i] for i in bucket.members], bucket)
-                total, ok, new_state = self._reduce_bucket(flat, bucket, state, b)
-                pieces = buckets.cut(total, bucket, [self.dtypes[i] for i in bucket.members])
-                for i, piece in zip(bucket.members, pieces):
-                    reduced[i] = piece
+            for b, bucket in enumerate(self.buckets):
+                pieces = self.pieces[b].cut([gradients[i] for i in bucket.members])
+                total, ok, changes = self._reduce_bucket(pieces, b)
+                results = self.pieces[b].join(total, [self.dtypes[i] for i in bucket.members])
+                for i, result in zip(bucket.members, results):
+                    reduced[i] = result
                 oks.append(ok)
-                commits.append(new_state)
+                commits += changes
             for b, bucket in enumerate(self.dense):
-                results = allreduce.grouped_allreduce(
+                results = uncompressed.reduce(
                     [gradients[i] for i in bucket.members],
                     self.settings.op,
                     self.settings.gradient_predivide_factor,
@@ -141,50 +145,43 @@ class Plan:
         return reduced
 
     def _reduce_bucket(
-        self, flat: tf.Tensor, bucket: Bucket, state: BucketState, index: int
-    ) -> tuple[tf.Tensor, tf.Tensor, BucketState]:
-        """The bucket's reduced gradient, whether it is finite on all ranks, and the state to keep."""
-        settings = self.settings
+        self, pieces: list[tf.Tensor], index: int
+    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tuple[tf.Variable, tf.Tensor]]]:
+        """The bucket's reduced pieces, whether all are finite on all ranks, and what to keep in which variable."""
+        settings, state = self.settings, self.states[index]
         predivide = settings.gradient_predivide_factor
-        new = BucketState()
         if predivide != 1.0:
-            flat = flat / predivide
-        velocity = None
-        if state.velocity is not None:
-            flat = velocity = residual.accelerate(flat, state.velocity.value(), settings.momentum_correction)
-        if state.residual is not None:
-            flat = residual.add(flat, state.residual.value(), settings.residual_decay)
+            pieces = [piece / predivide for piece in pieces]
+        residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(pieces)
+        decay = settings.residual_decay
+        velocities: list[tf.Tensor] = []
+        if state.velocities:
+            velocities = [
+                residual.accelerate(piece, variable.value(), settings.momentum_correction)
+                for piece, variable in zip(pieces, state.velocities)
+            ]
+            # The sum itself is needed to see what was sent.
+            pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
+            residuals, decay = [None] * len(pieces), 1.0
         ranks = settings.process_set.size()
         scale = predivide / ranks if settings.op == hvd.Average else 1.0
-        total, ok, parts, context = compressed.reduce(
-            settings.compressor,
-            self._segments(bucket),
-            flat,
-            self._seeds(index),
-            scale,
-            settings.process_set,
-            f"{self.name}_bucket_{index}",
-        )
-        if state.residual is not None:
-            new.residual = compressed.lost(settings.compressor, self._segments(bucket), flat, parts, context)
-        if velocity is not None:
-            new.velocity = residual.mask(velocity, flat - new.residual)
-        return total, ok, new
+        share = Share(pieces, residuals, decay, bool(state.residuals), self._seeds(index))
+        group = Group(settings.process_set, f"{self.name}_bucket_{index}")
+        pattern = choice.choose(settings.compressor, self.pieces[index].shapes, ranks)
+        total, left, ok = pattern.reduce(settings.compressor, share, scale, group)
+        changes = [(v, tf.cast(new, v.dtype)) for v, new in zip(state.residuals, left)]
+        for variable, velocity, piece, new in zip(state.velocities, velocities, pieces, left):
+            changes.append((variable, residual.mask(velocity, piece - new)))
+        return total, ok, changes
 
-    def _commit(self, oks: Sequence[tf.Tensor], new_states: Sequence[BucketState]) -> None:
+    def _commit(self, oks: Sequence[tf.Tensor], changes: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
         """Keeps the new residuals, unless any gradient of any rank was not finite."""
         self.step.assign_add(1)
-        pairs = [
-            (variable, value)
-            for old, new in zip(self.states, new_states)
-            for variable, value in ((old.residual, new.residual), (old.velocity, new.velocity))
-            if variable is not None
-        ]
-        if not pairs:
+        if not changes:
             return
 
         def keep() -> tf.Tensor:
-            for variable, value in pairs:
+            for variable, value in changes:
                 variable.assign(value)
             return tf.constant(True)
 
@@ -194,12 +191,15 @@ class Plan:
         shared = noise.fold(tf.cast(self.step, tf.int32), index)
         return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
 
-    def _segments(self, bucket: Bucket) -> list[tuple[int, ...]]:
-        """The shapes in which the compressor sees the flat bucket."""
-        if not self.settings.compressor.per_tensor:
-            return [(bucket.padded,)]
-        padding = bucket.padded - bucket.numel
-        return [*bucket.shapes, (padding,)] if padding else list(bucket.shapes)
+    def _pieces(self, bucket: Bucket) -> FlatPieces | WholeTensors:
+        """The pieces in which the compressor sees the bucket."""
+        compressor, ranks = self.settings.compressor, self.settings.process_set.size()
+        if compressor.per_tensor:
+            return WholeTensors(bucket)
+        shared = FlatPieces(bucket, multiple=ranks)
+        if choice.choose(compressor, shared.shapes, ranks) is choice.scatter_reduce:
+            return shared
+        return FlatPieces(bucket)
 
     def _is_compressed(self, i: int) -> bool:
         if isinstance(self.settings.compressor, NoCompression) or not self.dtypes[i].is_floating:
@@ -209,14 +209,17 @@ class Plan:
             return size > 0
         return len(self.shapes[i]) > 1 and size >= self.settings.min_compress_size
 
-    def _new_state(self, bucket: Bucket) -> BucketState:
-        def zeros(what: str) -> tf.Variable:
+    def _new_state(self, shapes: Sequence[tuple[int, ...]]) -> BucketState:
+        def zeros(what: str, dtype: str) -> list[tf.Variable]:
             with tf.device(self.settings.device_dense):
-                return tf.Variable(tf.zeros([bucket.padded]), trainable=False, name=f"{self.name}_{what}")
+                return [
+                    tf.Variable(tf.zeros(shape, dtype), trainable=False, name=f"{self.name}_{what}")
+                    for shape in shapes
+                ]
 
         return BucketState(
-            zeros("residual") if self.settings.feeds_back else None,
-            zeros("velocity") if self.settings.momentum_correction else None,
+            zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back else [],
+            zeros("velocity", "float32") if self.settings.momentum_correction else [],
         )
 
     def bytes_sent(self) -> tuple[int, int]:
@@ -231,11 +234,12 @@ class Plan:
             for i in bucket.members
         }
         dense = sum(plain[i] for bucket in self.dense for i in bucket.members)
-        sent = allreduce.bytes_sent(dense, ranks) + sum(
-            compressed.bytes_sent(self.settings.compressor, self._segments(bucket), ranks)
-            for bucket in self.buckets
-        )
-        return sent, allreduce.bytes_sent(sum(plain.values()), ranks)
+        sent = uncompressed.bytes_sent(dense, ranks)
+        compressor = self.settings.compressor
+        for pieces in self.pieces:
+            pattern = choice.choose(compressor, pieces.shapes, ranks)
+            sent += pattern.bytes_sent(compressor, pieces.shapes, ranks)
+        return sent, uncompressed.bytes_sent(sum(plain.values()), ranks)
 
 
 def check_not_in_xla() -> None:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from .kernels.compile import compiled
+from .kernels.compile import compiled, fed_back
 
 
-@compiled
-def add(gradient: tf.Tensor, residual: tf.Tensor, decay: float) -> tf.Tensor:
-    """Gradient + decay * residual, float32 of any shape."""
-    return gradient + (residual if decay == 1.0 else decay * residual)
+def add(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:
+    """Gradient + decay * residual, float32 of any shape; the gradient itself where there is no residual."""
+    return gradient if residual is None else _add(gradient, residual, decay)
+
+
+_add = compiled(fed_back)
 
 
 @compiled

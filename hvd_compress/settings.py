@@ -37,6 +37,7 @@ class Settings:
     bucket_bytes: int = BUCKET_BYTES
     error_feedback: bool | None = None
     residual_decay: float = 1.0
+    residual_dtype: str = "float32"
     momentum_correction: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class Settings:
         _check_number("bucket_bytes", self.bucket_bytes, 1, math.inf, whole=True)
         _check_number("residual_decay", self.residual_decay, 0.0, 1.0)
         _check_number("momentum_correction", self.momentum_correction, 0.0, 1.0)
+        if self.residual_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {self.residual_dtype!r}")
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
         if self.momentum_correction and not (self.compressor.sparse and self.feeds_back):

@@ -33,6 +33,7 @@ def DistributedGradientTape(
     bucket_bytes: int = BUCKET_BYTES,
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
+    residual_dtype: str = "float32",
     momentum_correction: float = 0.0,
 ) -> Any:
     """A tape whose `gradient()` returns gradients reduced over the ranks, compressed on the way.
@@ -55,6 +56,7 @@ def DistributedGradientTape(
         bucket_bytes: See `hvdc.DistributedOptimizer`.
         error_feedback: See `hvdc.DistributedOptimizer`.
         residual_decay: See `hvdc.DistributedOptimizer`.
+        residual_dtype: See `hvdc.DistributedOptimizer`.
         momentum_correction: See `hvdc.DistributedOptimizer`.
 
     Returns:
@@ -82,6 +84,7 @@ def DistributedGradientTape(
         bucket_bytes=bucket_bytes,
         error_feedback=error_feedback,
         residual_decay=residual_decay,
+        residual_dtype=residual_dtype,
         momentum_correction=momentum_correction,
     )
     return _DistributedGradientTape(gradtape, settings)

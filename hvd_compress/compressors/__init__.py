@@ -1,6 +1,6 @@
 """What is kept of a gradient: one file per idea, all on the interface of `base.Compressor`."""
 
-from .base import Compressor, Seeds
+from .base import Compressor, Encoded, Seeds
 from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
 from .hybrid import Hybrid
@@ -13,6 +13,7 @@ __all__ = [
     "BlockSparse",
     "BlockTopK",
     "Compressor",
+    "Encoded",
     "Float16",
     "Hybrid",
     "NoCompression",

@@ -12,6 +12,7 @@ import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
 
 from .. import payload as _payload
+from .. import residual as _residual
 from ..payload import Payload
 
 Shape = tuple[int, ...]
@@ -27,6 +28,15 @@ class Seeds(NamedTuple):
 def no_seeds() -> Seeds:
     """The seeds of a round trip outside of training: fixed, so that it can be repeated."""
     return Seeds(tf.constant(0, tf.int32), tf.constant(0, tf.int32))
+
+
+class Encoded(NamedTuple):
+    """One tensor, encoded."""
+
+    parts: list[tf.Tensor]  # what is sent
+    ctx: Any  # what decoding needs besides, the same on every rank
+    residual: tf.Tensor | None  # float32 in the tensor's shape: what the parts leave out, if asked for
+    finite: tf.Tensor  # bool scalar: whether the tensor had neither infinities nor NaN
 
 
 class Compressor(horovod_compression.Compressor):
@@ -80,32 +90,46 @@ class Compressor(horovod_compression.Compressor):
         """Returns the tensor that `payload` stands for."""
         raise NotImplementedError(f"{type(self).__name__} must define decompress(self, payload, ctx)")
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Any]:
-        """Encodes float32 `x` of static shape; returns the payload's parts and the context."""
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Encodes gradient + decay * residual.
+
+        Args:
+            gradient: float32 of static shape.
+            seeds: For random choices.
+            residual: float32 or bfloat16 of that shape, or None.
+            decay: Of the residual.
+            keep: Whether the new residual is wanted.
+        """
         del seeds  # randomness of its own is the subclass's business
+        x = _residual.add(gradient, residual, decay)
         payload, ctx = self.compress(x)
-        parts = tf.nest.flatten(payload)
         structure = tf.nest.map_structure(lambda _: 0, payload)
-        return [tf.convert_to_tensor(part) for part in parts], (structure, ctx)
+        parts = [tf.convert_to_tensor(part) for part in tf.nest.flatten(payload)]
+        ctx = (structure, ctx)
+        lost = x - tf.reshape(self.decode(parts, ctx), x.shape) if keep else None
+        return Encoded(parts, ctx, lost, _residual.all_finite(x))
 
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
         """Decodes one rank's parts to float32."""
         structure, inner = ctx
         return self.decompress(tf.nest.pack_sequence_as(structure, list(parts)), inner)
 
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Any, scale: tf.Tensor) -> tf.Tensor:
-        """Decodes and sums the parts of all ranks, each [ranks, ...], in the order of ranks.
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Any, scale: tf.Tensor) -> tf.Tensor:
+        """Decodes and sums the parts of several ranks, in their order.
 
         `scale` (float32 scalar) multiplies every element of the sum; NaN makes all of them NaN.
         """
-        total = self.decode([part[0] for part in parts], ctx)
-        for rank in range(1, parts[0].shape[0]):
-            total += self.decode([part[rank] for part in parts], ctx)
+        total = self.decode(ranks[0], ctx)
+        for parts in ranks[1:]:
+            total += self.decode(parts, ctx)
         return total * scale
-
-    def lost(self, x: tf.Tensor, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
-        """What `parts`, the encoding of `x`, leave out: x - decode(parts)."""
-        return x - tf.reshape(self.decode(parts, ctx), x.shape)
 
     def wire_bytes(self, shape: int | Sequence[int]) -> int:
         """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
@@ -125,7 +149,7 @@ class Compressor(horovod_compression.Compressor):
 @functools.lru_cache(maxsize=1024)
 def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
     def parts_of(x: tf.Tensor) -> list[tf.Tensor]:
-        return list(compressor.encode(x, no_seeds())[0])
+        return compressor.encode(x, no_seeds()).parts
 
     # A tf.function, as it may use tensors and variables from outside, which a bare tf.Graph cannot.
     with tf.init_scope():
@@ -143,9 +167,9 @@ def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
 
 
 class BuiltinCompressor(Compressor):
-    """A compressor that defines `layout`, `encode` and `decode`; the rest follows.
+    """A compressor that defines `layout`, `encode` and `decode_sum`; the rest follows.
 
-    The context of `encode` and `decode` is the tensor's shape, with whatever the compressor adds.
+    The context is the tensor's shape, with whatever the compressor adds.
     """
 
     @property
@@ -158,6 +182,10 @@ class BuiltinCompressor(Compressor):
     def wire_bytes(self, shape: int | Sequence[int]) -> int:
         """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
         return super().wire_bytes(shape) if size_of(_as_shape(shape)) else 0
+
+    def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
+        """Decodes one rank's parts to float32."""
+        return self.decode_sum([parts], ctx, tf.constant(1.0))
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Compresses a float tensor of static shape.
@@ -176,7 +204,7 @@ class BuiltinCompressor(Compressor):
         if math.prod(shape) == 0:
             empty = tf.zeros([0], tf.float32 if self.summable else tf.uint8)
             return (empty if self.summable else Payload(empty, self.spec)), (None, shape, dtype)
-        parts, ctx = self.encode(x, no_seeds())
+        parts, ctx, _, _ = self.encode(x, no_seeds())
         payload = parts[0] if self.summable else Payload(_payload.join(parts), self.spec)
         return payload, (ctx, shape, dtype)
 
@@ -190,7 +218,7 @@ class BuiltinCompressor(Compressor):
         if math.prod(shape) == 0:
             return tf.zeros(shape, dtype)
         if self.summable:
-            parts = [payload]
+            parts = [tf.convert_to_tensor(payload)]
         else:
             parts = _payload.split(getattr(payload, "tensor", payload), self.layout(shape))
         return tf.cast(tf.reshape(self.decode(parts, inner), shape), dtype)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from .. import residual as _residual
 from ..kernels import indices, select
-from .base import BuiltinCompressor, Seeds, Shape, check_ratio, check_whole, kept
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept
 from .sparse import TopK
 
 
@@ -51,12 +52,20 @@ class BlockSparse(BuiltinCompressor):
         k = kept(self.ratio, m)
         return [tf.TensorSpec([k, self.block * self.block], tf.float32), *indices.specs(m, k)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Selects blocks by their norms."""
-        shape = tuple(x.shape.as_list())
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Selects blocks by their norms; see `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
         grid = self._grid(shape)
         if grid is None:
-            return TopK(self.ratio).encode(x, seeds)
+            return TopK(self.ratio).encode(gradient, seeds, residual, decay, keep)
+        x = _residual.add(gradient, residual, decay)
         m = math.prod(grid)
         tiles = tf.reshape(x, [grid[0], self.block, grid[1], self.block])
         tiles = tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), [m, self.block * self.block])
@@ -65,19 +74,29 @@ class BlockSparse(BuiltinCompressor):
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
         chosen = select.top_k(norms, kept(self.ratio, m))
-        return [tf.gather(tiles, chosen), *indices.pack(chosen, m)], shape
+        left = None
+        if keep:
+            nothing = tf.zeros([chosen.shape[0], self.block * self.block])
+            left = self._matrix(tf.tensor_scatter_nd_update(tiles, chosen[:, None], nothing), shape)
+        parts = [tf.gather(tiles, chosen), *indices.pack(chosen, m)]
+        return Encoded(parts, shape, left, _residual.all_finite(x))
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Puts the blocks into zeros."""
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+        """Adds the blocks, rank after rank, to zeros."""
         grid = self._grid(ctx)
         if grid is None:
-            return TopK(self.ratio).decode(parts, ctx)
-        values, *packed = parts
-        where = indices.unpack(list(packed), math.prod(grid), values.shape[0])
-        area = self.block * self.block
-        tiles = tf.tensor_scatter_nd_add(tf.zeros([math.prod(grid), area]), where[:, None], values)
-        tiles = tf.reshape(tiles, [grid[0], grid[1], self.block, self.block])
-        return tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), ctx)
+            return TopK(self.ratio).decode_sum(ranks, ctx, scale)
+        m = math.prod(grid)
+        total = tf.fill([m, self.block * self.block], 0.0 * scale)  # not zeros: NaN must reach every element
+        for values, *packed in ranks:
+            where = indices.unpack(packed, m, values.shape[0])
+            total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
+        return self._matrix(total, ctx)
+
+    def _matrix(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:
+        rows, columns = self._grid(shape) or (0, 0)
+        tiles = tf.reshape(tiles, [rows, columns, self.block, self.block])
+        return tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), shape)
 
     def _grid(self, shape: Sequence[Any]) -> tuple[int, int] | None:
         """Rows and columns of blocks, or None where they do not fit."""

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from ..kernels.compile import compiled, fed_back
 from ..payload import WideSum
-from .base import BuiltinCompressor, Seeds, Shape, size_of
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, size_of
 
 
 class _Cast(BuiltinCompressor):
@@ -32,13 +33,39 @@ class _Cast(BuiltinCompressor):
         """One part: the values."""
         return [tf.TensorSpec([size_of(shape)], self.wire_dtype)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Casts."""
-        return [tf.cast(tf.reshape(x, [-1]), self.wire_dtype)], tuple(x.shape.as_list())
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Casts; see `Compressor.encode`."""
+        part, left, finite = _cast(gradient, residual, decay, self.wire_dtype, keep)
+        return Encoded([part], tuple(gradient.shape.as_list()), left, finite)
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Casts back."""
-        return tf.reshape(tf.cast(parts[0], tf.float32), ctx)
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+        """Casts back and sums in one pass."""
+        return _decode_sum([list(parts) for parts in ranks], ctx, scale)
+
+
+@compiled
+def _cast(
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, dtype: tf.DType, keep: bool
+) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
+    x = fed_back(gradient, residual, decay)
+    part = tf.cast(x, dtype)
+    left = x - tf.cast(part, tf.float32) if keep else None
+    return tf.reshape(part, [-1]), left, tf.reduce_all(tf.math.is_finite(x))
+
+
+@compiled
+def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Tensor) -> tf.Tensor:
+    total = tf.cast(ranks[0][0], tf.float32)
+    for (part,) in ranks[1:]:
+        total += tf.cast(part, tf.float32)
+    return tf.reshape(total * scale, shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,16 @@ from typing import ClassVar
 import tensorflow as tf
 
 from ..kernels import select
-from .base import BuiltinCompressor, Seeds, Shape, check_ratio, check_whole, kept, size_of
-from .quantize import Quantize
-from .sparse import row_dtype, strided_selection
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept, size_of
+from .quantize import Quantize, decode_blocks, encode_blocks
+from .sparse import select_strided
 
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid(BuiltinCompressor):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
-    Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(128, k rounded up to 8):
+    Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
     i * k bytes of indices (i = 1 for B <= 256, 2 for B <= 65536, else 4) plus ceil(k / b) * (b * bits / 8 + 8)
     of values: about 1.5 bytes per kept element at 4 bits.
 
@@ -43,26 +43,26 @@ class Hybrid(BuiltinCompressor):
         """Each block's row, then the parts of the quantized values."""
         n = size_of(shape)
         k = kept(self.ratio, n)
-        return [tf.TensorSpec([k], row_dtype(n, k)), *Quantize(self.bits).layout((k,))]
+        return [tf.TensorSpec([k], select.row_dtype(n, k)), *Quantize(self.bits).layout((k,))]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Selects, then quantizes."""
-        flat = tf.reshape(x, [-1])
-        values, rows = strided_selection(flat, kept(self.ratio, flat.shape[0]))
-        parts, _ = Quantize(self.bits).encode(values, seeds)
-        return [rows, *parts], tuple(x.shape.as_list())
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Selects, then quantizes; see `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
+        rows, values, left, finite = select_strided(gradient, residual, decay, self.ratio)
+        parts, error, _ = encode_blocks(values, None, 1.0, self.bits, None, keep)
+        kept_back = tf.reshape(left(values - error), shape) if keep else None
+        return Encoded([rows, *parts], shape, kept_back, finite)
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Dequantizes the values and puts them into zeros."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
-
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then puts and sums them in one pass."""
         n = size_of(ctx)
-        rows, *quantized = parts
-        quantizer = Quantize(self.bits)
-        kept_shape = (kept(self.ratio, n),)
-        values = [
-            quantizer.decode([part[rank] for part in quantized], kept_shape) for rank in range(rows.shape[0])
-        ]
-        return tf.reshape(select.spread(tf.stack(values), tf.cast(rows, tf.int32), n, scale), ctx)
+        k = kept(self.ratio, n)
+        pairs = [(decode_blocks([parts], self.bits, (k,), tf.constant(1.0)), rows) for rows, *parts in ranks]
+        return tf.reshape(select.spread(pairs, n, scale), ctx)

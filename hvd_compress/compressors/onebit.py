@@ -9,8 +9,8 @@ from typing import ClassVar
 import tensorflow as tf
 
 from ..kernels import bitpack, blocks
-from ..kernels.compile import compiled
-from .base import BuiltinCompressor, Seeds, Shape, size_of
+from ..kernels.compile import compiled, fed_back
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, size_of
 
 BLOCK = 1024
 
@@ -38,37 +38,59 @@ class OneBit(BuiltinCompressor):
         rows = blocks.block_count(n, block)
         return [tf.TensorSpec([rows, 1], tf.float32), tf.TensorSpec([rows, block // 8], tf.uint8)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Takes signs and means."""
-        return _encode(tf.reshape(x, [-1])), tuple(x.shape.as_list())
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Takes means and signs; see `Compressor.encode`."""
+        mean, finite = _means(gradient, residual, decay)
+        signs, left = _signs(gradient, residual, mean, decay, keep)
+        return Encoded([mean, signs], tuple(gradient.shape.as_list()), left, finite)
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Spreads the means with their signs."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
-
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
-        """Spreads and sums in one pass."""
-        return tf.reshape(_decode_sum(list(parts), size_of(ctx), scale), ctx)
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+        """Spreads the means with their signs, and sums, in one pass."""
+        return _decode_sum([list(parts) for parts in ranks], ctx, scale)
 
 
 @compiled
-def _encode(flat: tf.Tensor) -> list[tf.Tensor]:
+def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tuple[tf.Tensor, tf.Tensor]:
+    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
     n = flat.shape[0]
     block = blocks.block_size(n, BLOCK)
     values = blocks.to_blocks(flat, block)
     rows, repeated = values.shape[0], -n % block
-    real = block - repeated * tf.cast(tf.range(rows)[:, None] == rows - 1, tf.int32)
-    magnitude = tf.where(tf.range(block) < real, tf.abs(values), 0.0)
+    magnitude = tf.abs(values)
+    real = tf.constant(float(block))
+    if repeated:
+        real = float(block) - repeated * tf.cast(tf.range(rows)[:, None] == rows - 1, tf.float32)
+        magnitude = tf.where(tf.range(block, dtype=tf.float32) < real, magnitude, 0.0)
     # Scaled by a power of two, 1 / BLOCK, as the sum itself may overflow.
-    mean = blocks.halving(magnitude * (1.0 / BLOCK), tf.add) / tf.cast(real, tf.float32) * float(BLOCK)
-    return [mean, *bitpack.pack(tf.cast(values < 0.0, tf.uint8), 1)]
+    mean = blocks.halving(magnitude * (1.0 / BLOCK), tf.add) / real * float(BLOCK)
+    return mean, tf.reduce_all(tf.math.is_finite(mean))
 
 
 @compiled
-def _decode_sum(parts: list[tf.Tensor], n: int, scale: tf.Tensor) -> tf.Tensor:
-    mean, signs = parts
-    values = tf.where(bitpack.unpack([signs], 1) > 0, -mean, mean)
-    total = values[0]
-    for rank in range(1, values.shape[0]):
-        total += values[rank]
-    return blocks.from_blocks(total * scale, n)
+def _signs(
+    gradient: tf.Tensor, residual: tf.Tensor | None, mean: tf.Tensor, decay: float, keep: bool
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
+    values = blocks.to_blocks(flat, blocks.block_size(flat.shape[0], BLOCK))
+    negative = values < 0.0
+    left = None
+    if keep:
+        left = blocks.from_blocks(values - tf.where(negative, -mean, mean), flat.shape[0])
+        left = tf.reshape(left, gradient.shape)
+    return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], left
+
+
+@compiled
+def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Tensor) -> tf.Tensor:
+    total = None
+    for mean, signs in ranks:
+        values = tf.where(bitpack.unpack([signs], 1) > 0, -mean, mean)
+        total = values if total is None else total + values
+    return tf.reshape(blocks.from_blocks(total * scale, size_of(shape)), shape)

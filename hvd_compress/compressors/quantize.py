@@ -9,13 +9,14 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from .. import residual as _residual
 from ..kernels import bitpack, blocks, linear, noise
-from ..kernels.compile import compiled
-from .base import BuiltinCompressor, Seeds, Shape, check_seed, check_whole, size_of
+from ..kernels.compile import compiled, fed_back
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_seed, check_whole, size_of
 
-# Gradients have heavy tails: the fewer elements share a step, the fewer small ones round to zero beside an
-# outlier, and Adam takes small gradients for as important as large ones. 128 cost half a bit per element.
-BLOCK = 128
+# The fewer elements share a step, the fewer small ones round to zero beside an outlier; a block's header of
+# 8 bytes costs a quarter of a bit per element.
+BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Quantize(BuiltinCompressor):
     round(x / step) - round(m / step), decoded as (code + round(m / step)) * step. Zero is always a
     level: what had no gradient gets none. See `kernels.linear`.
 
-    Wire size, with b = min(128, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
+    Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
     bytes.
 
     Error: |error| <= step / 2 with nearest rounding, and never more than |x|; < step with stochastic
@@ -80,42 +81,91 @@ class Quantize(BuiltinCompressor):
         fields = bitpack.fields(self.bits)
         return [scale, scale, *(tf.TensorSpec([rows, block * width // 8], tf.uint8) for width in fields)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Quantizes and packs."""
-        flat = tf.reshape(x, [-1])
-        if self.clip is not None:
-            flat = clip_to_percentile(flat, self.clip)
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Quantizes and packs; see `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
         seed = noise.fold(seeds.local, self.seed) if self.rounding == "stochastic" else None
-        return _encode(flat, self.bits, seed), tuple(x.shape.as_list())
+        if self.clip is None:
+            parts, left, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
+            return Encoded(parts, shape, left, finite)
+        x = _residual.add(gradient, residual, decay)
+        clipped = tf.reshape(clip_to_percentile(tf.reshape(x, [-1]), self.clip), shape)
+        parts, left, _ = encode_blocks(clipped, None, 1.0, self.bits, seed, keep)
+        if left is not None:
+            left += x - clipped
+        return Encoded(parts, shape, left, _residual.all_finite(x))
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Unpacks and scales."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
-
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Unpacks, dequantizes and sums in one pass."""
-        return tf.reshape(_decode_sum(list(parts), self.bits, size_of(ctx), scale), ctx)
+        return decode_blocks([list(parts) for parts in ranks], self.bits, ctx, scale)
+
+
+def encode_blocks(
+    gradient: tf.Tensor,
+    residual: tf.Tensor | None,
+    decay: float,
+    bits: int,
+    seed: tf.Tensor | None,
+    keep: bool,
+) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
+    """Quantizes gradient + decay * residual: the parts, what they leave out, and whether all is finite."""
+    step, base, finite = _grid(gradient, residual, decay, bits, seed is not None)
+    codes, left = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
+    return [step, base, *codes], left, finite
 
 
 @compiled
-def _encode(flat: tf.Tensor, bits: int, seed: tf.Tensor | None) -> list[tf.Tensor]:
-    values = blocks.to_blocks(flat, blocks.block_size(flat.shape[0], BLOCK))
-    stochastic = seed is not None
-    step, base = linear.grid(values, bits, stochastic)
+def _grid(
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, bits: int, stochastic: bool
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    low, high, finite = linear.extremes(_blocks_of(gradient, residual, decay))
+    return *linear.grid(low, high, bits, stochastic), finite
+
+
+@compiled
+def _quantize(
+    gradient: tf.Tensor,
+    residual: tf.Tensor | None,
+    step: tf.Tensor,
+    base: tf.Tensor,
+    decay: float,
+    bits: int,
+    seed: tf.Tensor | None,
+    keep: bool,
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    values = _blocks_of(gradient, residual, decay)
     draws = None
-    if stochastic:
+    if seed is not None:
         draws = tf.reshape(noise.uniform(seed, values.shape[0] * values.shape[1]), values.shape)
-    return [step, base, *bitpack.pack(linear.to_codes(values, step, base, bits, draws), bits)]
+    codes, decoded = linear.quantize(values, step, base, bits, draws)
+    left = None
+    if keep:
+        left = tf.reshape(blocks.from_blocks(values - decoded, gradient.shape.num_elements()), gradient.shape)
+    return bitpack.pack(codes, bits), left
+
+
+def _blocks_of(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:
+    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
+    return blocks.to_blocks(flat, blocks.block_size(flat.shape[0], BLOCK))
 
 
 @compiled
-def _decode_sum(parts: list[tf.Tensor], bits: int, n: int, scale: tf.Tensor) -> tf.Tensor:
-    step, base, *packed = parts
-    values = linear.from_codes(bitpack.unpack(packed, bits), step, base)
-    total = values[0]
-    for rank in range(1, values.shape[0]):
-        total += values[rank]
-    return blocks.from_blocks(total * scale, n)
+def decode_blocks(
+    ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
+) -> tf.Tensor:
+    """The scaled sum of what `encode_blocks` made of tensors of this shape on several ranks."""
+    total = None
+    for step, base, *packed in ranks:
+        values = linear.dequantize(bitpack.unpack(packed, bits), step, base)
+        total = values if total is None else total + values
+    return tf.reshape(blocks.from_blocks(total * scale, size_of(shape)), shape)
 
 
 def clip_to_percentile(flat: tf.Tensor, percentile: float) -> tf.Tensor:

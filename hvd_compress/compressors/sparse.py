@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Callable, ClassVar
 
 import tensorflow as tf
 
+from .. import residual as _residual
 from ..kernels import indices, noise, select
-from .base import BuiltinCompressor, Seeds, Shape, check_flag, check_ratio, check_seed, kept, size_of
+from ..kernels.compile import compiled
+from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_flag, check_ratio, check_seed, kept, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +40,32 @@ class TopK(BuiltinCompressor):
         k = kept(self.ratio, n)
         return [tf.TensorSpec([k], tf.float32), *indices.specs(n, k)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Selects."""
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Selects; see `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
+        x = _residual.add(gradient, residual, decay)
         flat = tf.reshape(x, [-1])
         n = flat.shape[0]
         chosen = select.top_k(flat, kept(self.ratio, n))
-        return [tf.gather(flat, chosen), *indices.pack(chosen, n)], tuple(x.shape.as_list())
+        left = None
+        if keep:
+            nothing = tf.zeros(chosen.shape)
+            left = tf.reshape(tf.tensor_scatter_nd_update(flat, chosen[:, None], nothing), shape)
+        parts = [tf.gather(flat, chosen), *indices.pack(chosen, n)]
+        return Encoded(parts, shape, left, _residual.all_finite(x))
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Scatters the values into zeros."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
-
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Scatters rank after rank: each rank's indices are distinct, so the order of sums is fixed."""
         n = size_of(ctx)
         total = tf.fill([n], 0.0 * scale)  # not zeros: a NaN must reach every element
-        for rank in range(parts[0].shape[0]):
-            values, *packed = (part[rank] for part in parts)
+        for values, *packed in ranks:
             where = indices.unpack(packed, n, values.shape[0])
             total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
         return tf.reshape(total, ctx)
@@ -88,27 +99,26 @@ class BlockTopK(BuiltinCompressor):
         """The values, then each block's row."""
         n = size_of(shape)
         k = kept(self.ratio, n)
-        return [tf.TensorSpec([k], tf.float32), tf.TensorSpec([k], row_dtype(n, k))]
+        return [tf.TensorSpec([k], tf.float32), tf.TensorSpec([k], select.row_dtype(n, k))]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], Shape]:
-        """Selects."""
-        flat = tf.reshape(x, [-1])
-        values, rows = strided_selection(flat, kept(self.ratio, flat.shape[0]))
-        return [values, rows], tuple(x.shape.as_list())
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Selects; see `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
+        rows, values, left, finite = select_strided(gradient, residual, decay, self.ratio)
+        kept_back = tf.reshape(left(values), shape) if keep else None
+        return Encoded([values, rows], shape, kept_back, finite)
 
-    def decode(self, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """Puts the values into zeros."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
-
-    def decode_sum(self, parts: Sequence[tf.Tensor], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
+    def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Puts and sums in one pass."""
-        values, rows = parts
-        return tf.reshape(select.spread(values, tf.cast(rows, tf.int32), size_of(ctx), scale), ctx)
-
-    def lost(self, x: tf.Tensor, parts: Sequence[tf.Tensor], ctx: Shape) -> tf.Tensor:
-        """What was not chosen (all of it was sent as it is)."""
-        flat = tf.reshape(x, [-1])
-        return tf.reshape(select.remove(flat, tf.cast(parts[1], tf.int32)), x.shape)
+        pairs = [(values, rows) for values, rows in ranks]
+        return tf.reshape(select.spread(pairs, size_of(ctx), scale), ctx)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,44 +162,62 @@ class RandomK(BuiltinCompressor):
         """The values."""
         return [tf.TensorSpec([kept(self.ratio, size_of(shape))], tf.float32)]
 
-    def encode(self, x: tf.Tensor, seeds: Seeds) -> tuple[list[tf.Tensor], tuple[Shape, tf.Tensor]]:
-        """Selects; the context carries the choice."""
-        flat = tf.reshape(x, [-1])
-        n = flat.shape[0]
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Selects; the context carries the choice. See `Compressor.encode`."""
+        shape = tuple(gradient.shape.as_list())
+        x = tf.reshape(_residual.add(gradient, residual, decay), [-1])
+        n = x.shape[0]
         k = kept(self.ratio, n)
         rows = select.strided_random(n, k, noise.fold(seeds.shared, self.seed))
-        values = tf.gather(flat, select.strided_indices(rows))
+        values = _gather(x, rows)
+        left = tf.reshape(select.strided_rest(x, None, 1.0, rows, values), shape) if keep else None
         if self.unbiased:
-            values *= tf.cast(select.strided_counts(n, k), tf.float32)
-        return [values], (tuple(x.shape.as_list()), rows)
-
-    def decode(self, parts: Sequence[tf.Tensor], ctx: tuple[Shape, tf.Tensor]) -> tf.Tensor:
-        """Puts the values into zeros."""
-        return self.decode_sum([part[None] for part in parts], ctx, tf.constant(1.0))
+            values = _scale_up(values, n)
+            left = tf.reshape(select.strided_rest(x, None, 1.0, rows, values), shape) if keep else None
+        return Encoded([values], (shape, rows), left, _residual.all_finite(x))
 
     def decode_sum(
-        self, parts: Sequence[tf.Tensor], ctx: tuple[Shape, tf.Tensor], scale: tf.Tensor
+        self, ranks: Sequence[Sequence[tf.Tensor]], ctx: tuple[Shape, tf.Tensor], scale: tf.Tensor
     ) -> tf.Tensor:
-        """Sums the values, then puts them into zeros."""
+        """Puts and sums in one pass."""
         shape, rows = ctx
-        values = tf.reduce_sum(parts[0], 0)
-        return tf.reshape(select.spread(values, rows, size_of(shape), scale), shape)
-
-    def lost(self, x: tf.Tensor, parts: Sequence[tf.Tensor], ctx: tuple[Shape, tf.Tensor]) -> tf.Tensor:
-        """What was not chosen (all of it was sent as it is)."""
-        if self.unbiased:
-            return super().lost(x, parts, ctx)
-        return tf.reshape(select.remove(tf.reshape(x, [-1]), ctx[1]), x.shape)
+        pairs = [(values, rows) for (values,) in ranks]
+        return tf.reshape(select.spread(pairs, size_of(shape), scale), shape)
 
 
-def row_dtype(n: int, k: int) -> tf.DType:
-    """The shortest integer that holds a row of `k` strided blocks of `n` elements."""
-    rows = select.stride_blocks(n, k)
-    return tf.uint8 if rows <= 256 else tf.uint16 if rows <= 65536 else tf.int32
+@compiled
+def _gather(flat: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.gather(flat, select.strided_indices(rows))
 
 
-def strided_selection(flat: tf.Tensor, k: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Values (float32 [k]) and rows ([k], `row_dtype`) of the largest element of each strided block."""
-    rows = select.strided_top1(flat, k)
-    values = tf.gather(flat, select.strided_indices(rows))
-    return values, tf.cast(rows, row_dtype(flat.shape[0], k))
+@compiled
+def _scale_up(values: tf.Tensor, n: int) -> tf.Tensor:
+    return values * tf.cast(select.strided_counts(n, values.shape[0]), tf.float32)
+
+
+def select_strided(
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, ratio: float
+) -> tuple[tf.Tensor, tf.Tensor, Callable[[tf.Tensor], tf.Tensor], tf.Tensor]:
+    """The largest element of each strided block of gradient + decay * residual.
+
+    Returns:
+        Rows ([k]); values (float32 [k]); a function that tells what is left (float32 [n])
+        when so much of each value was sent; whether all is finite.
+    """
+    flat = tf.reshape(gradient, [-1])
+    old = None if residual is None else tf.reshape(residual, [-1])
+    n = flat.shape[0]
+    k = kept(ratio, n)
+    rows, values, finite = select.strided_top1(flat, old, decay, k)
+
+    def left(sent: tf.Tensor) -> tf.Tensor:
+        return select.strided_rest(flat, old, decay, rows, sent)
+
+    return rows, values, left, finite

@@ -32,6 +32,7 @@ def DistributedOptimizer(
     bucket_bytes: int = BUCKET_BYTES,
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
+    residual_dtype: str = "float32",
     momentum_correction: float = 0.0,
 ) -> Any:
     """An optimizer that reduces gradients over all ranks before it applies them, compressed on the way.
@@ -66,6 +67,8 @@ def DistributedOptimizer(
         error_feedback: Keep what compression loses in a residual and add it to the next step's gradient. None
             does so where the compressor calls for it.
         residual_decay: Multiplies the residual each step, 0 to 1.
+        residual_dtype: "float32", or "bfloat16" for half the memory; rounding then loses up to 2**-8 of what
+            is kept.
         momentum_correction: The momentum factor of DGC (Lin et al. 2018), 0 for none. For sparse compressors, with
             an optimizer that has no momentum of its own.
 
@@ -106,6 +109,7 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
         error_feedback=error_feedback,
         residual_decay=residual_decay,
+        residual_dtype=residual_dtype,
         momentum_correction=momentum_correction,
     )
     settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)

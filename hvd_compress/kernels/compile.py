@@ -10,7 +10,17 @@ import tensorflow as tf
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a pure tensor function with XLA, once per static shape and Python argument.
 
-    XLA fuses each kernel into one or two passes over memory, where plain TensorFlow takes one
-    pass per op. A compiled function can be called eagerly and inside any `tf.function`.
+    XLA fuses each kernel into one pass over memory, where plain TensorFlow takes one pass per op. What
+    needs a reduction first (the range of a block, say) is two kernels: fused into one, XLA computes the
+    reduction's input again in slower code. A compiled function can be called eagerly and inside any
+    `tf.function`; a call costs about 50 microseconds.
     """
     return tf.function(function, jit_compile=True, autograph=False)
+
+
+def fed_back(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:
+    """Gradient + decay * residual in float32, for use inside kernels; `residual` may be None."""
+    if residual is None:
+        return gradient
+    residual = tf.cast(residual, tf.float32)
+    return gradient + (residual if decay == 1.0 else decay * residual)

@@ -10,10 +10,12 @@ Two forms; `form` names the smaller for given n and k:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from . import bitpack
+from .compile import compiled
 
 PAGE = 65536
 _ROW = 1024  # bitmap bits packed as one row
@@ -33,36 +35,62 @@ def specs(n: int, k: int) -> list[tf.TensorSpec]:
 
 
 def pack(indices: tf.Tensor, n: int) -> list[tf.Tensor]:
-    """Packs int32 `indices` [k], ascending and distinct, each below `n`."""
+    """Packs int64 `indices` [k], ascending and distinct, each below `n`."""
     k = indices.shape[0]
     if form(n, k) == "bitmap":
-        rows = _bitmap_bytes(n) * 8 // _ROW if n > _ROW else 1
-        width = min(_ROW, _bitmap_bytes(n) * 8)
-        ones = tf.ones([k], tf.int32)
-        flags = tf.cast(tf.scatter_nd(indices[:, None], ones, [rows * width]), tf.uint8)
-        return [tf.reshape(bitpack.pack(tf.reshape(flags, [rows, width]), 1)[0], [-1])]
+        rows, width = _bitmap_shape(n)
+        ones = tf.ones([k], tf.uint8)
+        flags = tf.scatter_nd(indices[:, None], ones, tf.constant([rows * width], tf.int64))
+        return [_pack_flags(tf.reshape(flags, [rows, width]))]
+    return _pack_pages(indices, n)
+
+
+@compiled
+def _pack_flags(flags: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(bitpack.pack(flags, 1)[0], [-1])
+
+
+@compiled
+def _pack_pages(indices: tf.Tensor, n: int) -> list[tf.Tensor]:
     low = tf.cast(tf.bitwise.bitwise_and(indices, PAGE - 1), tf.uint16)
     if n <= PAGE:
         return [low]
-    pages = math.ceil(n / PAGE)
-    ends = tf.searchsorted(indices, tf.range(1, pages + 1, dtype=tf.int32) * PAGE)
-    return [ends - tf.concat([[0], ends[:-1]], 0), low]
+    page = tf.bitwise.right_shift(indices, 16)
+    pages = tf.range(math.ceil(n / PAGE), dtype=tf.int64)
+    return [tf.reduce_sum(tf.cast(page == pages[:, None], tf.int32), 1), low]
 
 
-def unpack(packed: list[tf.Tensor], n: int, k: int) -> tf.Tensor:
-    """The inverse of `pack`: int32 [k], ascending."""
+def unpack(packed: Sequence[tf.Tensor], n: int, k: int) -> tf.Tensor:
+    """The inverse of `pack`: int64 [k], ascending."""
     if form(n, k) == "bitmap":
-        width = min(_ROW, _bitmap_bytes(n) * 8)
-        flags = tf.reshape(bitpack.unpack([tf.reshape(packed[0], [-1, width // 8])], 1), [-1])
+        rows, width = _bitmap_shape(n)
+        found = tf.where(_unpack_flags(tf.reshape(packed[0], [rows, width // 8])))[:, 0]
         # Exactly k: a damaged bitmap must not change the shape of what follows.
-        found = tf.cast(tf.where(flags > 0)[:, 0], tf.int32)[:k]
-        return tf.ensure_shape(tf.pad(found, [[0, k - tf.size(found)]]), [k])
-    low = tf.cast(packed[-1], tf.int32)
+        return tf.ensure_shape(tf.concat([found, tf.zeros([k], tf.int64)], 0)[:k], [k])
+    return _unpack_pages(list(packed), n)
+
+
+@compiled
+def _unpack_flags(packed: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(bitpack.unpack([packed], 1), [-1]) > 0
+
+
+@compiled
+def _unpack_pages(packed: list[tf.Tensor], n: int) -> tf.Tensor:
+    low = tf.cast(packed[-1], tf.int64)
     if n <= PAGE:
         return low
     ends = tf.cumsum(packed[0])
-    page = tf.searchsorted(ends, tf.range(k, dtype=tf.int32), side="right")
-    return page * PAGE + low
+    position = tf.range(low.shape[0], dtype=tf.int32)
+    # How many pages have ended before this position.
+    page = tf.reduce_sum(tf.cast(ends[:, None] <= position, tf.int32), 0)
+    return tf.cast(page, tf.int64) * PAGE + low
+
+
+def _bitmap_shape(n: int) -> tuple[int, int]:
+    """The bitmap's bits as rows and columns."""
+    bits = 8 * _bitmap_bytes(n)
+    return (1, bits) if n <= _ROW else (bits // _ROW, _ROW)
 
 
 def _bitmap_bytes(n: int) -> int:

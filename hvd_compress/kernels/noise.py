@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from .compile import compiled
+
 _GOLDEN = 0x9E3779B9
 
 
@@ -23,6 +25,7 @@ def mix(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(16, tf.uint32)))
 
 
+@compiled
 def fold(seed: tf.Tensor, value: tf.Tensor | int) -> tf.Tensor:
     """A new int32 seed from `seed` (int32 scalar) and `value` (integer scalar)."""
     a = tf.bitcast(tf.cast(seed, tf.int32), tf.uint32)

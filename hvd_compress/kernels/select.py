@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from . import noise
-from .compile import compiled
+from .compile import compiled, fed_back
 
 # Below this size sorting out candidates first costs more than it saves.
 _SMALL = 1 << 16
@@ -15,31 +16,41 @@ _SAMPLES = 1 << 15
 
 
 def top_k(flat: tf.Tensor, k: int) -> tf.Tensor:
-    """Indices, int32 [k] ascending, of the `k` largest |values| of float32 `flat` [n].
+    """Indices, int64 [k] ascending, of the `k` largest |values| of float32 `flat` [n].
 
-    Exact. On large vectors a threshold from a strided sample leaves few candidates to sort; where
-    the sample misleads (fewer than k candidates), all elements are sorted.
+    Exact; of equal values the first ones win. On large vectors a threshold from a strided sample leaves
+    few candidates to rank; where the sample misleads (fewer than k candidates), all elements are ranked.
     """
     n = flat.shape[0]
     magnitude = tf.abs(flat)
     if n <= _SMALL or 4 * k > n:
-        chosen = tf.math.top_k(magnitude, k, sorted=False).indices
-        return tf.sort(chosen)
+        return _first_largest(magnitude, None, k)
     sample = magnitude[:: max(1, n // _SAMPLES)]
     share = k / n * sample.shape[0]
     # Three standard deviations of the sample's count above k, so that k are found almost always.
     rank = min(sample.shape[0], math.ceil(share + 3.0 * math.sqrt(share) + 3.0))
     threshold = tf.math.top_k(sample, rank).values[-1]
-    candidates = tf.cast(tf.where(magnitude >= threshold)[:, 0], tf.int32)
+    candidates = tf.where(magnitude >= threshold)[:, 0]
+    return tf.cond(
+        tf.size(candidates) >= k,
+        lambda: _first_largest(tf.gather(magnitude, candidates), candidates, k),
+        lambda: _first_largest(magnitude, None, k),
+    )
 
-    def among_candidates() -> tf.Tensor:
-        return tf.gather(candidates, tf.math.top_k(tf.gather(magnitude, candidates), k, sorted=False).indices)
 
-    def among_all() -> tf.Tensor:
-        return tf.math.top_k(magnitude, k, sorted=False).indices
-
-    chosen = tf.cond(tf.size(candidates) >= k, among_candidates, among_all)
-    return tf.sort(tf.ensure_shape(chosen, [k]))
+def _first_largest(values: tf.Tensor, labels: tf.Tensor | None, k: int) -> tf.Tensor:
+    """Labels (or positions) of the `k` largest values, in the order in which they stand."""
+    least = tf.reduce_min(tf.math.top_k(values, k, sorted=False).values)
+    # NaN compares as nothing: it is neither above nor equal, and the caller has noticed it elsewhere.
+    above = values > least
+    equal = tf.cast(values == least, tf.int64)
+    room = k - tf.reduce_sum(tf.cast(above, tf.int64))
+    chosen = tf.where(above | ((equal > 0) & (tf.cumsum(equal) <= room)))[:, 0]
+    if labels is not None:
+        chosen = tf.gather(labels, chosen)
+    # With NaN among the values there may be fewer; the shape must not follow from values.
+    chosen = tf.concat([chosen, tf.zeros([k], tf.int64)], 0)[:k]
+    return tf.ensure_shape(chosen, [k])
 
 
 def stride_blocks(n: int, k: int) -> int:
@@ -47,23 +58,55 @@ def stride_blocks(n: int, k: int) -> int:
     return math.ceil(n / k)
 
 
-@compiled
-def strided_top1(flat: tf.Tensor, k: int) -> tf.Tensor:
-    """For each of `k` strided blocks of `flat` [n], the row (int32 [k]) of its largest |value|.
+def row_dtype(n: int, k: int) -> tf.DType:
+    """The shortest integer that holds a row of `k` strided blocks of `n` elements."""
+    rows = stride_blocks(n, k)
+    return tf.uint8 if rows <= 256 else tf.uint16 if rows <= 65536 else tf.int32
 
-    Element j + row * k of the vector is row `row` of block j. Magnitudes are compared in one integer
-    maximum of their bits with the row in the low bits, so that values that agree in their leading
-    bits may tie (within 2**-15 for blocks of up to 256). NaN counts as the largest.
+
+@compiled
+def strided_top1(
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, k: int
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Of each of `k` strided blocks of gradient + decay * residual (float32 [n]), the largest |element|.
+
+    Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. The largest is
+    found as one integer maximum over magnitudes whose lowest bits hold the row, so that near ties (closer
+    than 2**-15 for up to 256 rows) may go to either.
     """
+    flat = fed_back(gradient, residual, decay)
     n = flat.shape[0]
     rows = stride_blocks(n, k)
-    grid = tf.reshape(tf.pad(flat, [[0, rows * k - n]]), [rows, k])
+    grid = tf.reshape(tf.pad(flat, [[0, rows * k - n]]) if rows * k > n else flat, [rows, k])
     low = (1 << max(rows - 1, 1).bit_length()) - 1
-    bits = tf.bitwise.bitwise_and(tf.bitcast(tf.abs(grid), tf.int32), ~low)
+    bits = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~low)
     # Of equal magnitudes the first row wins: a zero of the padding never stands before a real one.
     row = tf.reshape(tf.constant(low) - tf.range(rows, dtype=tf.int32), [rows, 1])
     best = tf.reduce_max(tf.bitwise.bitwise_or(bits, row), 0)
-    return low - tf.bitwise.bitwise_and(best, low)
+    # Infinities and NaN have the highest exponent, and are therefore among the largest.
+    finite = tf.reduce_all(best < 0x7F800000)
+    chosen = low - tf.bitwise.bitwise_and(best, low)
+    where = strided_indices(chosen)
+    old = None if residual is None else tf.gather(residual, where)
+    return tf.cast(chosen, row_dtype(n, k)), fed_back(tf.gather(gradient, where), old, decay), finite
+
+
+@compiled
+def strided_rest(
+    gradient: tf.Tensor,
+    residual: tf.Tensor | None,
+    decay: float,
+    rows: tf.Tensor,
+    sent: tf.Tensor | float,
+) -> tf.Tensor:
+    """Gradient + decay * residual (float32 [n]), less `sent` [k] at `rows` [k] of the strided blocks."""
+    flat = fed_back(gradient, residual, decay)
+    n, k = flat.shape[0], rows.shape[0]
+    depth = stride_blocks(n, k)
+    row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
+    grid = tf.reshape(tf.pad(flat, [[0, depth * k - n]]) if depth * k > n else flat, [depth, k])
+    left = tf.reshape(tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid), [-1])
+    return left if depth * k == n else left[:n]
 
 
 @compiled
@@ -85,28 +128,17 @@ def strided_indices(rows: tf.Tensor) -> tf.Tensor:
 
 
 @compiled
-def spread(values: tf.Tensor, rows: tf.Tensor, n: int, scale: tf.Tensor) -> tf.Tensor:
-    """Puts float32 `values` [..., k] at int32 `rows` [..., k] of their strided blocks, else zero.
+def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
+    """Puts each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, else zero.
 
-    Sums over the leading axes, in order, into float32 [n], and multiplies by `scale`.
+    Sums over the ranks, in order, into float32 [n], and multiplies by `scale`.
     """
-    k = values.shape[-1]
+    k = ranks[0][0].shape[0]
     depth = stride_blocks(n, k)
-    values, rows = tf.reshape(values, [-1, k]), tf.reshape(rows, [-1, k])
     row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
-    total = tf.where(row == rows[0], values[0], 0.0)
-    for r in range(1, values.shape[0]):
-        total += tf.where(row == rows[r], values[r], 0.0)
+    total = None
+    for values, rows in ranks:
+        put = tf.where(row == tf.cast(rows, tf.int32), values, 0.0)
+        total = put if total is None else total + put
     flat = tf.reshape(total * scale, [-1])
     return flat if depth * k == n else flat[:n]
-
-
-@compiled
-def remove(flat: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """`flat` [n] without what `rows` [k] chose: those elements become zero."""
-    n, k = flat.shape[0], rows.shape[0]
-    depth = stride_blocks(n, k)
-    row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
-    grid = tf.reshape(tf.pad(flat, [[0, depth * k - n]]), [depth, k])
-    kept = tf.reshape(tf.where(row == rows, 0.0, grid), [-1])
-    return kept if depth * k == n else kept[:n]

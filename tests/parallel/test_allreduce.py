@@ -26,10 +26,10 @@ def all_data(size, shape=SHAPE, seed=0):
 
 
 def block_steps(x, bits):
-    """NumPy: the quantization step of every element, blocks of 128 (x.size divisible)."""
-    blocks = x.reshape(-1, 128).astype(np.float64)
+    """NumPy: the quantization step of every element, blocks of 256 (x.size divisible)."""
+    blocks = x.reshape(-1, 256).astype(np.float64)
     step = (blocks.max(1) - blocks.min(1)) / (2**bits - 1)
-    return np.repeat(step, 128).reshape(x.shape)
+    return np.repeat(step, 256).reshape(x.shape)
 
 
 def np_topk(x, k):

@@ -46,7 +46,7 @@ def test_all_ranks_skip_where_one_overflows(spec, rank, size, gather):
     missing = np.zeros((40, 50))
     if spec != "none":
         ((state,),) = [plan.states for plan in opt._hvdc.reducer.plans.values()]
-        missing = gather(state.residual.numpy()[:2000]).mean(0).reshape(40, 50)
+        missing = gather(state.residuals[0].numpy()[:2000]).mean(0).reshape(40, 50)
     # Nothing is lost, and the residual has the gradient's scale, whatever the loss was scaled by.
     np.testing.assert_allclose(-np.array(weight) + missing, total, atol=1e-4)
 

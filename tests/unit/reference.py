@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-QUANTIZE_BLOCK, ONEBIT_BLOCK = 128, 1024
+QUANTIZE_BLOCK, ONEBIT_BLOCK = 256, 1024
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # TensorFlow's kernels flush what is smaller to zero
 

@@ -2,9 +2,6 @@
 
 import math
 
-import numpy as np
-import pytest
-import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,28 +68,3 @@ def test_every_gradient_is_in_exactly_one_bucket(shapes, limit, groups, data):
         lengths = [len(bucket.members) for bucket in assigned]
         assert len(lengths) == min(groups, len(chosen))
         assert not lengths or max(lengths) - min(lengths) <= 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "padded"), [((3,), 3), ((1023,), 1023), ((32, 32), 1024), ((1025,), 2048), ((5, 1024), 5120)]
-)
-def test_buckets_of_a_block_or_more_are_padded_to_whole_blocks(shape, padded):
-    assert buckets.Bucket((0,), (shape,)).padded == padded
-
-
-DTYPES = [tf.float32, tf.float16, tf.float64, tf.bfloat16, tf.float32, tf.float32]
-
-
-@pytest.mark.parametrize("chosen", [[0], [3], [1, 3], [0, 1, 2, 3, 4], [5, 4, 3, 2, 1, 0]], ids=str)
-def test_join_and_cut(chosen):
-    rng = np.random.default_rng(0)
-    gradients = [tf.cast(rng.integers(-99, 99, SHAPES[i]), DTYPES[i]) for i in chosen]
-    bucket = buckets.Bucket(tuple(chosen), tuple(SHAPES[i] for i in chosen))
-    flat = buckets.join(gradients, bucket)
-    expected = np.concatenate([np.ravel(tf.cast(g, tf.float64)) for g in gradients])
-    assert flat.dtype == tf.float32 and flat.shape == [bucket.padded]
-    np.testing.assert_array_equal(flat[: bucket.numel], expected)
-    np.testing.assert_array_equal(flat[bucket.numel :], 0)
-    for gradient, again in zip(gradients, buckets.cut(flat, bucket, [DTYPES[i] for i in chosen])):
-        assert (again.dtype, again.shape) == (gradient.dtype, gradient.shape)
-        np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(gradient, tf.float64))

@@ -61,7 +61,8 @@ def payload_nbytes(payload):
 def test_parts_are_laid_out_as_announced(spec):
     compressor = parse(spec)
     for shape in ((1000,), (64, 32)):
-        parts, ctx = compressor.encode(tf.constant(data(shape)), seeds())
+        parts, ctx, residual, finite = compressor.encode(tf.constant(data(shape)), seeds())
+        assert residual is None and finite
         announced = [(spec.shape, spec.dtype) for spec in compressor.layout(shape)]
         assert [(part.shape, part.dtype) for part in parts] == announced
         assert compressor.decode(parts, ctx).dtype == tf.float32
@@ -112,26 +113,45 @@ def test_decode_sum_adds_the_ranks_and_scales(spec):
     compressor = parse(spec)
     shape = (7,) if spec.startswith("quantize") else (64, 32)
     encoded = [compressor.encode(tf.constant(data(shape, seed)), seeds()) for seed in range(3)]
-    single = [compressor.decode(parts, ctx).numpy().astype(np.float64) for parts, ctx in encoded]
-    stacked = [tf.stack(parts) for parts in zip(*(parts for parts, _ in encoded))]
-    total = compressor.decode_sum(stacked, encoded[0][1], tf.constant(0.25))
+    single = [compressor.decode(e.parts, e.ctx).numpy().astype(np.float64) for e in encoded]
+    ranks = [e.parts for e in encoded]
+    total = compressor.decode_sum(ranks, encoded[0].ctx, tf.constant(0.25))
     expected = 0.25 * (single[0] + single[1] + single[2])
     assert total.dtype == tf.float32 and total.shape == shape
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-    poisoned = compressor.decode_sum(stacked, encoded[0][1], tf.constant(np.nan, tf.float32))
+    poisoned = compressor.decode_sum(ranks, encoded[0].ctx, tf.constant(np.nan, tf.float32))
     assert np.isnan(poisoned).all()
 
 
+@pytest.mark.parametrize("dtype", [None, tf.float32, tf.bfloat16])
 @pytest.mark.parametrize("spec", SPECS)
-def test_lost_is_what_the_decoded_tensor_lacks(spec):
+def test_the_new_residual_is_what_the_decoded_tensor_lacks(spec, dtype):
     compressor = parse(spec)
-    for shape in ((7,), (1000,), (64, 32)):
-        x = data(shape)
-        parts, ctx = compressor.encode(tf.constant(x), seeds(3, 4))
-        lost = compressor.lost(tf.constant(x), parts, ctx)
-        assert lost.shape == shape
-        expected = x.astype(np.float64) - compressor.decode(parts, ctx).numpy()
-        np.testing.assert_allclose(lost, expected, rtol=1e-6, atol=1e-6 * np.abs(x).max())
+    for shape in ((7,), (1000,), (64, 32), (70000,)):
+        x = gradient = data(shape)
+        old, decay = None, 1.0
+        if dtype is not None:
+            old, decay = tf.cast(data(shape, seed=1), dtype), 0.5
+            x = gradient.astype(np.float64) + 0.5 * tf.cast(old, tf.float64).numpy()
+        parts, ctx, residual, finite = compressor.encode(
+            tf.constant(gradient), seeds(3, 4), old, decay, keep=True
+        )
+        assert residual.shape == shape and residual.dtype == tf.float32 and finite
+        expected = x - compressor.decode(parts, ctx).numpy().astype(np.float64)
+        np.testing.assert_allclose(residual, expected, rtol=1e-6, atol=1e-6 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_not_finite_is_noticed(spec, bad):
+    compressor = parse(spec)
+    for shape in ((7,), (64, 32), (70000,)):
+        for where in (0, int(np.prod(shape)) // 2, -1):
+            x = data(shape)
+            old = np.zeros_like(x)
+            (x if where else old).reshape(-1)[where] = bad
+            encoded = compressor.encode(tf.constant(x), seeds(), tf.constant(old), 1.0, keep=True)
+            assert not encoded.finite
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if parse(spec).error_feedback])

@@ -43,4 +43,4 @@ def test_error_bounds(bits, kind):
 
 
 def test_a_kept_element_costs_about_one_and_a_half_bytes_at_4_bits():
-    assert hybrid(0.01, 4).wire_bytes(10**6) == 10**4 + 79 * (128 // 2 + 8)
+    assert hybrid(0.01, 4).wire_bytes(10**6) == 10**4 + 40 * (256 // 2 + 8)

@@ -45,7 +45,7 @@ def test_presets():
 
 
 def encoded(compressor, x, **seed):
-    parts, ctx = compressor.encode(tf.constant(x), seeds(**seed))
+    parts, ctx, _, _ = compressor.encode(tf.constant(x), seeds(**seed))
     return b"".join(part.numpy().tobytes() for part in parts), compressor.decode(parts, ctx).numpy()
 
 

@@ -79,7 +79,7 @@ def test_block_topk_error_bound_holds_in_each_block(kind):
 
 
 def choice(compressor, x, **seed):
-    parts, ctx = compressor.encode(tf.constant(x), seeds(**seed))
+    parts, ctx, _, _ = compressor.encode(tf.constant(x), seeds(**seed))
     return compressor.decode(parts, ctx).numpy()
 
 

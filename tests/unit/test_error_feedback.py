@@ -7,7 +7,6 @@ import tensorflow as tf
 from compressors import SPECS, seeds
 
 import hvd_compress as hvdc
-from hvd_compress import residual
 from hvd_compress.compressors import Seeds
 
 parse = hvdc.Compression.parse
@@ -24,8 +23,8 @@ def sign_descent(with_residual, steps=600, epsilon=0.5):
 
     @tf.function
     def send(p):
-        parts, ctx = onebit.encode(p, seeds())
-        return onebit.decode(parts, ctx), onebit.lost(p, parts, ctx)
+        parts, ctx, lost, _ = onebit.encode(p, seeds(), keep=True)
+        return onebit.decode(parts, ctx), lost
 
     for t in range(steps):
         path.append(x)
@@ -60,9 +59,8 @@ def test_nothing_is_lost_over_many_steps(spec):
 
     @tf.function
     def step(gradient, e, t):
-        x = residual.add(gradient, e, 1.0)
-        parts, ctx = compressor.encode(x, Seeds(t, t))
-        return compressor.decode(parts, ctx), compressor.lost(x, parts, ctx)
+        parts, ctx, lost, _ = compressor.encode(gradient, Seeds(t, t), e, keep=True)
+        return compressor.decode(parts, ctx), lost
 
     e = tf.zeros(shape)
     sent, total = np.zeros(shape), np.zeros(shape)
@@ -84,9 +82,7 @@ def test_residuals_stay_bounded(spec):
 
     @tf.function
     def step(gradient, e, t):
-        x = gradient + e
-        parts, ctx = compressor.encode(x, Seeds(t, t))
-        return compressor.lost(x, parts, ctx)
+        return compressor.encode(gradient, Seeds(t, t), e, keep=True).residual
 
     e, norms = tf.zeros([64, 32]), []
     for t in range(150):

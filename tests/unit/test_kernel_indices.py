@@ -25,12 +25,12 @@ def subsets(n):
 def test_round_trip_and_size(n):
     for chosen in subsets(n):
         k = len(chosen)
-        packed = indices.pack(tf.constant(chosen, tf.int32), n)
+        packed = indices.pack(tf.constant(chosen, tf.int64), n)
         assert sum(part.numpy().nbytes for part in packed) == reference.index_bytes(n, k)
         for part, spec in zip(packed, indices.specs(n, k)):
             assert (part.shape, part.dtype) == (spec.shape, spec.dtype)
         unpacked = indices.unpack(packed, n, k)
-        assert unpacked.dtype == tf.int32 and unpacked.shape == [k]
+        assert unpacked.dtype == tf.int64 and unpacked.shape == [k]
         np.testing.assert_array_equal(unpacked, chosen)
 
 
@@ -46,12 +46,12 @@ def test_the_form_is_the_smaller_one(n):
 @pytest.mark.parametrize("n", [64, 65536, 200000])
 def test_the_bitmap_has_one_bit_per_element(n):
     chosen = np.sort(np.random.default_rng(0).permutation(n)[: n // 2])
-    (bitmap,) = indices.pack(tf.constant(chosen, tf.int32), n)
+    (bitmap,) = indices.pack(tf.constant(chosen, tf.int64), n)
     assert int(np.unpackbits(bitmap.numpy()).sum()) == n // 2
 
 
 def test_pages_hold_16_bits_per_index_and_the_count_of_each_page():
-    counts, low = indices.pack(tf.constant([0, 65535, 65536, 196609], tf.int32), 200000)
+    counts, low = indices.pack(tf.constant([0, 65535, 65536, 196609], tf.int64), 200000)
     assert counts.numpy().tolist() == [2, 1, 0, 1]
     assert low.numpy().tolist() == [0, 65535, 0, 1]
 

@@ -14,15 +14,29 @@ BITS = range(1, 9)
 def quantize(values, bits, seed=None):
     """`values` [rows, block] to levels and back, as float64."""
     values = tf.constant(values, tf.float32)
-    step, base = linear.grid(values, bits, stochastic=seed is not None)
+    low, high, finite = linear.extremes(values)
+    assert finite
+    np.testing.assert_array_equal(low[:, 0], values.numpy().min(1))
+    np.testing.assert_array_equal(high[:, 0], values.numpy().max(1))
+    step, base = linear.grid(low, high, bits, stochastic=seed is not None)
     draws = None
     if seed is not None:
         size = values.shape[0] * values.shape[1]
         draws = tf.reshape(noise.uniform(tf.constant(seed), size), values.shape)
-    codes = linear.to_codes(values, step, base, bits, draws)
+    codes, decoded = linear.quantize(values, step, base, bits, draws)
     assert codes.dtype == tf.uint8
     assert int(tf.reduce_max(codes)) < 2**bits
-    return linear.from_codes(codes, step, base).numpy().astype(np.float64)
+    np.testing.assert_array_equal(decoded, linear.dequantize(codes, step, base))
+    return decoded.numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, -np.nan])
+@pytest.mark.parametrize("column", [0, 5, 15])
+def test_a_value_that_is_not_finite_is_found(bad, column):
+    values = np.float32([[1.0, -2.0] * 8, [0.0, 3e38] * 8])
+    assert linear.extremes(tf.constant(values))[2]
+    values[1, column] = bad
+    assert not linear.extremes(tf.constant(values))[2]
 
 
 def ranges(values):
@@ -91,7 +105,7 @@ def test_levels_are_multiples_of_the_step_and_nearest_takes_the_nearest(bits):
 def test_the_grid_is_the_documented_one(bits):
     values = data("normal")
     for stochastic, intervals in ((False, 2**bits - 1), (True, max(1, 2**bits - 2))):
-        step, base = linear.grid(tf.constant(values), bits, stochastic)
+        step, base = linear.grid(*linear.extremes(tf.constant(values))[:2], bits, stochastic)
         np.testing.assert_allclose(step, ranges(values) / intervals, rtol=1e-6)
         if not (stochastic and bits == 1):
             np.testing.assert_array_equal(base, np.round(base))

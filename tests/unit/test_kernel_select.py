@@ -10,7 +10,7 @@ from hvd_compress.kernels import select
 
 def assert_is_top_k(flat, k):
     chosen = select.top_k(tf.constant(flat), k).numpy()
-    assert chosen.shape == (k,) and chosen.dtype == np.int32
+    assert chosen.shape == (k,) and chosen.dtype == np.int64
     assert (np.diff(chosen) > 0).all()
     magnitude = np.abs(flat)
     largest = np.partition(magnitude, len(flat) - k)[len(flat) - k :]
@@ -63,6 +63,12 @@ def test_top_k_with_fewer_nonzeros_than_k():
     assert_is_top_k(flat, 2000)
 
 
+def top1(flat, k):
+    """Rows, values and finiteness for NumPy input."""
+    rows, values, finite = select.strided_top1(tf.constant(flat), None, 1.0, k)
+    return rows.numpy().astype(int), values.numpy(), bool(finite)
+
+
 STRIDED = [(1, 1), (5, 5), (7, 3), (8, 7), (1000, 10), (1003, 10), (65536, 256), (3000, 1), (30000, 30)]
 
 
@@ -70,14 +76,34 @@ STRIDED = [(1, 1), (5, 5), (7, 3), (8, 7), (1000, 10), (1003, 10), (65536, 256),
 def test_strided_top1_is_the_first_largest_of_each_block(n, k):
     # Few significant bits, hence many exact ties and none that are only nearly so.
     flat = np.random.default_rng(n).integers(-30, 31, n).astype(np.float32)
-    np.testing.assert_array_equal(select.strided_top1(tf.constant(flat), k), reference.strided_rows(flat, k))
+    rows, values, finite = top1(flat, k)
+    np.testing.assert_array_equal(rows, reference.strided_rows(flat, k))
+    np.testing.assert_array_equal(values, flat[rows * k + np.arange(k)])
+    assert finite
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize(("n", "k"), STRIDED)
+def test_strided_top1_and_rest_of_a_gradient_with_residual(n, k, decay):
+    rng = np.random.default_rng(n)
+    gradient, residual = rng.integers(-30, 31, (2, n)).astype(np.float32) * 2
+    x = gradient + decay * residual
+    rows, values, _ = select.strided_top1(tf.constant(gradient), tf.constant(residual), decay, k)
+    expected = reference.strided_rows(x, k)
+    np.testing.assert_array_equal(rows, expected)
+    where = expected * k + np.arange(k)
+    np.testing.assert_array_equal(values, x[where])
+    rest = select.strided_rest(tf.constant(gradient), tf.constant(residual), decay, rows, values - 1.0)
+    left = x.copy()
+    left[where] = 1.0
+    np.testing.assert_array_equal(rest, left)
 
 
 @pytest.mark.parametrize(("n", "k"), STRIDED)
 @pytest.mark.parametrize("kind", ["normal", "mixed scale", "huge", "sparse", "denormal"])
 def test_strided_top1_misses_the_largest_only_by_its_last_bits(n, k, kind):
     flat = reference.vector(kind, n)
-    rows = select.strided_top1(tf.constant(flat), k).numpy()
+    rows = top1(flat, k)[0]
     depth = -(-n // k)
     # Of 23 bits of the significand, those stay that the row leaves.
     near = 2.0 ** (max(1, (depth - 1).bit_length()) - 23)
@@ -91,7 +117,8 @@ def test_strided_top1_misses_the_largest_only_by_its_last_bits(n, k, kind):
 def test_strided_top1_takes_nan_and_infinity_for_the_largest():
     flat = np.arange(12, dtype=np.float32)
     flat[3], flat[4] = -np.inf, np.nan
-    assert select.strided_top1(tf.constant(flat), 4).numpy().tolist() == [1, 2, 2, 0]
+    rows, _, finite = top1(flat, 4)
+    assert rows.tolist() == [1, 2, 2, 0][: len(rows)] and not finite
 
 
 def test_strided_top1_keeps_most_of_the_energy_of_exact_top_k():
@@ -100,7 +127,7 @@ def test_strided_top1_keeps_most_of_the_energy_of_exact_top_k():
     rng = np.random.default_rng(0)
     for flat in (rng.standard_normal(n), rng.laplace(size=n), rng.standard_t(4, n)):
         flat = flat.astype(np.float32)
-        rows = select.strided_top1(tf.constant(flat), k).numpy()
+        rows = top1(flat, k)[0]
         energy = np.sum(flat[rows * k + np.arange(k)] ** 2)
         best = np.sum(np.sort(flat**2)[-k:])
         assert 0.8 < energy / best <= 1
@@ -145,19 +172,11 @@ def test_spread_puts_and_sums(n, k, ranks):
     for rank in range(ranks):
         for j in range(k):
             expected[rows[rank, j] * k + j] += values[rank, j]
-    spread = select.spread(tf.constant(values), tf.constant(rows), n, tf.constant(0.5))
+    pairs = [(tf.constant(v), tf.constant(r)) for v, r in zip(values, rows)]
+    spread = select.spread(pairs, n, tf.constant(0.5))
     np.testing.assert_array_equal(spread, 0.5 * expected)
 
 
 def test_spread_passes_nan_to_every_element():
-    spread = select.spread(tf.ones([3]), tf.constant([0, 1, 1]), 7, tf.constant(np.nan, tf.float32))
+    spread = select.spread([(tf.ones([3]), tf.constant([0, 1, 1]))], 7, tf.constant(np.nan, tf.float32))
     assert np.isnan(spread).all()
-
-
-@pytest.mark.parametrize(("n", "k"), STRIDED)
-def test_remove_clears_what_was_chosen_and_nothing_else(n, k):
-    flat = reference.vector("normal", n)
-    rows = reference.strided_rows(flat, k)
-    expected = flat.copy()
-    expected[rows * k + np.arange(k)] = 0
-    np.testing.assert_array_equal(select.remove(tf.constant(flat), tf.constant(rows, tf.int32)), expected)

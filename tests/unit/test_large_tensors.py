@@ -34,7 +34,7 @@ def test_elements_beyond_two_to_the_24_come_back_at_their_places(vector, spec):
 def test_randomk_chooses_beyond_two_to_the_24(vector):
     compressor = hvdc.Compression.randomk(0.001)
     x = np.arange(N, dtype=np.float64)  # as float32 these are not distinct
-    parts, ctx = compressor.encode(tf.constant(vector), seeds(shared=1))
+    parts, ctx, _, _ = compressor.encode(tf.constant(vector), seeds(shared=1))
     decoded = compressor.decode(parts, ctx).numpy()
     where = np.flatnonzero(decoded)
     np.testing.assert_array_equal(decoded[where], vector[where])

@@ -1,0 +1,122 @@
+"""How long each kernel takes, as a multiple of `x + 1` on the same data in the same run, on one core.
+
+    python benchmarks/kernels.py
+    python benchmarks/kernels.py --only int8 --piece 25165824
+
+Kernels run as they do in a training step: compiled, in a tf.function, over pieces of the gradient. The ratios
+depend on the version of TensorFlow, which the table names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import common
+
+# Name, compressor, ranks whose payloads are decoded (0: encode with residual).
+KERNELS = [
+    ("residual + int8", "int8", 0),
+    ("residual + int8, stochastic", "quantize:bits=8,rounding=stochastic", 0),
+    ("residual + int4", "int4", 0),
+    ("residual + onebit", "onebit", 0),
+    ("residual + block_topk 1%", "block_topk:ratio=0.01", 0),
+    ("residual + hybrid 1%", "hybrid:ratio=0.01,bits=4", 0),
+    ("residual + topk 10%", "topk:ratio=0.1", 0),
+    ("residual + topk 1%", "topk:ratio=0.01", 0),
+    ("residual + topk 0.1%", "topk:ratio=0.001", 0),
+    ("decode int8 of 1 rank", "int8", 1),
+    ("decode and sum int8 of 4 ranks", "int8", 4),
+    ("decode and sum int4 of 4 ranks", "int4", 4),
+    ("decode and sum onebit of 4 ranks", "onebit", 4),
+    ("decode and sum block_topk 1% of 4 ranks", "block_topk:ratio=0.01", 4),
+    ("decode and sum hybrid 1% of 4 ranks", "hybrid:ratio=0.01,bits=4", 4),
+    ("decode and sum topk 1% of 4 ranks", "topk:ratio=0.01", 4),
+]
+
+
+def arguments() -> argparse.Namespace:
+    from hvd_compress.pieces import LARGEST
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=24 * 2**20, help="default: %(default)s")
+    parser.add_argument("--piece", type=int, default=LARGEST, help="elements at once (default: %(default)s)")
+    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    if args.piece < 1 or args.elements < args.piece:
+        parser.error("--piece must be at least 1 and at most --elements")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    import tensorflow as tf
+
+    import hvd_compress as hvdc
+    from hvd_compress.compressors import Seeds
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    count = args.elements // args.piece
+    pieces = [tf.random.normal([args.piece], seed=i) for i in range(count)]
+    residuals = [0.1 * tf.random.normal([args.piece], seed=count + i) for i in range(count)]
+    seeds = Seeds(tf.constant(1), tf.constant(2))
+    add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+    def encoder(compressor: Any) -> Callable[[], Any]:
+        @tf.function
+        def encode(pieces: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+            encoded = [compressor.encode(p, seeds, r, keep=True) for p, r in zip(pieces, residuals)]
+            return [(e.parts, e.residual, e.finite) for e in encoded]
+
+        return lambda: encode(pieces, residuals)
+
+    def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
+        encoded = [compressor.encode(piece, seeds) for piece in pieces]
+        payloads = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
+
+        @tf.function
+        def decode(payloads: Sequence[Any]) -> list[Any]:
+            return [compressor.decode_sum(p, e.ctx, tf.constant(0.25)) for p, e in zip(payloads, encoded)]
+
+        return lambda: decode(payloads)
+
+    @tf.function
+    def baseline(pieces: Sequence[Any]) -> list[Any]:
+        return [add_one(piece) for piece in pieces]
+
+    functions: dict[str, Callable[[], Any]] = {"x + 1": lambda: baseline(pieces)}
+    for name, spec, ranks in KERNELS:
+        if args.only in name:
+            compressor = hvdc.Compression.parse(spec)
+            functions[name] = decoder(compressor, ranks) if ranks else encoder(compressor)
+    for function in common.progress(list(functions.values()), "compiling"):
+        function()
+        function()
+    times = common.interleave(functions, args.rounds)
+    stats = {name: common.summary(values) for name, values in times.items()}
+    base = stats["x + 1"]["median"]
+    rows = [
+        [name, f"{s['median'] / base:.2f}", f"{s['low'] / base:.2f} to {s['high'] / base:.2f}",
+         f"{s['median'] * 1e3:.1f}"]
+        for name, s in stats.items()
+    ]  # fmt: skip
+    size = f"{count * args.piece / 1e6:.1f}M elements in {count} pieces"
+    title = f"{size}, one core, TensorFlow {tf.__version__}"
+    common.print_table(title, ["kernel", "times x + 1", "quartiles", "ms"], rows)
+    settings = {"elements": count * args.piece, "piece": args.piece}
+    common.save(args.json, {"benchmark": "kernels", **settings, "kernels": stats})
+
+
+if __name__ == "__main__":
+    main()

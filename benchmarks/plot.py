@@ -1,0 +1,130 @@
+"""Draws the benchmarks' JSON results, and prints them as Markdown tables.
+
+python benchmarks/plot.py docs/results/*.json --out docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plots need matplotlib: pip install -e .[bench]")
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+Result = dict[str, Any]
+
+
+def exchange(results: list[Result], out: Path) -> None:
+    """Times faster than stock Horovod, a group of bars for each link."""
+    methods = [name for name in results[0]["methods"] if name != "horovod none"]
+    figure, axes = plt.subplots(figsize=(11, 5))
+    width = 0.8 / len(methods)
+    colors = plt.get_cmap("tab20").colors
+    for m, name in enumerate(methods):
+        ratios = [r["methods"]["horovod none"]["median"] / r["methods"][name]["median"] for r in results]
+        places = [i + (m - len(methods) / 2 + 0.5) * width for i in range(len(results))]
+        bars = axes.bar(places, ratios, width, label=name, color=colors[m % 20])
+        axes.bar_label(bars, [f"{r:.1f}" for r in ratios], fontsize=6, rotation=90, padding=2)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(results)), [f"{r['workers']} hosts, {r['label']}" for r in results])
+    axes.set_ylabel("times faster than Horovod without compression")
+    axes.set_title(f"Exchange of one step's gradients, {results[0]['model']}")
+    axes.legend(fontsize=7, ncols=2)
+    finish(figure, out / f"exchange_{results[0]['model']}.png")
+    print(f"\n### {results[0]['model']}: ms, median (times faster than Horovod without compression)\n")
+    print("| method | " + " | ".join(f"{r['workers']} hosts, {r['label']}" for r in results) + " | MB sent |")
+    print("|---|" + "---:|" * (len(results) + 1))
+    for name in results[0]["methods"]:
+        cells = []
+        for r in results:
+            ms, base = r["methods"][name]["median"], r["methods"]["horovod none"]["median"]
+            cells.append(f"{ms * 1e3:,.0f} ({base / ms:.1f}x)")
+        sent = results[0]["methods"][name]["sent"] / 1e6
+        print(f"| {name} | " + " | ".join(cells) + f" | {sent:,.2f} |")
+
+
+def kernels(results: list[Result], out: Path) -> None:
+    """Kernels as multiples of x + 1, bars for each version of TensorFlow."""
+    names = [name for name in results[0]["kernels"] if name != "x + 1"]
+    figure, axes = plt.subplots(figsize=(9, 6))
+    height = 0.8 / len(results)
+    print("\n### kernels: times `x + 1`\n")
+    versions = [r["versions"]["tensorflow"] for r in results]
+    ratios = [[r["kernels"][n]["median"] / r["kernels"]["x + 1"]["median"] for n in names] for r in results]
+    for i, (version, row) in enumerate(zip(versions, ratios)):
+        places = [n + (i - len(results) / 2 + 0.5) * height for n in range(len(names))]
+        bars = axes.barh(places, row, height, label=f"TensorFlow {version}")
+        axes.bar_label(bars, [f"{ratio:.1f}" for ratio in row], fontsize=7, padding=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time, as a multiple of x + 1 on the same data")
+    axes.legend()
+    finish(figure, out / "kernels.png")
+    print("| kernel | " + " | ".join(f"TensorFlow {v}" for v in versions) + " |")
+    print("|---|" + "---:|" * len(versions))
+    for n, name in enumerate(names):
+        print(f"| {name} | " + " | ".join(f"{row[n]:.2f}" for row in ratios) + " |")
+
+
+def train(results: list[Result], out: Path) -> None:
+    """Seconds to the accuracy, a bar for each method."""
+    for result in results:
+        medians = {
+            name: statistics.median(run["seconds"] or float("inf") for run in runs)
+            for name, runs in result["methods"].items()
+        }
+        figure, axes = plt.subplots(figsize=(8, 3.5))
+        bars = axes.barh(list(medians), list(medians.values()))
+        axes.bar_label(bars, [f"{s:.0f} s" for s in medians.values()], padding=2)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"seconds to {result['accuracy']}% on the digits")
+        axes.set_title(f"{result['workers']} hosts, {result['label']}")
+        finish(figure, out / f"train_{result['label'] or 'local'}.png")
+        print(f"\n### training to {result['accuracy']}%, {result['workers']} hosts, {result['label']}\n")
+        print(
+            "| method | seconds, median | sooner than Horovod | than its fp16 | steps |\n|---|---:|---:|---:|---|"
+        )
+        none, half = medians["horovod none"], medians["horovod fp16"]
+        for name, runs in result["methods"].items():
+            steps = ", ".join(str(run["steps"] or "-") for run in runs)
+            s = medians[name]
+            print(f"| {name} | {s:.1f} | {none / s:.1f}x | {half / s:.1f}x | {steps} |")
+
+
+def finish(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", nargs="+", type=Path, help="JSON files of exchange.py, kernels.py, train.py"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="where the plots go (default: here)")
+    args = parser.parse_args()
+    results = [json.loads(path.read_text()) for path in args.results]
+    models = dict.fromkeys(r["model"] for r in results if r["benchmark"] == "exchange")
+    for model in models:
+        exchange([r for r in results if r.get("model") == model], args.out)
+    for kind, draw in (("kernels", kernels), ("train", train)):
+        chosen = [r for r in results if r["benchmark"] == kind]
+        if chosen:
+            draw(chosen, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the patterns share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from .. import payload as _payload
+from ..compressors import Compressor, Encoded, Seeds
+from ..kernels import noise
+
+Shape = tuple[int, ...]
+# Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
+_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Between whom, and under which name.
+
+    Attributes:
+        process_set: The ranks.
+        name: Of the collectives, the same on all ranks; None for Horovod's choice.
+        ignore_name_scope: Use `name` without the outer name scope.
+    """
+
+    process_set: Any
+    name: str | None
+    ignore_name_scope: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.process_set.size())
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them."""
+        return int(self.process_set.rank())
+
+    def keywords(self, phase: str) -> dict[str, Any]:
+        """What a collective of Horovod's is told; `phase` keeps the names of several apart."""
+        return {
+            "process_set": self.process_set,
+            "name": self.name and self.name + phase,
+            "ignore_name_scope": self.ignore_name_scope,
+        }
+
+
+class Share(NamedTuple):
+    """What a rank brings to the reduction of one bucket."""
+
+    pieces: Sequence[tf.Tensor]  # float32, of static shapes
+    residuals: Sequence[tf.Tensor | None]  # one for each piece, in its shape
+    decay: float  # of the residuals
+    keep: bool  # whether new residuals are wanted
+    seeds: Seeds
+
+    def encode(self, compressor: Compressor, i: int) -> Encoded:
+        """Encodes piece `i`."""
+        seeds = self.seeds_of(i)
+        return compressor.encode(self.pieces[i], seeds, self.residuals[i], self.decay, self.keep)
+
+    def seeds_of(self, i: int) -> Seeds:
+        """The seeds for piece `i`."""
+        return Seeds(noise.fold(self.seeds.shared, i), noise.fold(self.seeds.local, i))
+
+
+class Reduced(NamedTuple):
+    """What came of it."""
+
+    pieces: list[tf.Tensor]  # the scaled sum, the same on all ranks
+    residuals: list[tf.Tensor | None]
+    ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
+
+
+def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
+    """The parts and the flag as one payload, uint8 [`flagged_bytes`]."""
+    length = _payload.nbytes([tf.TensorSpec(part.shape, part.dtype) for part in parts])
+    flag = tf.fill([flagged_bytes(length) - length], tf.cast(finite, tf.uint8))
+    return _payload.join([*parts, flag])
+
+
+def flagged_bytes(nbytes: int) -> int:
+    """The length of a payload of `nbytes` with its flag: a multiple of 64, unless it is short."""
+    return nbytes + 1 if nbytes < 4096 else 64 * (nbytes // 64 + 1)
+
+
+def flag_of(payload: tf.Tensor, end: int) -> tf.Tensor:
+    """Whether the flag of the payload that ends at byte `end` is up."""
+    return payload[end - 1] == 1
+
+
+def all_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether all flags, bool scalars, are up."""
+    return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(list(flags)))
+
+
+def factor(scale: float, ok: tf.Tensor) -> tf.Tensor:
+    """What the sum is multiplied by: NaN unless `ok`."""
+    return tf.where(ok, tf.constant(scale, tf.float32), tf.constant(math.nan, tf.float32))
+
+
+def decode_sum(
+    compressor: Compressor, ranks: Sequence[Sequence[tf.Tensor]], ctx: Any, scale: tf.Tensor
+) -> tf.Tensor:
+    """The scaled sum of the parts of all ranks, in their order."""
+    total = None
+    for first in range(0, len(ranks), _AT_ONCE):
+        part = compressor.decode_sum(ranks[first : first + _AT_ONCE], ctx, scale)
+        total = part if total is None else total + part
+    return total
+
+
+def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> tf.Tensor:
+    """The payloads, uint8 [nbytes] on each rank, of all ranks in their order: [ranks * nbytes]."""
+    gathered = hvd.allgather(payload, **group.keywords(phase))
+    return tf.ensure_shape(gathered, [group.size * payload.shape[0]])

@@ -1,0 +1,120 @@
+"""The emulated hosts: do they have their own links, and does nothing of them stay?"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+NETLAB = str(ROOT / "benchmarks" / "netlab.py")
+HOSTS = """
+import horovod.tensorflow as hvd, os, socket, tensorflow as tf
+hvd.init()
+total = hvd.allreduce(tf.constant(hvd.rank() + 1.0), op=hvd.Sum).numpy()
+address = socket.gethostbyname(socket.gethostname())
+print("went well", hvd.rank(), hvd.size(), hvd.local_size(), total, address, flush=True)
+"""
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def works():
+    """Whether this machine lets us make network namespaces."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"hvdctest{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    link = ["ip", "-n", name, "link", "add", "br0", "type", "bridge"]
+    made = made and subprocess.run(link, capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return made
+
+
+needs_root = pytest.mark.skipif(not works(), reason="needs root, iproute2 and network namespaces")
+
+
+def left_over(pid):
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    found = [line.split()[0] for line in namespaces.splitlines() if line.startswith(f"hvdc{pid}")]
+    return found + [path.name for path in Path("/etc/netns").glob(f"hvdc{pid}*")]
+
+
+def start(*args):
+    return subprocess.Popen(
+        [sys.executable, NETLAB, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@needs_root
+def test_each_host_has_an_address_and_its_workers():
+    process = start("--hosts", "2", "--workers-per-host", "2", "--", sys.executable, "-c", f"'{HOSTS}'")
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err[-3000:]
+    lines = sorted(
+        line.partition("went well ")[2].split() for line in out.splitlines() if "went well" in line
+    )
+    expected = [[str(r), "4", "2", "10.0", f"10.77.0.{r // 2 + 1}"] for r in range(4)]
+    assert lines == expected, out
+    assert not left_over(process.pid)
+
+
+@needs_root
+def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import netlab
+
+    def shaping(lab):
+        names = [lab._host(0), lab._host(1), lab._switch]
+        shown = [
+            subprocess.run(["tc", "-n", n, "qdisc", "show"], capture_output=True, text=True) for n in names
+        ]
+        return [line for text in shown for line in text.stdout.splitlines() if "tbf" in line]
+
+    with netlab.Netlab(2, "100mbit") as lab:
+        assert len(shaping(lab)) == 4 and all("rate 100Mbit" in line for line in shaping(lab))
+        lab.set_rate("10gbit")
+        assert len(shaping(lab)) == 4 and all("rate 10Gbit" in line for line in shaping(lab))
+        lab.set_rate(netlab.UNSHAPED)
+        assert shaping(lab) == []
+        assert left_over(os.getpid())
+    assert not left_over(os.getpid())
+    with pytest.raises(netlab.NetlabError, match="tc .* failed"), netlab.Netlab(1, "fast"):
+        pass
+    assert not left_over(os.getpid())
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_when_it_is_killed(number):
+    process = start(
+        "--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", "'import time; time.sleep(1000)'"
+    )
+    deadline = time.time() + 60
+    while time.time() < deadline and "h1" not in "".join(left_over(process.pid)):
+        time.sleep(0.2)
+    time.sleep(3)  # horovodrun is under way
+    assert left_over(process.pid)
+    process.send_signal(number)
+    process.wait(60)
+    deadline = time.time() + 30
+    while left_over(process.pid) and time.time() < deadline:
+        time.sleep(0.2)
+    assert not left_over(process.pid)
+
+
+def test_what_it_cannot_do_is_said_in_one_line(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import netlab
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(netlab.NetlabError, match="needs root: sudo "):
+        netlab.check_machine()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(netlab.NetlabError, match="ip, tc, taskset, bash not found: apt-get install iproute2"):
+        netlab.check_machine()

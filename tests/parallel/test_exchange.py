@@ -1,0 +1,176 @@
+"""The patterns in which buckets cross, against sums over the ranks in NumPy."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress as hvdc
+from hvd_compress.exchange import allgather, choice, scatter_reduce
+from hvd_compress.reducer import Reducer
+from hvd_compress.settings import Settings
+
+SHAPES = [(100, 333), (512, 1030), (1500, 1000), (7, 11)]
+SPECS = [
+    "int8", "int4", "quantize:bits=3", "quantize:bits=4,clip=99", "onebit", "topk:ratio=0.01",
+    "block_topk:ratio=0.05", "hybrid:ratio=0.05,bits=4",
+]  # fmt: skip
+
+
+class HalfPrecision(hvdc.Compressor):
+    """A user's own, whose context counts the elements."""
+
+    error_feedback = True
+
+    def compress(self, tensor):
+        return tf.cast(tensor, tf.float16), tensor.shape
+
+    def decompress(self, payload, ctx):
+        return tf.reshape(tf.cast(payload, tf.float32), ctx)
+
+
+def residuals_of(reducer):
+    """Every gradient's residual, or zeros."""
+    (plan,) = reducer.plans.values()
+    found = [np.zeros(shape, np.float32) for shape in SHAPES]
+    for pieces, state in zip(plan.pieces, plan.states):
+        members = pieces.bucket.members
+        if not state.residuals:
+            continue
+        joined = pieces.join([r.value() for r in state.residuals], [tf.float32] * len(members))
+        for i, value in zip(members, joined):
+            found[i] = value.numpy()
+    return found
+
+
+def draw(rank, step):
+    rng = np.random.default_rng([rank, step])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+
+
+def check_mass(compressor, gather, size, steps=3, **settings):
+    """What comes in equals what goes out and what stays, each step, on ranks that all get the same."""
+    reducer = Reducer(Settings(compressor, bucket_bytes=3 * 2**20, **settings))
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    old = [np.zeros(shape) for shape in SHAPES]
+    for step in range(steps):
+        outputs = reducer([tf.constant(g) for g in draw(hvd.rank(), step)], variables)
+        for output in outputs:
+            everyone = gather(output)
+            assert (everyone == everyone[0]).all()
+        left = [gather(r).astype(np.float64).sum(0) for r in residuals_of(reducer)]
+        came = [sum(parts).astype(np.float64) for parts in zip(*(draw(r, step) for r in range(size)))]
+        for i, output in enumerate(outputs):
+            np.testing.assert_allclose(size * output.numpy() + left[i], came[i] + old[i], atol=2e-5)
+        old = left
+    assert max(np.abs(r).max() for r in old) > 0
+    return reducer
+
+
+@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, SPECS), HalfPrecision()], ids=str)
+def test_mass_is_conserved_in_pieces(compressor, gather, size):
+    reducer = check_mass(compressor, gather, size)
+    (plan,) = reducer.plans.values()
+    assert len(plan.buckets) == 2 and {pieces.count for pieces in plan.pieces} == {1, 2}
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, SPECS), HalfPrecision()], ids=str)
+def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypatch):
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    reducer = check_mass(compressor, gather, size)
+    (plan,) = reducer.plans.values()
+    for pieces in plan.pieces:
+        assert pieces.count == size
+        assert choice.choose(compressor, pieces.shapes, size) is scatter_reduce
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize("spec", ["int8", "fp16"])
+def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
+    outputs = reducer(list(map(tf.constant, draw(hvd.rank(), 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
+    for i, output in enumerate(outputs):
+        mean = np.mean([draw(r, 0)[i] for r in range(size)], axis=0)
+        # Half a step for each rank's share, and one for the sum: about 7 / 255 at most.
+        np.testing.assert_allclose(output, mean, atol=0.03 if spec == "int8" else 0.004)
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("spec", ["int8", "hybrid:ratio=0.05,bits=4", "topk:ratio=0.01", "bf16"])
+def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, where, rank, size, monkeypatch):
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
+    variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
+    reducer(list(map(tf.constant, draw(rank, 0))), variables)
+    before = residuals_of(reducer)
+    gradients = draw(rank, 1)
+    for bad in range(size):  # each rank in turn; the place is each owner's in turn
+        broken = [g.copy() for g in gradients]
+        if rank == bad:
+            broken[2].flat[0 if where == "first" else -1] = np.nan
+        outputs = reducer(list(map(tf.constant, broken)), variables)
+        assert np.isnan(outputs[2].numpy()).all()
+        for old, new in zip(before, residuals_of(reducer)):
+            np.testing.assert_array_equal(old, new)
+    assert all(np.isfinite(g).all() for g in reducer(list(map(tf.constant, gradients)), variables))
+
+
+def test_a_short_residual_is_kept_rounded(rank, size, gather):
+    compressor = hvdc.Compression.parse("topk:ratio=0.05")
+    short = Reducer(Settings(compressor, residual_dtype="bfloat16"))
+    exact = Reducer(Settings(compressor))
+    variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
+    gradients = list(map(tf.constant, draw(rank, 0)))
+    for a, b in zip(short(gradients, variables), exact(gradients, variables)):
+        np.testing.assert_array_equal(a, b)
+    for rounded, kept in zip(residuals_of(short), residuals_of(exact)):
+        np.testing.assert_array_equal(rounded, tf.cast(tf.cast(kept, tf.bfloat16), tf.float32))
+    (plan,) = short.plans.values()
+    assert plan.states[0].residuals[0].dtype == tf.bfloat16
+    outputs = short(gradients, variables)
+    for output in outputs:
+        everyone = gather(output)
+        assert (everyone == everyone[0]).all()
+
+
+def test_the_pattern_that_sends_least_is_chosen():
+    int8, topk = hvdc.Compression.int8, hvdc.Compression.topk(0.001)
+    pieces = [(2**20,)] * 8
+    assert choice.choose(int8, pieces, 2) is allgather
+    assert choice.choose(int8, pieces, 8) is choice.choose(int8, pieces, 4) is scatter_reduce
+    assert choice.choose(int8, pieces, 3) is allgather  # 8 pieces cannot be shared by 3
+    assert choice.choose(topk, pieces, 4) is allgather  # saves less than a collective costs
+    assert choice.choose(hvdc.Compression.randomk(0.1), pieces, 4) is choice.allreduce
+    # Per element 1 + 8 / 256 bytes, and a flag in 64 bytes of each payload.
+    payload = 2**20 + 2**20 // 256 * 8
+    assert allgather.bytes_sent(int8, pieces, 4) == 3 * (8 * payload + 64)
+    assert scatter_reduce.bytes_sent(int8, pieces, 4) == 2 * 3 * (2 * payload + 64)
+
+
+def ancestors(op):
+    seen, todo = set(), [op]
+    while todo:
+        op = todo.pop()
+        if op not in seen:
+            seen.add(op)
+            todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return seen
+
+
+def test_a_bucket_waits_for_its_own_gradients_only():
+    reducer = Reducer(Settings(hvdc.Compression.int8, bucket_bytes=2**20))
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES[:3]]
+
+    @tf.function
+    def reduce(first, second, third):
+        return reducer([first, second, third], variables)
+
+    graph = reduce.get_concrete_function(*[tf.TensorSpec(shape) for shape in SHAPES[:3]]).graph
+    gathers = [op for op in graph.get_operations() if op.type == "HorovodAllgather"]
+    needs = [
+        {op.name for op in ancestors(gather) if op.name in ("first", "second", "third")} for gather in gathers
+    ]
+    assert needs == [{"third"}, {"second"}, {"first"}]

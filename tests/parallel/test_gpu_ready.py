@@ -1,0 +1,125 @@
+"""Would every step stay on a GPU? Walks the traced graph of a reduction.
+
+`gpu_kernels.json` lists the operations that have a GPU kernel with its results in GPU memory, and for which
+types, as TensorFlow 2.21's build for CUDA registers them (DEVICE_GPU and DEVICE_DEFAULT of
+`get_all_registered_kernels`). Functions compiled with XLA run on the GPU as a whole.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+import hvd_compress as hvdc
+from hvd_compress.exchange import choice
+from hvd_compress.reducer import Reducer
+from hvd_compress.settings import Settings
+
+KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
+SPECS = [
+    "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "quantize:bits=2,rounding=stochastic",
+    "quantize:bits=4,clip=99", "onebit", "topk:ratio=0.01", "topk:ratio=0.3", "randomk:ratio=0.1",
+    "randomk:ratio=0.1,unbiased=true", "block_topk:ratio=0.05", "block_sparse:ratio=0.1,block=4",
+    "hybrid:ratio=0.05,bits=4",
+]  # fmt: skip
+SHAPES = [(3, 3, 16, 64), (64,), (100, 333), (512, 1030), (1500, 1000)]
+BOOKKEEPING = {"Const", "Placeholder", "NoOp", "Identity", "_Arg", "_Retval"}
+# Host values by their nature: shapes, and predicates and scalars of a few bytes.
+SMALL = 16
+
+
+def operations(graph, functions=None):
+    """All operations of a graph and of the functions that it calls, those compiled with XLA left out."""
+    functions = functions if functions is not None else set()
+    for op in graph.get_operations():
+        called = [op.get_attr(a) for a in op.node_def.attr if op.node_def.attr[a].HasField("func")]
+        for name in {f.name for f in called} - functions:
+            functions.add(name)
+            function = graph._get_function(name)
+            if not function.definition.attr["_XlaMustCompile"].b:
+                yield from operations(function.graph, functions)
+        yield op
+
+
+def on_the_host(op):
+    """Why an operation would leave the GPU, or None."""
+    if op.type in BOOKKEEPING or op.type.startswith("Horovod"):
+        return None
+    if op.type in KERNELS:
+        types = {a.name: tf.as_dtype(op.get_attr(a.name)) for a in attributes(op) if a.type == "type"}
+        bad = [
+            dtype.name
+            for name, dtype in types.items()
+            if KERNELS[op.type].get(name) and graph_name(dtype) not in KERNELS[op.type][name]
+        ]
+        if not bad:
+            return None
+    sizes = [tensor.shape.num_elements() for tensor in op.outputs]
+    if sizes and all(size is not None and size <= SMALL for size in sizes):
+        return None
+    return f"{op.type} of {[(t.dtype.name, t.shape) for t in op.outputs]} ({op.name})"
+
+
+def attributes(op):
+    return op_def_registry.get(op.type).attr
+
+
+def graph_name(dtype):
+    return {"float32": "float", "float16": "half", "float64": "double"}.get(dtype.name, dtype.name)
+
+
+def traced(spec, **settings):
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+    @tf.function
+    def reduce(*gradients):
+        return reducer(list(gradients), variables)
+
+    return reduce.get_concrete_function(*[tf.TensorSpec(shape) for shape in SHAPES]).graph
+
+
+def check(graph, *expected):
+    ops = list(operations(graph))
+    kinds = {op.type for op in ops}
+    assert kinds.issuperset(expected), kinds
+    assert not kinds & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+    assert not [why for why in map(on_the_host, ops) if why]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_allgather_and_allreduce(spec):
+    summed = spec == "none" or spec.startswith("randomk")
+    check(traced(spec), "HorovodGroupedAllreduce", *([] if summed else ["HorovodAllgather"]))
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize(
+    "spec", [s for s in SPECS if s != "none" and not s.startswith(("randomk", "block_sp"))]
+)
+def test_scatter_reduce(spec, monkeypatch):
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
+
+
+def test_momentum_correction_and_short_residuals():
+    check(traced("topk:ratio=0.1", momentum_correction=0.9, residual_dtype="bfloat16", residual_decay=0.9))
+
+
+def test_the_check_finds_what_has_no_gpu_kernel():
+    @tf.function
+    def step(x):
+        x = tf.reduce_max(tf.cast(x, tf.int32), 1) + 1  # integers are reduced on the host
+        return tf.numpy_function(lambda y: y, [x], tf.int32)
+
+    graph = step.get_concrete_function(tf.TensorSpec([100, 100])).graph
+    found = [why for why in map(on_the_host, operations(graph)) if why]
+    assert [why.split()[0] for why in found] == ["Max", "AddV2", "PyFunc"]
+
+
+def test_device_dense_is_where_everything_runs():
+    graph = traced("int8", device_dense="/cpu:0")
+    placed = {op.device for op in graph.get_operations() if op.type.startswith(("Horovod", "Partitioned"))}
+    assert placed == {"/device:CPU:0"}, placed

@@ -1,0 +1,84 @@
+"""Gradients to pieces and back."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress.buckets import Bucket
+from hvd_compress.pieces import FlatPieces, WholeTensors
+
+SHAPES = [(10, 10), (5,), (20, 10), (), (3, 3, 2, 2), (300, 2), (0, 3)]
+DTYPES = [tf.float32, tf.float16, tf.float64, tf.bfloat16, tf.float32, tf.float32, tf.float32]
+
+
+def gradients(shapes, dtypes):
+    rng = np.random.default_rng(0)
+    return [tf.cast(rng.integers(-99, 100, shape), dtype) for shape, dtype in zip(shapes, dtypes)]
+
+
+def assert_round_trip(pieces, tensors, dtypes):
+    cut = pieces.cut(tensors)
+    assert [tuple(piece.shape) for piece in cut] == pieces.shapes
+    assert all(piece.dtype == tf.float32 for piece in cut)
+    for tensor, again in zip(tensors, pieces.join(cut, dtypes)):
+        assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+        np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(tensor, tf.float64))
+    total = sum(np.abs(tf.cast(t, tf.float64).numpy()).sum() for t in tensors)
+    assert sum(np.abs(piece.numpy().astype(np.float64)).sum() for piece in cut) == total  # all else is zero
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8),
+    multiple=st.integers(1, 5),
+    largest=st.sampled_from([1024, 5000, 2**20]),
+)
+def test_cut_and_join(shapes, multiple, largest):
+    bucket = Bucket(tuple(range(len(shapes))), tuple(shapes))
+    pieces = FlatPieces(bucket, multiple, largest)
+    assert pieces.count % multiple == 0
+    assert pieces.size <= largest + 4096
+    assert pieces.count * pieces.size >= bucket.numel
+    dtypes = [DTYPES[i % len(DTYPES)] for i in range(len(shapes))]
+    assert_round_trip(pieces, gradients(shapes, dtypes), dtypes)
+
+
+def test_gradients_lie_one_after_the_other():
+    bucket = Bucket((3, 1), ((3,), (2, 2)))
+    (piece,) = FlatPieces(bucket).cut([tf.constant([1.0, 2, 3]), tf.constant([[4.0, 5], [6, 7]])])
+    assert piece.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_whole_tensors_keep_their_shapes():
+    bucket = Bucket(tuple(range(len(SHAPES))), tuple(SHAPES))
+    assert WholeTensors(bucket).shapes == SHAPES
+    assert_round_trip(WholeTensors(bucket), gradients(SHAPES, DTYPES), DTYPES)
+
+
+@pytest.mark.parametrize("numel", [1024, 10**5, 10**6, 2**20, 2**20 + 1, 6 * 10**6, 25 * 10**6])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_little_is_added(numel, multiple):
+    pieces = FlatPieces(Bucket((0,), ((numel,),)), multiple)
+    assert pieces.count == multiple * math.ceil(numel / (multiple * 2**20))
+    added = pieces.count * pieces.size - numel
+    assert added < pieces.count * (4096 if pieces.size >= 2**19 else 1024)
+    assert pieces.size % 1024 == 0 or pieces.size < 1024
+    assert added <= 0.01 * numel or numel / pieces.count < 10**5
+
+
+def test_large_gradients_are_not_copied():
+    """A slice at 64-byte borders shares its memory: no operation but slices and reshapes."""
+    bucket = Bucket((1, 0), ((1024, 2048), (512, 1024)))
+    pieces = FlatPieces(bucket)
+    assert pieces.count == 3 and pieces.size == 876544
+
+    @tf.function
+    def cut(a, b):
+        return FlatPieces(Bucket((0,), ((2**21,),))).cut([tf.reshape(a, [-1])])
+
+    ops = {op.type for op in cut.get_concrete_function(tf.zeros([1024, 2048]), 0).graph.get_operations()}
+    assert "ConcatV2" not in ops and "StridedSlice" in ops
