@@ -1,10 +1,10 @@
-"""How a bucket's gradients become the tensors that a compressor sees, and back.
+"""How gradients become the tensors that a compressor sees, and back.
 
 Compressors work on flat pieces of at most 2**20 elements, 4 MB: what one kernel writes, the next one finds in
 the processor's cache, and memory of that size is reused from step to step, where the kernel of the operating
 system would hand out, and clear, larger blocks anew each time. Measured on one core, residual + int8 over 25M
-elements took 163 ms in one piece and 41 ms in 24. All pieces of a bucket have the same size, so that each
-kernel is compiled once per bucket. Where a piece lies within one gradient, or a gradient within one piece,
+elements took 163 ms in one piece and 41 ms in 24. All pieces have the same size, so that each kernel is
+compiled once for the whole model. Where a piece lies within one gradient, or a gradient within one piece,
 nothing is copied.
 """
 
@@ -20,6 +20,8 @@ import tensorflow as tf
 from .buckets import Bucket, Shape
 
 LARGEST = 2**20
+# Where small buckets are asked for, pieces are not cut smaller than this.
+SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
 
@@ -39,6 +41,18 @@ class WholeTensors:
         """The shape of each piece."""
         return list(self.bucket.shapes)
 
+    def in_buckets(self, bucket_bytes: int) -> list[range]:
+        """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least one."""
+        ranges: list[range] = []
+        room = 0
+        for i, size in enumerate(self.bucket.sizes):
+            if 4 * size > room or not ranges:
+                ranges.append(range(i, i))
+                room = bucket_bytes
+            ranges[-1] = range(ranges[-1].start, i + 1)
+            room -= 4 * size
+        return ranges
+
     def cut(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The gradients as float32."""
         return [tf.cast(tensor, tf.float32) for tensor in tensors]
@@ -50,16 +64,18 @@ class WholeTensors:
 
 @dataclasses.dataclass(frozen=True)
 class FlatPieces:
-    """All gradients laid end to end, cut into pieces of the same size; the last one ends with zeros.
+    """All gradients laid end to end, cut into pieces of the same size; the last ends with zeros.
 
     Attributes:
         bucket: Whose gradients.
         multiple: The number of pieces is a multiple of this.
-        largest: Elements of a piece at most.
+        alignment: The size of pieces is a multiple of this if that adds less than 1% to it.
+        largest: Elements of a piece at most, but for the alignment.
     """
 
     bucket: Bucket
     multiple: int = 1
+    alignment: int = 16
     largest: int = LARGEST
 
     @property
@@ -71,8 +87,8 @@ class FlatPieces:
     def size(self) -> int:
         """The elements of each piece."""
         size = math.ceil(self._offsets[-1] / self.count)
-        # Whole blocks for the quantizers, whose parts then lie at multiples of 64 bytes in a payload.
-        alignment = 4096 if size >= 2**19 else 1024 if size >= 1024 else 1
+        fits = (number for number in (self.alignment, 256, 16) if size >= 100 * number)
+        alignment = next(fits, 1)
         return alignment * math.ceil(size / alignment)
 
     @property
@@ -80,10 +96,15 @@ class FlatPieces:
         """The shape of each piece."""
         return [(self.size,)] * self.count
 
+    def in_buckets(self, bucket_bytes: int) -> list[range]:
+        """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least `multiple`."""
+        each = self.multiple * max(1, bucket_bytes // (4 * self.size * self.multiple))
+        return [range(i, min(i + each, self.count)) for i in range(0, self.count, each)]
+
     @property
     def _offsets(self) -> list[int]:
         """Where each gradient begins, and the end of the last."""
-        cell = _CELL if self.bucket.numel >= 1024 else 1
+        cell = _CELL if self.bucket.numel >= 100 * _CELL else 1
         return [0, *itertools.accumulate(cell * math.ceil(size / cell) for size in self.bucket.sizes)]
 
     def cut(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

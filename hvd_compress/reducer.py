@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +18,22 @@ from .compressors import NoCompression, Seeds
 from .exchange import choice, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
-from .pieces import FlatPieces, WholeTensors
+from .pieces import LARGEST, SMALLEST, FlatPieces, WholeTensors
 from .settings import Settings
 
 _instances = itertools.count()
 
 
 @dataclasses.dataclass
-class BucketState:
-    """What a rank keeps of a bucket from step to step, in the shapes of its pieces; never broadcast."""
+class LayoutState:
+    """What a rank keeps of a layout's pieces from step to step, in their shapes; never broadcast."""
 
     residuals: list[tf.Variable]  # of `residual_dtype`; empty without error feedback
     velocities: list[tf.Variable]  # float32; empty without momentum correction
+
+    def part(self, pieces: slice) -> LayoutState:
+        """The state of some of the pieces."""
+        return LayoutState(self.residuals[pieces], self.velocities[pieces])
 
 
 class Reducer:
@@ -80,9 +85,9 @@ class Plan:
     """How one list of gradients is reduced.
 
     Attributes:
-        buckets: What is compressed.
-        pieces: How the compressor sees each bucket.
-        states: The residuals, one state per bucket.
+        layouts: What is compressed, as the pieces that the compressor sees.
+        states: The residuals of the pieces, one state per layout.
+        buckets: Which pieces of which layout cross at once.
         dense: Positions of the gradients that are reduced uncompressed, in buckets of their own.
         sparse: Positions of IndexedSlices.
     """  # keeps no reference to the variables: they may go before it does
@@ -98,11 +103,17 @@ class Plan:
         tensors = [i for i, g in enumerate(gradients) if g is not None and i not in self.sparse]
         chosen = [i for i in tensors if self._is_compressed(i)]
         groups = _positions(settings.groups, variables)
-        self.buckets = buckets.assign(self.shapes, chosen, settings.bucket_bytes, groups)
+        # Without groups all go end to end, and buckets end where a piece does.
+        whole = buckets.assign(self.shapes, chosen, sys.maxsize, groups)
+        self.layouts = [self._layout(members) for members in whole]
+        self.buckets = [
+            (layout, pieces)
+            for layout in self.layouts
+            for pieces in layout.in_buckets(settings.bucket_bytes if groups is None else sys.maxsize)
+        ]
         rest = [i for i in tensors if i not in set(chosen)]
         self.dense = buckets.assign(self.shapes, rest, settings.bucket_bytes, None if chosen else groups)
-        self.pieces = [self._pieces(bucket) for bucket in self.buckets]
-        self.states = [self._new_state(pieces.shapes) for pieces in self.pieces]
+        self.states = [self._new_state(layout.shapes) for layout in self.layouts]
         self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_step")
         self._function = tf.function(self._run, autograph=False)
 
@@ -114,14 +125,20 @@ class Plan:
         reduced: list[Any] = [None] * len(gradients)
         oks, commits = [], []
         with tf.name_scope(self.name), tf.device(self.settings.device_dense):
-            for b, bucket in enumerate(self.buckets):
-                pieces = self.pieces[b].cut([gradients[i] for i in bucket.members])
-                total, ok, changes = self._reduce_bucket(pieces, b)
-                results = self.pieces[b].join(total, [self.dtypes[i] for i in bucket.members])
-                for i, result in zip(bucket.members, results):
+            b = 0
+            for layout, state in zip(self.layouts, self.states):
+                members = layout.bucket.members
+                pieces = layout.cut([gradients[i] for i in members])
+                totals: list[tf.Tensor] = []
+                for chosen in (pieces_ for layout_, pieces_ in self.buckets if layout_ is layout):
+                    part = slice(chosen.start, chosen.stop)
+                    total, ok, changes = self._reduce_bucket(pieces[part], state.part(part), b)
+                    totals += total
+                    oks.append(ok)
+                    commits += changes
+                    b += 1
+                for i, result in zip(members, layout.join(totals, [self.dtypes[i] for i in members])):
                     reduced[i] = result
-                oks.append(ok)
-                commits += changes
             for b, bucket in enumerate(self.dense):
                 results = uncompressed.reduce(
                     [gradients[i] for i in bucket.members],
@@ -132,7 +149,7 @@ class Plan:
                 )
                 for i, result in zip(bucket.members, results):
                     reduced[i] = tf.ensure_shape(result, self.shapes[i])
-                    if self.buckets and result.dtype.is_floating:
+                    if self.layouts and result.dtype.is_floating:
                         oks.append(residual.all_finite(result))
             self._commit(oks, commits)
             for i in self.sparse:
@@ -145,10 +162,11 @@ class Plan:
         return reduced
 
     def _reduce_bucket(
-        self, pieces: list[tf.Tensor], index: int
+        self, pieces: list[tf.Tensor], state: LayoutState, index: int
     ) -> tuple[list[tf.Tensor], tf.Tensor, list[tuple[tf.Variable, tf.Tensor]]]:
         """The bucket's reduced pieces, whether all are finite on all ranks, and what to keep in which variable."""
-        settings, state = self.settings, self.states[index]
+        settings = self.settings
+        shapes = [tuple(piece.shape.as_list()) for piece in pieces]
         predivide = settings.gradient_predivide_factor
         if predivide != 1.0:
             pieces = [piece / predivide for piece in pieces]
@@ -167,7 +185,7 @@ class Plan:
         scale = predivide / ranks if settings.op == hvd.Average else 1.0
         share = Share(pieces, residuals, decay, bool(state.residuals), self._seeds(index))
         group = Group(settings.process_set, f"{self.name}_bucket_{index}")
-        pattern = choice.choose(settings.compressor, self.pieces[index].shapes, ranks)
+        pattern = choice.choose(settings.compressor, shapes, ranks)
         total, left, ok = pattern.reduce(settings.compressor, share, scale, group)
         changes = [(v, tf.cast(new, v.dtype)) for v, new in zip(state.residuals, left)]
         for variable, velocity, piece, new in zip(state.velocities, velocities, pieces, left):
@@ -191,15 +209,18 @@ class Plan:
         shared = noise.fold(tf.cast(self.step, tf.int32), index)
         return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
 
-    def _pieces(self, bucket: Bucket) -> FlatPieces | WholeTensors:
-        """The pieces in which the compressor sees the bucket."""
+    def _layout(self, members: Bucket) -> FlatPieces | WholeTensors:
+        """The pieces in which the compressor sees these gradients."""
         compressor, ranks = self.settings.compressor, self.settings.process_set.size()
         if compressor.per_tensor:
-            return WholeTensors(bucket)
-        shared = FlatPieces(bucket, multiple=ranks)
-        if choice.choose(compressor, shared.shapes, ranks) is choice.scatter_reduce:
+            return WholeTensors(members)
+        bucket_bytes = self.settings.bucket_bytes
+        largest = max(SMALLEST, min(LARGEST, bucket_bytes // 4))
+        shared = FlatPieces(members, ranks, compressor.alignment, largest)
+        first = shared.in_buckets(bucket_bytes)[0]
+        if choice.choose(compressor, shared.shapes[: first.stop], ranks) is choice.scatter_reduce:
             return shared
-        return FlatPieces(bucket)
+        return FlatPieces(members, 1, compressor.alignment, largest)
 
     def _is_compressed(self, i: int) -> bool:
         if isinstance(self.settings.compressor, NoCompression) or not self.dtypes[i].is_floating:
@@ -209,7 +230,7 @@ class Plan:
             return size > 0
         return len(self.shapes[i]) > 1 and size >= self.settings.min_compress_size
 
-    def _new_state(self, shapes: Sequence[tuple[int, ...]]) -> BucketState:
+    def _new_state(self, shapes: Sequence[tuple[int, ...]]) -> LayoutState:
         def zeros(what: str, dtype: str) -> list[tf.Variable]:
             with tf.device(self.settings.device_dense):
                 return [
@@ -217,7 +238,7 @@ class Plan:
                     for shape in shapes
                 ]
 
-        return BucketState(
+        return LayoutState(
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back else [],
             zeros("velocity", "float32") if self.settings.momentum_correction else [],
         )
@@ -230,15 +251,15 @@ class Plan:
         ranks = self.settings.process_set.size()
         plain = {
             i: math.prod(self.shapes[i]) * self.dtypes[i].size
-            for bucket in (*self.buckets, *self.dense)
+            for bucket in (*(layout.bucket for layout in self.layouts), *self.dense)
             for i in bucket.members
         }
         dense = sum(plain[i] for bucket in self.dense for i in bucket.members)
         sent = uncompressed.bytes_sent(dense, ranks)
         compressor = self.settings.compressor
-        for pieces in self.pieces:
-            pattern = choice.choose(compressor, pieces.shapes, ranks)
-            sent += pattern.bytes_sent(compressor, pieces.shapes, ranks)
+        for layout, pieces in self.buckets:
+            shapes = layout.shapes[pieces.start : pieces.stop]
+            sent += choice.choose(compressor, shapes, ranks).bytes_sent(compressor, shapes, ranks)
         return sent, uncompressed.bytes_sent(sum(plain.values()), ranks)
 
 

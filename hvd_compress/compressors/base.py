@@ -66,13 +66,15 @@ class Compressor(horovod_compression.Compressor):
         summable: Whether the payload is one tensor of floats that may be summed before it is
             decompressed; it then crosses in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
-        per_tensor: Whether it needs each gradient in its own shape rather than flat buckets.
+        per_tensor: Whether it needs each gradient in its own shape rather than flat pieces.
+        alignment: Pieces whose size is a multiple of this are encoded without padding; others too.
     """
 
     error_feedback: bool = True
     summable: bool = False
     sparse: bool = False
     per_tensor: bool = False
+    alignment: int = 16
 
     @property
     def spec(self) -> str:

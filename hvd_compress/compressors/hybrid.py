@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..kernels import select
 from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept, size_of
 from .quantize import Quantize, decode_blocks, encode_blocks
-from .sparse import select_strided
+from .sparse import exact_stride, select_strided
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,19 @@ class Hybrid(BuiltinCompressor):
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
         object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
 
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """Such that blocks are of one size."""
+        return exact_stride(self.ratio)
+
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """Each block's row, then the parts of the quantized values."""
         n = size_of(shape)
         k = kept(self.ratio, n)
-        return [tf.TensorSpec([k], select.row_dtype(n, k)), *Quantize(self.bits).layout((k,))]
+        return [
+            tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k))),
+            *Quantize(self.bits).layout((k,)),
+        ]
 
     def encode(
         self,

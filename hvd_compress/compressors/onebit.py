@@ -30,6 +30,7 @@ class OneBit(BuiltinCompressor):
     """
 
     name: ClassVar[str] = "onebit"
+    alignment = BLOCK
 
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The magnitude of each block, then the signs."""
@@ -47,24 +48,27 @@ class OneBit(BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Takes means and signs; see `Compressor.encode`."""
-        mean, finite = _means(gradient, residual, decay)
-        signs, left = _signs(gradient, residual, mean, decay, keep)
+        gradients = blocks.of(gradient, BLOCK)
+        residuals = None if residual is None else blocks.of(residual, BLOCK)
+        mean, finite = _means(gradients, residuals, decay, gradient.shape.num_elements())
+        signs, left = _signs(gradients, residuals, mean, decay, keep)
+        if left is not None:
+            left = blocks.back(left, gradient.shape)
         return Encoded([mean, signs], tuple(gradient.shape.as_list()), left, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Spreads the means with their signs, and sums, in one pass."""
-        return _decode_sum([list(parts) for parts in ranks], ctx, scale)
+        return blocks.back(_decode_sum([list(parts) for parts in ranks], scale), ctx)
 
 
 @compiled
-def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tuple[tf.Tensor, tf.Tensor]:
-    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
-    n = flat.shape[0]
-    block = blocks.block_size(n, BLOCK)
-    values = blocks.to_blocks(flat, block)
-    rows, repeated = values.shape[0], -n % block
-    magnitude = tf.abs(values)
+def _means(
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, n: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    magnitude = tf.abs(fed_back(gradient, residual, decay))
+    rows, block = magnitude.shape
     real = tf.constant(float(block))
+    repeated = rows * block - n
     if repeated:
         real = float(block) - repeated * tf.cast(tf.range(rows)[:, None] == rows - 1, tf.float32)
         magnitude = tf.where(tf.range(block, dtype=tf.float32) < real, magnitude, 0.0)
@@ -77,20 +81,17 @@ def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tup
 def _signs(
     gradient: tf.Tensor, residual: tf.Tensor | None, mean: tf.Tensor, decay: float, keep: bool
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
-    values = blocks.to_blocks(flat, blocks.block_size(flat.shape[0], BLOCK))
+    values = fed_back(gradient, residual, decay)
     negative = values < 0.0
-    left = None
-    if keep:
-        left = blocks.from_blocks(values - tf.where(negative, -mean, mean), flat.shape[0])
-        left = tf.reshape(left, gradient.shape)
+    left = values - tf.where(negative, -mean, mean) if keep else None
     return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], left
 
 
 @compiled
-def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Tensor) -> tf.Tensor:
+def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
     total = None
     for mean, signs in ranks:
-        values = tf.where(bitpack.unpack([signs], 1) > 0, -mean, mean)
+        size = mean[:, None]
+        values = tf.where(bitpack.unpack([signs], 1) > 0, -size, size)
         total = values if total is None else total + values
-    return tf.reshape(blocks.from_blocks(total * scale, size_of(shape)), shape)
+    return total * scale

@@ -50,6 +50,8 @@ class Quantize(BuiltinCompressor):
     """
 
     name: ClassVar[str] = "quantize"
+    # Whole blocks, whose parts begin at multiples of 64 bytes.
+    alignment = 16 * BLOCK
     bits: int
     rounding: str = "nearest"
     clip: float | None = None
@@ -104,7 +106,7 @@ class Quantize(BuiltinCompressor):
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Unpacks, dequantizes and sums in one pass."""
-        return decode_blocks([list(parts) for parts in ranks], self.bits, ctx, scale)
+        return decode_blocks(ranks, self.bits, ctx, scale)
 
 
 def encode_blocks(
@@ -116,8 +118,12 @@ def encode_blocks(
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
     """Quantizes gradient + decay * residual: the parts, what they leave out, and whether all is finite."""
-    step, base, finite = _grid(gradient, residual, decay, bits, seed is not None)
-    codes, left = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
+    gradients = blocks.of(gradient, BLOCK)
+    residuals = None if residual is None else blocks.of(residual, BLOCK)
+    step, base, finite = _grid(gradients, residuals, decay, bits, seed is not None)
+    codes, left = _quantize(gradients, residuals, step, base, decay, bits, seed, keep)
+    if left is not None:
+        left = blocks.back(left, gradient.shape)
     return [step, base, *codes], left, finite
 
 
@@ -125,7 +131,7 @@ def encode_blocks(
 def _grid(
     gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, bits: int, stochastic: bool
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    low, high, finite = linear.extremes(_blocks_of(gradient, residual, decay))
+    low, high, finite = linear.extremes(fed_back(gradient, residual, decay))
     return *linear.grid(low, high, bits, stochastic), finite
 
 
@@ -140,32 +146,28 @@ def _quantize(
     seed: tf.Tensor | None,
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    values = _blocks_of(gradient, residual, decay)
+    values = fed_back(gradient, residual, decay)
     draws = None
     if seed is not None:
         draws = tf.reshape(noise.uniform(seed, values.shape[0] * values.shape[1]), values.shape)
     codes, decoded = linear.quantize(values, step, base, bits, draws)
-    left = None
-    if keep:
-        left = tf.reshape(blocks.from_blocks(values - decoded, gradient.shape.num_elements()), gradient.shape)
-    return bitpack.pack(codes, bits), left
+    return bitpack.pack(codes, bits), values - decoded if keep else None
 
 
-def _blocks_of(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:
-    flat = tf.reshape(fed_back(gradient, residual, decay), [-1])
-    return blocks.to_blocks(flat, blocks.block_size(flat.shape[0], BLOCK))
-
-
-@compiled
 def decode_blocks(
     ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
 ) -> tf.Tensor:
     """The scaled sum of what `encode_blocks` made of tensors of this shape on several ranks."""
+    return blocks.back(_decode_sum([list(parts) for parts in ranks], bits, scale), shape)
+
+
+@compiled
+def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
     total = None
     for step, base, *packed in ranks:
-        values = linear.dequantize(bitpack.unpack(packed, bits), step, base)
+        values = linear.dequantize(bitpack.unpack(packed, bits), step[:, None], base[:, None])
         total = values if total is None else total + values
-    return tf.reshape(blocks.from_blocks(total * scale, size_of(shape)), shape)
+    return total * scale
 
 
 def clip_to_percentile(flat: tf.Tensor, percentile: float) -> tf.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Callable, ClassVar
 
@@ -95,11 +96,19 @@ class BlockTopK(BuiltinCompressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
 
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """Such that blocks are of one size."""
+        return exact_stride(self.ratio)
+
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The values, then each block's row."""
         n = size_of(shape)
         k = kept(self.ratio, n)
-        return [tf.TensorSpec([k], tf.float32), tf.TensorSpec([k], select.row_dtype(n, k))]
+        return [
+            tf.TensorSpec([k], tf.float32),
+            tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k))),
+        ]
 
     def encode(
         self,
@@ -158,6 +167,11 @@ class RandomK(BuiltinCompressor):
         """False when unbiased."""
         return not self.unbiased
 
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """Such that blocks are of one size."""
+        return exact_stride(self.ratio)
+
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The values."""
         return [tf.TensorSpec([kept(self.ratio, size_of(shape))], tf.float32)]
@@ -176,11 +190,11 @@ class RandomK(BuiltinCompressor):
         n = x.shape[0]
         k = kept(self.ratio, n)
         rows = select.strided_random(n, k, noise.fold(seeds.shared, self.seed))
-        values = _gather(x, rows)
-        left = tf.reshape(select.strided_rest(x, None, 1.0, rows, values), shape) if keep else None
-        if self.unbiased:
-            values = _scale_up(values, n)
-            left = tf.reshape(select.strided_rest(x, None, 1.0, rows, values), shape) if keep else None
+        values = _take(x, rows, self.unbiased)
+        left = None
+        if keep:
+            rest = select.strided_rest(select.strided(x, k), None, 1.0, rows, values)
+            left = tf.reshape(select.unstrided(rest, n), shape)
         return Encoded([values], (shape, rows), left, _residual.all_finite(x))
 
     def decode_sum(
@@ -193,13 +207,19 @@ class RandomK(BuiltinCompressor):
 
 
 @compiled
-def _gather(flat: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    return tf.gather(flat, select.strided_indices(rows))
+def _take(flat: tf.Tensor, rows: tf.Tensor, unbiased: bool) -> tf.Tensor:
+    values = tf.gather(flat, select.strided_indices(rows))
+    counts = select.strided_counts(flat.shape[0], rows.shape[0])
+    return values * tf.cast(counts, tf.float32) if unbiased else values
 
 
-@compiled
-def _scale_up(values: tf.Tensor, n: int) -> tf.Tensor:
-    return values * tf.cast(select.strided_counts(n, values.shape[0]), tf.float32)
+def exact_stride(ratio: float) -> int:
+    """A number of which pieces should be multiples, so that all strided blocks are of one size.
+
+    1 / ratio where that is whole, and a multiple of 16 besides (64 bytes, as slices want).
+    """
+    size = round(1.0 / ratio)
+    return math.lcm(16, size) if abs(size * ratio - 1.0) < 1e-9 else 16
 
 
 def select_strided(
@@ -211,13 +231,13 @@ def select_strided(
         Rows ([k]); values (float32 [k]); a function that tells what is left (float32 [n])
         when so much of each value was sent; whether all is finite.
     """
-    flat = tf.reshape(gradient, [-1])
-    old = None if residual is None else tf.reshape(residual, [-1])
-    n = flat.shape[0]
+    n = gradient.shape.num_elements()
     k = kept(ratio, n)
-    rows, values, finite = select.strided_top1(flat, old, decay, k)
+    grid = select.strided(tf.reshape(gradient, [-1]), k)
+    old = None if residual is None else select.strided(tf.reshape(residual, [-1]), k)
+    rows, values, finite = select.strided_top1(grid, old, decay)
 
     def left(sent: tf.Tensor) -> tf.Tensor:
-        return select.strided_rest(flat, old, decay, rows, sent)
+        return select.unstrided(select.strided_rest(grid, old, decay, rows, sent), n)
 
     return rows, values, left, finite

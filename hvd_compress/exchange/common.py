@@ -91,9 +91,9 @@ def flagged_bytes(nbytes: int) -> int:
     return nbytes + 1 if nbytes < 4096 else 64 * (nbytes // 64 + 1)
 
 
-def flag_of(payload: tf.Tensor, end: int) -> tf.Tensor:
-    """Whether the flag of the payload that ends at byte `end` is up."""
-    return payload[end - 1] == 1
+def flag_of(payload: tf.Tensor) -> tf.Tensor:
+    """Whether the payload's flag is up."""
+    return payload[-1] == 1
 
 
 def all_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -117,7 +117,27 @@ def decode_sum(
     return total
 
 
-def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> tf.Tensor:
-    """The payloads, uint8 [nbytes] on each rank, of all ranks in their order: [ranks * nbytes]."""
+def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> list[tf.Tensor]:
+    """The payloads, uint8 [nbytes] on each rank, of all ranks in their order."""
+    if group.size == 2:
+        # Between two, an alltoall saves the copies of one's own payload: 59 ms against 87 for 26 MB.
+        (theirs,) = alltoall([payload], group, phase)
+        return [payload, theirs] if group.rank == 0 else [theirs, payload]
     gathered = hvd.allgather(payload, **group.keywords(phase))
-    return tf.ensure_shape(gathered, [group.size * payload.shape[0]])
+    return _in_parts(gathered, group.size, payload.shape[0])
+
+
+def alltoall(payloads: Sequence[tf.Tensor], group: Group, phase: str) -> list[tf.Tensor]:
+    """Sends one payload, uint8 [nbytes], to each other rank; returns theirs. Both in the order of ranks."""
+    length = payloads[0].shape[0]
+    with tf.device("CPU"):  # where Horovod reads them
+        splits = tf.constant([0 if rank == group.rank else length for rank in range(group.size)], tf.int32)
+    sent = payloads[0] if len(payloads) == 1 else tf.concat(list(payloads), 0)
+    received = hvd.alltoall(sent, splits=splits, **group.keywords(phase))
+    received = received[0] if isinstance(received, (tuple, list)) else received
+    return _in_parts(received, len(payloads), length)
+
+
+def _in_parts(joined: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
+    joined = tf.ensure_shape(joined, [count * length])
+    return [joined[i * length : (i + 1) * length] for i in range(count)]

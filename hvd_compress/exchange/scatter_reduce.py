@@ -17,58 +17,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from .. import payload as _payload
 from .. import residual
 from ..compressors import Compressor, Seeds
 from ..kernels import noise
-from .common import (
-    Group,
-    Reduced,
-    Shape,
-    Share,
-    all_of,
-    allgather,
-    decode_sum,
-    factor,
-    flag_of,
-    flagged_bytes,
-    with_flag,
-)
+from . import common
+from .common import Group, Reduced, Shape, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`; the pieces are of one shape, and a multiple of the ranks."""
     each = len(share.pieces) // group.size
-    mine = range(group.rank * each, (group.rank + 1) * each)
     layout = compressor.layout(tuple(share.pieces[0].shape.as_list()))
     step = _payload.nbytes(layout)
-    length = flagged_bytes(each * step)
 
     # What is never read of the own pieces' encoding is pruned from the graph.
     encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
-    received = _alltoall(
-        [
-            with_flag(
-                [part for e in encoded[owner * each : (owner + 1) * each] for part in e.parts],
-                all_of([e.finite for e in encoded[owner * each : (owner + 1) * each]]),
-            )
-            for owner in range(group.size)
-            if owner != group.rank
-        ],
-        group,
-    )
-    others = range(group.size - 1)
-    flags = [flag_of(received, (rank + 1) * length) for rank in others]
+    outgoing = []
+    for owner in range(group.size):
+        part = encoded[owner * each : (owner + 1) * each]
+        if owner != group.rank:
+            finite = common.all_of([e.finite for e in part])
+            outgoing.append(common.with_flag([p for e in part for p in e.parts], finite))
+    received = common.alltoall(outgoing, group, "_scatter")
 
     residuals = [e.residual for e in encoded]
+    flags = [common.flag_of(payload) for payload in received]
     parts: list[tf.Tensor] = []
-    for j, i in enumerate(mine):
+    for j in range(each):
+        i = group.rank * each + j
         own = residual.add(share.pieces[i], share.residuals[i], share.decay)
-        ranks = [_payload.take(received, layout, rank * length + j * step) for rank in others]
-        rest = decode_sum(compressor, ranks, encoded[i].ctx, tf.constant(1.0))
+        ranks = [_payload.take(payload, layout, j * step) for payload in received]
+        rest = common.decode_sum(compressor, ranks, encoded[i].ctx, tf.constant(1.0))
         seeds = share.seeds_of(i)
         # Not the first encoding's noise again.
         seeds = Seeds(seeds.shared, noise.fold(seeds.local, -1))
@@ -77,29 +59,18 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         flags.append(again.finite)
         residuals[i] = again.residual
 
-    gathered = allgather(with_flag(parts, all_of(flags)), group, "_gather")
-    ok = all_of([flag_of(gathered, (rank + 1) * length) for rank in range(group.size)])
-    times = factor(scale, ok)
+    payloads = common.allgather(common.with_flag(parts, common.all_of(flags)), group, "_gather")
+    ok = common.all_of([common.flag_of(payload) for payload in payloads])
+    factor = common.factor(scale, ok)
     pieces = []
     for i, e in enumerate(encoded):
         owner, j = divmod(i, each)
-        piece = _payload.take(gathered, layout, owner * length + j * step)
-        pieces.append(decode_sum(compressor, [piece], e.ctx, times))
+        piece = _payload.take(payloads[owner], layout, j * step)
+        pieces.append(common.decode_sum(compressor, [piece], e.ctx, factor))
     return Reduced(pieces, residuals, ok)
-
-
-def _alltoall(payloads: Sequence[tf.Tensor], group: Group) -> tf.Tensor:
-    """Sends one payload to each other rank; returns theirs, uint8 [(ranks - 1) * nbytes], in their order."""
-    length = payloads[0].shape[0]
-    with tf.device("CPU"):  # where Horovod reads them
-        splits = tf.constant([0 if rank == group.rank else length for rank in range(group.size)], tf.int32)
-    sent = tf.concat(list(payloads), 0)
-    received = hvd.alltoall(sent, splits=splits, **group.keywords("_scatter"))
-    received = received[0] if isinstance(received, (tuple, list)) else received
-    return tf.ensure_shape(received, sent.shape)
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
     """What each rank sends: n - 1 payloads of 1 / n of the bucket, twice."""
     part = len(shapes) // ranks * _payload.nbytes(compressor.layout(shapes[0]))
-    return 2 * (ranks - 1) * flagged_bytes(part)
+    return 2 * (ranks - 1) * common.flagged_bytes(part)

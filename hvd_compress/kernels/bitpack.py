@@ -38,19 +38,23 @@ def pack(codes: tf.Tensor, bits: int) -> list[tf.Tensor]:
 
 
 def unpack(packed: list[tf.Tensor], bits: int) -> tf.Tensor:
-    """The inverse of `pack`, for fields [..., block * width / 8] with any leading axes."""
+    """The inverse of `pack`: int32 codes [rows, a, b], a * b = block.
+
+    Not flattened, as XLA writes what was reshaped two to three times as slowly; outside, a reshape is free.
+    """
+    fields_ = [_unpack_field(byte, width) for width, byte in zip(fields(bits), packed)]
+    if len(fields_) == 1:
+        return fields_[0]
     codes = None
-    for width, byte in zip(fields(bits), packed):
-        if width < 8:
-            shifts = tf.reshape(tf.range(0, 8, width, dtype=tf.int32), [-1, 1])
-            field = tf.bitwise.right_shift(byte[..., None, :], tf.cast(shifts, tf.uint8))
-            field = tf.bitwise.bitwise_and(field, tf.constant((1 << width) - 1, tf.uint8))
-            field = tf.reshape(field, [*byte.shape[:-1], byte.shape[-1] * (8 // width)])
-        else:
-            field = byte
-        codes = (
-            field
-            if codes is None
-            else tf.bitwise.bitwise_or(tf.bitwise.left_shift(codes, tf.constant(width, tf.uint8)), field)
-        )
+    for width, field in zip(fields(bits), fields_):  # spread over other numbers of rows: brought together
+        field = tf.reshape(field, [field.shape[0], 1, -1])
+        codes = field if codes is None else tf.bitwise.bitwise_or(tf.bitwise.left_shift(codes, width), field)
     return codes
+
+
+def _unpack_field(byte: tf.Tensor, width: int) -> tf.Tensor:
+    wide = tf.cast(byte, tf.int32)[:, None, :]
+    if width == 8:
+        return wide
+    shifts = tf.reshape(tf.range(0, 8, width, dtype=tf.int32), [1, -1, 1])
+    return tf.bitwise.bitwise_and(tf.bitwise.right_shift(wide, shifts), (1 << width) - 1)

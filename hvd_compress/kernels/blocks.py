@@ -1,8 +1,13 @@
-"""A flat vector as a matrix of blocks."""
+"""A flat vector as a matrix of blocks.
+
+Outside of compiled kernels, which then take and return matrices: there a reshape is free, while XLA writes
+what was reshaped or padded at two to three times the cost.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -34,6 +39,17 @@ def from_blocks(blocks: tf.Tensor, n: int) -> tf.Tensor:
     """The inverse of `to_blocks`: the first `n` elements, flat."""
     flat = tf.reshape(blocks, [-1])
     return flat if flat.shape[0] == n else flat[:n]
+
+
+def of(tensor: tf.Tensor, largest: int) -> tf.Tensor:
+    """The elements of `tensor` as [blocks, block size], blocks of at most `largest`."""
+    flat = tf.reshape(tensor, [-1])
+    return to_blocks(flat, block_size(flat.shape[0], largest))
+
+
+def back(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """The inverse of `of`: the first elements of `blocks` in this shape."""
+    return tf.reshape(from_blocks(blocks, math.prod(shape)), shape)
 
 
 def halving(blocks: tf.Tensor, reduce_pair: object) -> tf.Tensor:

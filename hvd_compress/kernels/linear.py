@@ -92,7 +92,7 @@ def quantize(
 
 
 def dequantize(codes: tf.Tensor, step: tf.Tensor, base: tf.Tensor) -> tf.Tensor:
-    """The float32 values that uint8 `codes` stand for."""
+    """The float32 values that `codes`, of any integer dtype, stand for."""
     return (tf.cast(codes, tf.float32) + base) * step
 
 

@@ -58,26 +58,38 @@ def stride_blocks(n: int, k: int) -> int:
     return math.ceil(n / k)
 
 
-def row_dtype(n: int, k: int) -> tf.DType:
-    """The shortest integer that holds a row of `k` strided blocks of `n` elements."""
-    rows = stride_blocks(n, k)
+def row_dtype(rows: int) -> tf.DType:
+    """The shortest integer that holds one of `rows` rows."""
     return tf.uint8 if rows <= 256 else tf.uint16 if rows <= 65536 else tf.int32
+
+
+def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
+    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; zeros fill the last row."""
+    missing = stride_blocks(flat.shape[0], k) * k - flat.shape[0]
+    if missing:
+        # Outside of compiled kernels: padding inside costs twice the whole selection.
+        flat = tf.concat([flat, tf.zeros([missing], flat.dtype)], 0)
+    return tf.reshape(flat, [-1, k])
+
+
+def unstrided(grid: tf.Tensor, n: int) -> tf.Tensor:
+    """The inverse of `strided`: the first `n` elements, flat."""
+    flat = tf.reshape(grid, [-1])
+    return flat if flat.shape[0] == n else flat[:n]
 
 
 @compiled
 def strided_top1(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, k: int
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Of each of `k` strided blocks of gradient + decay * residual (float32 [n]), the largest |element|.
+    """Of each column of gradient + decay * residual (float32 [rows, k]), the largest |element|.
 
     Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. The largest is
     found as one integer maximum over magnitudes whose lowest bits hold the row, so that near ties (closer
     than 2**-15 for up to 256 rows) may go to either.
     """
-    flat = fed_back(gradient, residual, decay)
-    n = flat.shape[0]
-    rows = stride_blocks(n, k)
-    grid = tf.reshape(tf.pad(flat, [[0, rows * k - n]]) if rows * k > n else flat, [rows, k])
+    grid = fed_back(gradient, residual, decay)
+    rows = grid.shape[0]
     low = (1 << max(rows - 1, 1).bit_length()) - 1
     bits = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~low)
     # Of equal magnitudes the first row wins: a zero of the padding never stands before a real one.
@@ -87,26 +99,19 @@ def strided_top1(
     finite = tf.reduce_all(best < 0x7F800000)
     chosen = low - tf.bitwise.bitwise_and(best, low)
     where = strided_indices(chosen)
-    old = None if residual is None else tf.gather(residual, where)
-    return tf.cast(chosen, row_dtype(n, k)), fed_back(tf.gather(gradient, where), old, decay), finite
+    old = None if residual is None else tf.gather(tf.reshape(residual, [-1]), where)
+    values = fed_back(tf.gather(tf.reshape(gradient, [-1]), where), old, decay)
+    return tf.cast(chosen, row_dtype(rows)), values, finite
 
 
 @compiled
 def strided_rest(
-    gradient: tf.Tensor,
-    residual: tf.Tensor | None,
-    decay: float,
-    rows: tf.Tensor,
-    sent: tf.Tensor | float,
+    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, rows: tf.Tensor, sent: tf.Tensor
 ) -> tf.Tensor:
-    """Gradient + decay * residual (float32 [n]), less `sent` [k] at `rows` [k] of the strided blocks."""
-    flat = fed_back(gradient, residual, decay)
-    n, k = flat.shape[0], rows.shape[0]
-    depth = stride_blocks(n, k)
-    row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
-    grid = tf.reshape(tf.pad(flat, [[0, depth * k - n]]) if depth * k > n else flat, [depth, k])
-    left = tf.reshape(tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid), [-1])
-    return left if depth * k == n else left[:n]
+    """Gradient + decay * residual (float32 [rows, k]), less `sent` [k] at `rows` [k] of the columns."""
+    grid = fed_back(gradient, residual, decay)
+    row = tf.reshape(tf.range(grid.shape[0], dtype=tf.int32), [-1, 1])
+    return tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid)
 
 
 @compiled
@@ -127,18 +132,20 @@ def strided_indices(rows: tf.Tensor) -> tf.Tensor:
     return rows * k + tf.range(k, dtype=tf.int32)
 
 
-@compiled
 def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
     """Puts each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, else zero.
 
     Sums over the ranks, in order, into float32 [n], and multiplies by `scale`.
     """
-    k = ranks[0][0].shape[0]
-    depth = stride_blocks(n, k)
+    depth = stride_blocks(n, ranks[0][0].shape[0])
+    return unstrided(_spread([tuple(pair) for pair in ranks], depth, scale), n)
+
+
+@compiled
+def _spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], depth: int, scale: tf.Tensor) -> tf.Tensor:
     row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
     total = None
     for values, rows in ranks:
         put = tf.where(row == tf.cast(rows, tf.int32), values, 0.0)
         total = put if total is None else total + put
-    flat = tf.reshape(total * scale, [-1])
-    return flat if depth * k == n else flat[:n]
+    return total * scale

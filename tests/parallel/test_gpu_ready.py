@@ -92,7 +92,7 @@ def check(graph, *expected):
 @pytest.mark.parametrize("spec", SPECS)
 def test_allgather_and_allreduce(spec):
     summed = spec == "none" or spec.startswith("randomk")
-    check(traced(spec), "HorovodGroupedAllreduce", *([] if summed else ["HorovodAllgather"]))
+    check(traced(spec), "HorovodGroupedAllreduce", *([] if summed else ["HorovodAlltoall"]))
 
 
 @pytest.mark.np4
