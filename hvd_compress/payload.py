@@ -114,7 +114,7 @@ def take(payload: tf.Tensor, specs: Sequence[tf.TensorSpec], start: int) -> list
     parts = []
     for spec in specs:
         end = start + nbytes([spec])
-        parts.append(_from_bytes(payload[start:end], spec))
+        parts.append(_from_bytes(tf.strided_slice(payload, [start], [end], [1]), spec))
         start = end
     return parts
 

@@ -157,4 +157,4 @@ def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _slice(flat: tf.Tensor, first: int, last: int) -> tf.Tensor:
-    return flat if last - first == flat.shape[0] else flat[first:last]
+    return flat if last - first == flat.shape[0] else tf.strided_slice(flat, [first], [last], [1])

@@ -149,8 +149,8 @@ class Plan:
                 )
                 for i, result in zip(bucket.members, results):
                     reduced[i] = tf.ensure_shape(result, self.shapes[i])
-                    if self.layouts and result.dtype.is_floating:
-                        oks.append(residual.all_finite(result))
+                if self.layouts:
+                    oks.append(_all_finite([result for result in results if result.dtype.is_floating]))
             self._commit(oks, commits)
             for i in self.sparse:
                 reduced[i] = hvd.allreduce(
@@ -261,6 +261,19 @@ class Plan:
             shapes = layout.shapes[pieces.start : pieces.stop]
             sent += choice.choose(compressor, shapes, ranks).bytes_sent(compressor, shapes, ranks)
         return sent, uncompressed.bytes_sent(sum(plain.values()), ranks)
+
+
+def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether no element of any of the tensors is infinite or NaN; small ones are looked at together."""
+    small, checks = [], []
+    for tensor in tensors:
+        if tensor.dtype == tf.float64 or tensor.shape.num_elements() > 2**16:
+            checks.append(residual.all_finite(tensor))
+        else:
+            small.append(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
+    if small:
+        checks.append(residual.all_finite(tf.concat(small, 0)))
+    return tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)
 
 
 def check_not_in_xla() -> None:

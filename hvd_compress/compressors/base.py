@@ -19,10 +19,11 @@ Shape = tuple[int, ...]
 
 
 class Seeds(NamedTuple):
-    """Where randomness comes from in one step; int32 scalars."""
+    """Where randomness comes from in one step; int32 scalars and a number."""
 
     shared: tf.Tensor  # the same on all ranks: for choices that they must agree on
     local: tf.Tensor  # another on each rank: for noise that should average out
+    piece: int = 0  # to be folded in: each piece draws other numbers
 
 
 def no_seeds() -> Seeds:

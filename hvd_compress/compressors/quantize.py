@@ -93,7 +93,9 @@ class Quantize(BuiltinCompressor):
     ) -> Encoded:
         """Quantizes and packs; see `Compressor.encode`."""
         shape = tuple(gradient.shape.as_list())
-        seed = noise.fold(seeds.local, self.seed) if self.rounding == "stochastic" else None
+        seed = None
+        if self.rounding == "stochastic":
+            seed = noise.fold(noise.fold(seeds.local, seeds.piece), self.seed)
         if self.clip is None:
             parts, left, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
             return Encoded(parts, shape, left, finite)

@@ -189,7 +189,7 @@ class RandomK(BuiltinCompressor):
         x = tf.reshape(_residual.add(gradient, residual, decay), [-1])
         n = x.shape[0]
         k = kept(self.ratio, n)
-        rows = select.strided_random(n, k, noise.fold(seeds.shared, self.seed))
+        rows = select.strided_random(n, k, noise.fold(noise.fold(seeds.shared, seeds.piece), self.seed))
         values = _take(x, rows, self.unbiased)
         left = None
         if keep:

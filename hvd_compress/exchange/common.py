@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
-from ..kernels import noise
 
 Shape = tuple[int, ...]
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
@@ -63,12 +62,8 @@ class Share(NamedTuple):
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes piece `i`."""
-        seeds = self.seeds_of(i)
+        seeds = self.seeds._replace(piece=i)
         return compressor.encode(self.pieces[i], seeds, self.residuals[i], self.decay, self.keep)
-
-    def seeds_of(self, i: int) -> Seeds:
-        """The seeds for piece `i`."""
-        return Seeds(noise.fold(self.seeds.shared, i), noise.fold(self.seeds.local, i))
 
 
 class Reduced(NamedTuple):
@@ -140,4 +135,4 @@ def alltoall(payloads: Sequence[tf.Tensor], group: Group, phase: str) -> list[tf
 
 def _in_parts(joined: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
     joined = tf.ensure_shape(joined, [count * length])
-    return [joined[i * length : (i + 1) * length] for i in range(count)]
+    return [tf.strided_slice(joined, [i * length], [(i + 1) * length], [1]) for i in range(count)]

@@ -21,8 +21,7 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from .. import residual
-from ..compressors import Compressor, Seeds
-from ..kernels import noise
+from ..compressors import Compressor
 from . import common
 from .common import Group, Reduced, Shape, Share
 
@@ -51,9 +50,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         own = residual.add(share.pieces[i], share.residuals[i], share.decay)
         ranks = [_payload.take(payload, layout, j * step) for payload in received]
         rest = common.decode_sum(compressor, ranks, encoded[i].ctx, tf.constant(1.0))
-        seeds = share.seeds_of(i)
-        # Not the first encoding's noise again.
-        seeds = Seeds(seeds.shared, noise.fold(seeds.local, -1))
+        seeds = share.seeds._replace(piece=len(encoded) + i)  # not the first encoding's noise again
         again = compressor.encode(rest, seeds, own, 1.0, share.keep)
         parts += again.parts
         flags.append(again.finite)
