@@ -126,13 +126,18 @@ class Plan:
         oks, commits = [], []
         with tf.name_scope(self.name), tf.device(self.settings.device_dense):
             b = 0
+            after: list[tf.Tensor] = []
             for layout, state in zip(self.layouts, self.states):
                 members = layout.bucket.members
                 pieces = layout.cut([gradients[i] for i in members])
                 totals: list[tf.Tensor] = []
                 for chosen in (pieces_ for layout_, pieces_ in self.buckets if layout_ is layout):
                     part = slice(chosen.start, chosen.stop)
-                    total, ok, changes = self._reduce_bucket(pieces[part], state.part(part), b)
+                    # One bucket after the other: TensorFlow would encode them all before it sends the first.
+                    with tf.control_dependencies(after):
+                        mine = [tf.identity(piece) for piece in pieces[part]]
+                    total, ok, changes, outgoing = self._reduce_bucket(mine, state.part(part), b)
+                    after = [outgoing]
                     totals += total
                     oks.append(ok)
                     commits += changes
@@ -163,8 +168,8 @@ class Plan:
 
     def _reduce_bucket(
         self, pieces: list[tf.Tensor], state: LayoutState, index: int
-    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tuple[tf.Variable, tf.Tensor]]]:
-        """The bucket's reduced pieces, whether all are finite on all ranks, and what to keep in which variable."""
+    ) -> tuple[list[tf.Tensor], tf.Tensor, list[tuple[tf.Variable, tf.Tensor]], tf.Tensor]:
+        """The bucket's reduced pieces, whether all are finite, what to keep in which variable, what is sent."""
         settings = self.settings
         shapes = [tuple(piece.shape.as_list()) for piece in pieces]
         predivide = settings.gradient_predivide_factor
@@ -186,11 +191,11 @@ class Plan:
         share = Share(pieces, residuals, decay, bool(state.residuals), self._seeds(index))
         group = Group(settings.process_set, f"{self.name}_bucket_{index}")
         pattern = choice.choose(settings.compressor, shapes, ranks)
-        total, left, ok = pattern.reduce(settings.compressor, share, scale, group)
+        total, left, ok, outgoing = pattern.reduce(settings.compressor, share, scale, group)
         changes = [(v, tf.cast(new, v.dtype)) for v, new in zip(state.residuals, left)]
         for variable, velocity, piece, new in zip(state.velocities, velocities, pieces, left):
             changes.append((variable, residual.mask(velocity, piece - new)))
-        return total, ok, changes
+        return total, ok, changes, outgoing
 
     def _commit(self, oks: Sequence[tf.Tensor], changes: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
         """Keeps the new residuals, unless any gradient of any rank was not finite."""

@@ -4,7 +4,7 @@ For payloads that must not be summed as they are. All ranks decode the same payl
 their results are the same to the bit.
 
 1. Each rank encodes its pieces and joins what comes of it into one payload.
-2. Allgather (ring: Thakur, Rabenseifner and Gropp 2005).
+2. Allgather (ring: Thakur, Rabenseifner and Gropp 2005; between two ranks by other means, see `common`).
 3. Each rank decodes and sums.
 """
 
@@ -22,7 +22,8 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
     """Sums the ranks' pieces, times `scale`."""
     encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
     finite = common.all_of([e.finite for e in encoded])
-    payloads = common.allgather(common.with_flag([p for e in encoded for p in e.parts], finite), group)
+    outgoing = common.with_flag([part for e in encoded for part in e.parts], finite)
+    payloads = common.allgather(outgoing, group)
     ok = common.all_of([common.flag_of(payload) for payload in payloads])
     factor = common.factor(scale, ok)
     pieces, start = [], 0
@@ -31,7 +32,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         ranks = [_payload.take(payload, layout, start) for payload in payloads]
         pieces.append(common.decode_sum(compressor, ranks, e.ctx, factor))
         start += _payload.nbytes(layout)
-    return Reduced(pieces, [e.residual for e in encoded], ok)
+    return Reduced(pieces, [e.residual for e in encoded], ok, outgoing)
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:

@@ -17,7 +17,8 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
     encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
     values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
     broken = tf.cast(~all_of([e.finite for e in encoded]), tf.float32)[None]
-    total = hvd.allreduce(tf.concat([*values, broken], 0), op=hvd.Sum, **group.keywords(""))
+    outgoing = tf.concat([*values, broken], 0)
+    total = hvd.allreduce(outgoing, op=hvd.Sum, **group.keywords(""))
     ok = total[-1] == 0.0
     times = factor(scale, ok)
     pieces, start = [], 0
@@ -25,7 +26,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         part = tf.reshape(total[start : start + value.shape[0]], e.parts[0].shape)
         pieces.append(compressor.decode_sum([[part]], e.ctx, times))
         start += value.shape[0]
-    return Reduced(pieces, [e.residual for e in encoded], ok)
+    return Reduced(pieces, [e.residual for e in encoded], ok, outgoing)
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:

@@ -91,8 +91,7 @@ def check(graph, *expected):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_allgather_and_allreduce(spec):
-    summed = spec == "none" or spec.startswith("randomk")
-    check(traced(spec), "HorovodGroupedAllreduce", *([] if summed else ["HorovodAlltoall"]))
+    check(traced(spec), "HorovodGroupedAllreduce", *([] if spec == "none" else ["HorovodAllreduce"]))
 
 
 @pytest.mark.np4
