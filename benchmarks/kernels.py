@@ -1,7 +1,7 @@
 """How long each kernel takes, as a multiple of `x + 1` on the same data in the same run, on one core.
 
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --only int8 --piece 25165824
+    python benchmarks/kernels.py --only int8 --piece 24576000
 
 Kernels run as they do in a training step: compiled, in a tf.function, over pieces of the gradient. The ratios
 depend on the version of TensorFlow, which the table names.
@@ -18,6 +18,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import common
 
+# About as large as pieces are in training, and a multiple of what all these compressors want.
+PIECE = 1_024_000
 # Name, compressor, ranks whose payloads are decoded (0: encode with residual).
 KERNELS = [
     ("residual + int8", "int8", 0),
@@ -40,13 +42,11 @@ KERNELS = [
 
 
 def arguments() -> argparse.Namespace:
-    from hvd_compress.pieces import LARGEST
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--elements", type=int, default=24 * 2**20, help="default: %(default)s")
-    parser.add_argument("--piece", type=int, default=LARGEST, help="elements at once (default: %(default)s)")
+    parser.add_argument("--elements", type=int, default=24 * PIECE, help="default: %(default)s")
+    parser.add_argument("--piece", type=int, default=PIECE, help="elements at once (default: %(default)s)")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write the result there")

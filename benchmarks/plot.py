@@ -24,15 +24,17 @@ Result = dict[str, Any]
 
 def exchange(results: list[Result], out: Path) -> None:
     """Times faster than stock Horovod, a group of bars for each link."""
-    methods = [name for name in results[0]["methods"] if name != "horovod none"]
+    results = sorted(results, key=lambda r: (r["workers"], -r["methods"]["horovod none"]["median"]))
+    everything = list(dict.fromkeys(name for r in results for name in r["methods"]))
+    methods = [name for name in everything if name != "horovod none"]
     figure, axes = plt.subplots(figsize=(11, 5))
     width = 0.8 / len(methods)
     colors = plt.get_cmap("tab20").colors
     for m, name in enumerate(methods):
-        ratios = [r["methods"]["horovod none"]["median"] / r["methods"][name]["median"] for r in results]
+        ratios = [ratio(r, name) for r in results]
         places = [i + (m - len(methods) / 2 + 0.5) * width for i in range(len(results))]
         bars = axes.bar(places, ratios, width, label=name, color=colors[m % 20])
-        axes.bar_label(bars, [f"{r:.1f}" for r in ratios], fontsize=6, rotation=90, padding=2)
+        axes.bar_label(bars, [f"{r:.1f}" if r else "" for r in ratios], fontsize=6, rotation=90, padding=2)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_xticks(range(len(results)), [f"{r['workers']} hosts, {r['label']}" for r in results])
@@ -43,13 +45,20 @@ def exchange(results: list[Result], out: Path) -> None:
     print(f"\n### {results[0]['model']}: ms, median (times faster than Horovod without compression)\n")
     print("| method | " + " | ".join(f"{r['workers']} hosts, {r['label']}" for r in results) + " | MB sent |")
     print("|---|" + "---:|" * (len(results) + 1))
-    for name in results[0]["methods"]:
+    for name in everything:
         cells = []
         for r in results:
-            ms, base = r["methods"][name]["median"], r["methods"]["horovod none"]["median"]
-            cells.append(f"{ms * 1e3:,.0f} ({base / ms:.1f}x)")
+            ms = r["methods"].get(name, {}).get("median", 0.0) * 1e3
+            cells.append(f"{ms:,.0f} ({ratio(r, name):.1f}x)" if ms else "")
         sent = results[0]["methods"][name]["sent"] / 1e6
         print(f"| {name} | " + " | ".join(cells) + f" | {sent:,.2f} |")
+
+
+def ratio(result: Result, name: str) -> float:
+    """How many times faster than stock Horovod a method was; 0 where it was not measured."""
+    if name not in result["methods"]:
+        return 0.0
+    return result["methods"]["horovod none"]["median"] / result["methods"][name]["median"]
 
 
 def kernels(results: list[Result], out: Path) -> None:

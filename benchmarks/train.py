@@ -73,7 +73,9 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
         else:
             tape = hvdc.DistributedGradientTape(tape, compression=method)
         variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        # The TensorFlow variables inside those of Keras 3, which Horovod's tape needs.
+        sources = [v if isinstance(v, tf.Variable) else v.value for v in variables]
+        optimizer.apply_gradients(zip(tape.gradient(loss, sources), variables))
 
     @tf.function
     def predict(x: tf.Tensor) -> tf.Tensor:
