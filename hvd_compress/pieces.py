@@ -53,9 +53,9 @@ class WholeTensors:
             room -= 4 * size
         return ranges
 
-    def cut(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients as float32."""
-        return [tf.cast(tensor, tf.float32) for tensor in tensors]
+    def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
+        """The chosen ones of the gradients as float32."""
+        return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chosen]
 
     def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`."""
@@ -98,7 +98,7 @@ class FlatPieces:
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
         """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least `multiple`."""
-        each = self.multiple * max(1, bucket_bytes // (4 * self.size * self.multiple))
+        each = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
         return [range(i, min(i + each, self.count)) for i in range(0, self.count, each)]
 
     @property
@@ -107,26 +107,26 @@ class FlatPieces:
         cell = _CELL if self.bucket.numel >= 100 * _CELL else 1
         return [0, *itertools.accumulate(cell * math.ceil(size / cell) for size in self.bucket.sizes)]
 
-    def cut(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The pieces, float32 [size] each."""
-        flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        flats = [tf.cast(flat, tf.float32) for flat in flats]
-        parts: list[list[tf.Tensor]] = [[] for _ in range(self.count)]
-        ends = [0] * self.count
+    def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
+        """The chosen pieces, float32 [size] each."""
+        parts: dict[int, list[tf.Tensor]] = {piece: [] for piece in chosen}
+        ends = dict.fromkeys(chosen, 0)
 
         def fill(piece: int, upto: int) -> None:
             if upto > ends[piece]:
                 parts[piece].append(tf.zeros([upto - ends[piece]]))
                 ends[piece] = upto
 
-        for flat, spans in zip(flats, self._spans()):
-            for piece, begin, first, last in spans:
+        for tensor, spans in zip(tensors, self._spans()):
+            here = [span for span in spans if span[0] in chosen]
+            flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32) if here else None
+            for piece, begin, first, last in here:
                 fill(piece, begin)
                 parts[piece].append(_slice(flat, first, last))
                 ends[piece] = begin + last - first
-        for piece in range(self.count):
+        for piece in chosen:
             fill(piece, self.size)
-        return [_concat(part) for part in parts]
+        return [_concat(parts[piece]) for piece in chosen]
 
     def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`: tensors of the gradients' shapes, in their `dtypes`."""

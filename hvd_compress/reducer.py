@@ -31,9 +31,10 @@ class LayoutState:
     residuals: list[tf.Variable]  # of `residual_dtype`; empty without error feedback
     velocities: list[tf.Variable]  # float32; empty without momentum correction
 
-    def part(self, pieces: slice) -> LayoutState:
+    def part(self, pieces: range) -> LayoutState:
         """The state of some of the pieces."""
-        return LayoutState(self.residuals[pieces], self.velocities[pieces])
+        part = slice(pieces.start, pieces.stop)
+        return LayoutState(self.residuals[part], self.velocities[part])
 
 
 class Reducer:
@@ -129,14 +130,12 @@ class Plan:
             after: list[tf.Tensor] = []
             for layout, state in zip(self.layouts, self.states):
                 members = layout.bucket.members
-                pieces = layout.cut([gradients[i] for i in members])
                 totals: list[tf.Tensor] = []
-                for chosen in (pieces_ for layout_, pieces_ in self.buckets if layout_ is layout):
-                    part = slice(chosen.start, chosen.stop)
+                for chosen in (pieces for owner, pieces in self.buckets if owner is layout):
                     # One bucket after the other: TensorFlow would encode them all before it sends the first.
                     with tf.control_dependencies(after):
-                        mine = [tf.identity(piece) for piece in pieces[part]]
-                    total, ok, changes, outgoing = self._reduce_bucket(mine, state.part(part), b)
+                        pieces = layout.cut([gradients[i] for i in members], chosen)
+                    total, ok, changes, outgoing = self._reduce_bucket(pieces, state.part(chosen), b)
                     after = [outgoing]
                     totals += total
                     oks.append(ok)

@@ -21,7 +21,7 @@ def gradients(shapes, dtypes):
 
 
 def assert_round_trip(pieces, tensors, dtypes):
-    cut = pieces.cut(tensors)
+    cut = [piece for chosen in pieces.in_buckets(1) for piece in pieces.cut(tensors, chosen)]
     assert [tuple(piece.shape) for piece in cut] == pieces.shapes
     assert all(piece.dtype == tf.float32 for piece in cut)
     for tensor, again in zip(tensors, pieces.join(cut, dtypes)):
@@ -49,7 +49,8 @@ def test_cut_and_join(shapes, multiple, largest):
 
 def test_gradients_lie_one_after_the_other():
     bucket = Bucket((3, 1), ((3,), (2, 2)))
-    (piece,) = FlatPieces(bucket).cut([tf.constant([1.0, 2, 3]), tf.constant([[4.0, 5], [6, 7]])])
+    gradients = [tf.constant([1.0, 2, 3]), tf.constant([[4.0, 5], [6, 7]])]
+    (piece,) = FlatPieces(bucket).cut(gradients, range(1))
     assert piece.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -78,7 +79,22 @@ def test_large_gradients_are_not_copied():
 
     @tf.function
     def cut(a, b):
-        return FlatPieces(Bucket((0,), ((2**21,),)), 1, 4096).cut([tf.reshape(a, [-1])])
+        return FlatPieces(Bucket((0,), ((2**21,),)), 1, 4096).cut([a], range(2))
 
     ops = {op.type for op in cut.get_concrete_function(tf.zeros([1024, 2048]), 0).graph.get_operations()}
     assert "ConcatV2" not in ops and "StridedSlice" in ops
+
+
+def test_pieces_in_buckets():
+    pieces = FlatPieces(Bucket((0,), ((10**6,),)), 1, 16, 10**5)
+    assert (pieces.count, pieces.size) == (10, 10**5)
+    assert pieces.in_buckets(1) == [range(i, i + 1) for i in range(10)]
+    assert pieces.in_buckets(12 * 10**5) == [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
+    assert pieces.in_buckets(10**9) == [range(10)]
+    shared = FlatPieces(Bucket((0,), ((10**6,),)), 4, 16, 10**5)
+    assert shared.count == 12
+    assert shared.in_buckets(1) == [range(0, 4), range(4, 8), range(8, 12)]  # every rank owns as many
+    whole = WholeTensors(Bucket((2, 1, 0), ((10,), (20,), (30,))))
+    assert whole.in_buckets(1) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert whole.in_buckets(120) == [range(0, 2), range(2, 3)]
+    assert whole.in_buckets(10**9) == [range(3)]
