@@ -51,8 +51,10 @@ def start(*args):
 
 
 @needs_root
-def test_each_host_has_an_address_and_its_workers():
-    process = start("--hosts", "2", "--workers-per-host", "2", "--", sys.executable, "-c", f"'{HOSTS}'")
+def test_each_host_has_an_address_and_its_workers(tmp_path):
+    script = tmp_path / "hosts.py"
+    script.write_text(HOSTS)
+    process = start("--hosts", "2", "--workers-per-host", "2", "--", sys.executable, str(script))
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err[-3000:]
     lines = sorted(
@@ -91,9 +93,7 @@ def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_when_it_is_killed(number):
-    process = start(
-        "--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", "'import time; time.sleep(1000)'"
-    )
+    process = start("--hosts", "2", "--rate", "1gbit", "--", "sleep", "1000")
     deadline = time.time() + 60
     while time.time() < deadline and "h1" not in "".join(left_over(process.pid)):
         time.sleep(0.2)
