@@ -52,6 +52,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     import horovod.tensorflow as hvd
     import numpy as np
     import tensorflow as tf
+    from custom_loop import tf_variables
     from keras_mnist import build_model
     from tensorflow import keras
 
@@ -73,9 +74,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
         else:
             tape = hvdc.DistributedGradientTape(tape, compression=method)
         variables = model.trainable_variables
-        # The TensorFlow variables inside those of Keras 3, which Horovod's tape needs.
-        sources = [v if isinstance(v, tf.Variable) else v.value for v in variables]
-        optimizer.apply_gradients(zip(tape.gradient(loss, sources), variables))
+        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
 
     @tf.function
     def predict(x: tf.Tensor) -> tf.Tensor:

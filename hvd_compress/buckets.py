@@ -53,7 +53,8 @@ def assign(
     """
     order = sorted(members, reverse=True)
     if groups is None:
-        chunks = _by_size(shapes, order, bucket_bytes)
+        sizes = [4 * math.prod(shapes[i]) for i in order]
+        chunks = [order[run.start : run.stop] for run in runs(sizes, bucket_bytes)]
     elif isinstance(groups, int):
         chunks = _evenly(order, groups)
     else:
@@ -63,17 +64,17 @@ def assign(
     return [Bucket(tuple(chunk), tuple(shapes[i] for i in chunk)) for chunk in chunks]
 
 
-def _by_size(shapes: Sequence[Shape], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    chunks: list[list[int]] = []
+def runs(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive positions whose sizes add up to `limit` at most; what is larger stands alone."""
+    found: list[range] = []
     room = 0
-    for i in order:
-        size = 4 * math.prod(shapes[i])
-        if not chunks or size > room:
-            chunks.append([])
-            room = bucket_bytes
-        chunks[-1].append(i)
+    for i, size in enumerate(sizes):
+        if not found or size > room:
+            found.append(range(i, i))
+            room = limit
+        found[-1] = range(found[-1].start, i + 1)
         room -= size
-    return chunks
+    return found
 
 
 def _evenly(order: Sequence[int], count: int) -> list[list[int]]:

@@ -11,13 +11,14 @@ nothing is copied.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from .buckets import Bucket, Shape
+from .buckets import Bucket, Shape, runs
 
 LARGEST = 2**20
 # Where small buckets are asked for, pieces are not cut smaller than this.
@@ -43,15 +44,7 @@ class WholeTensors:
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
         """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least one."""
-        ranges: list[range] = []
-        room = 0
-        for i, size in enumerate(self.bucket.sizes):
-            if 4 * size > room or not ranges:
-                ranges.append(range(i, i))
-                room = bucket_bytes
-            ranges[-1] = range(ranges[-1].start, i + 1)
-            room -= 4 * size
-        return ranges
+        return runs([4 * size for size in self.bucket.sizes], bucket_bytes)
 
     def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
         """The chosen ones of the gradients as float32."""
@@ -78,12 +71,12 @@ class FlatPieces:
     alignment: int = 16
     largest: int = LARGEST
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """The number of pieces."""
         return self.multiple * math.ceil(max(1, self._offsets[-1]) / (self.largest * self.multiple))
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The elements of each piece."""
         size = math.ceil(self._offsets[-1] / self.count)
@@ -101,7 +94,7 @@ class FlatPieces:
         each = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
         return [range(i, min(i + each, self.count)) for i in range(0, self.count, each)]
 
-    @property
+    @functools.cached_property
     def _offsets(self) -> list[int]:
         """Where each gradient begins, and the end of the last."""
         cell = _CELL if self.bucket.numel >= 100 * _CELL else 1
@@ -117,7 +110,7 @@ class FlatPieces:
                 parts[piece].append(tf.zeros([upto - ends[piece]]))
                 ends[piece] = upto
 
-        for tensor, spans in zip(tensors, self._spans()):
+        for tensor, spans in zip(tensors, self._spans):
             here = [span for span in spans if span[0] in chosen]
             flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32) if here else None
             for piece, begin, first, last in here:
@@ -131,13 +124,14 @@ class FlatPieces:
     def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`: tensors of the gradients' shapes, in their `dtypes`."""
         tensors = []
-        for shape, dtype, spans in zip(self.bucket.shapes, dtypes, self._spans()):
+        for shape, dtype, spans in zip(self.bucket.shapes, dtypes, self._spans):
             parts = [
                 _slice(pieces[piece], begin, begin + last - first) for piece, begin, first, last in spans
             ]
             tensors.append(tf.cast(tf.reshape(_concat(parts), shape), dtype))
         return tensors
 
+    @functools.cached_property
     def _spans(self) -> list[list[tuple[int, int, int, int]]]:
         """Where each gradient lies: piece, position in it, first and last element (exclusive) there."""
         size, spans = self.size, []

@@ -12,7 +12,7 @@ import tensorflow as tf
 from .. import residual as _residual
 from ..kernels import indices, select
 from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept
-from .sparse import TopK
+from .sparse import TopK, cleared, scattered_sum, taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,24 +74,15 @@ class BlockSparse(BuiltinCompressor):
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
         chosen = select.top_k(norms, kept(self.ratio, m))
-        left = None
-        if keep:
-            nothing = tf.zeros([chosen.shape[0], self.block * self.block])
-            left = self._matrix(tf.tensor_scatter_nd_update(tiles, chosen[:, None], nothing), shape)
-        parts = [tf.gather(tiles, chosen), *indices.pack(chosen, m)]
-        return Encoded(parts, shape, left, _residual.all_finite(x))
+        left = self._matrix(cleared(tiles, chosen), shape) if keep else None
+        return Encoded(taken(tiles, chosen), shape, left, _residual.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the blocks, rank after rank, to zeros."""
         grid = self._grid(ctx)
         if grid is None:
             return TopK(self.ratio).decode_sum(ranks, ctx, scale)
-        m = math.prod(grid)
-        total = tf.fill([m, self.block * self.block], 0.0 * scale)  # not zeros: NaN must reach every element
-        for values, *packed in ranks:
-            where = indices.unpack(packed, m, values.shape[0])
-            total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
-        return self._matrix(total, ctx)
+        return self._matrix(scattered_sum(ranks, math.prod(grid), scale), ctx)
 
     def _matrix(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:
         rows, columns = self._grid(shape) or (0, 0)

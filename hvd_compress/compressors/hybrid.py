@@ -9,13 +9,13 @@ from typing import ClassVar
 import tensorflow as tf
 
 from ..kernels import select
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept, size_of
+from .base import Encoded, Seeds, Shape, check_ratio, check_whole, kept, size_of
 from .quantize import Quantize, decode_blocks, encode_blocks
-from .sparse import exact_stride, select_strided
+from .sparse import Strided, select_strided
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(BuiltinCompressor):
+class Hybrid(Strided):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
     Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
@@ -31,7 +31,6 @@ class Hybrid(BuiltinCompressor):
     """
 
     name: ClassVar[str] = "hybrid"
-    sparse = True
     ratio: float
     bits: int
 
@@ -39,19 +38,10 @@ class Hybrid(BuiltinCompressor):
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
         object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
 
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Such that blocks are of one size."""
-        return exact_stride(self.ratio)
-
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """Each block's row, then the parts of the quantized values."""
-        n = size_of(shape)
-        k = kept(self.ratio, n)
-        return [
-            tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k))),
-            *Quantize(self.bits).layout((k,)),
-        ]
+        rows = self.rows_of(size_of(shape))
+        return [rows, *Quantize(self.bits).layout(tuple(rows.shape))]
 
     def encode(
         self,
@@ -62,11 +52,10 @@ class Hybrid(BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Selects, then quantizes; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
         rows, values, left, finite = select_strided(gradient, residual, decay, self.ratio)
         parts, error, _ = encode_blocks(values, None, 1.0, self.bits, None, keep)
-        kept_back = tf.reshape(left(values - error), shape) if keep else None
-        return Encoded([rows, *parts], shape, kept_back, finite)
+        shape = tuple(gradient.shape.as_list())
+        return Encoded([rows, *parts], shape, left(values - error) if keep else None, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then puts and sums them in one pass."""

@@ -53,27 +53,35 @@ class TopK(BuiltinCompressor):
         shape = tuple(gradient.shape.as_list())
         x = _residual.add(gradient, residual, decay)
         flat = tf.reshape(x, [-1])
-        n = flat.shape[0]
-        chosen = select.top_k(flat, kept(self.ratio, n))
-        left = None
-        if keep:
-            nothing = tf.zeros(chosen.shape)
-            left = tf.reshape(tf.tensor_scatter_nd_update(flat, chosen[:, None], nothing), shape)
-        parts = [tf.gather(flat, chosen), *indices.pack(chosen, n)]
-        return Encoded(parts, shape, left, _residual.all_finite(x))
+        chosen = select.top_k(flat, kept(self.ratio, flat.shape[0]))
+        left = tf.reshape(cleared(flat, chosen), shape) if keep else None
+        return Encoded(taken(flat, chosen), shape, left, _residual.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
-        """Scatters rank after rank: each rank's indices are distinct, so the order of sums is fixed."""
-        n = size_of(ctx)
-        total = tf.fill([n], 0.0 * scale)  # not zeros: a NaN must reach every element
-        for values, *packed in ranks:
-            where = indices.unpack(packed, n, values.shape[0])
-            total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
-        return tf.reshape(total, ctx)
+        """Scatters rank after rank into zeros."""
+        return tf.reshape(scattered_sum(ranks, size_of(ctx), scale), ctx)
+
+
+class Strided(BuiltinCompressor):
+    """A compressor that keeps one element of each of k = max(1, ceil(ratio * n)) strided blocks."""
+
+    sparse = True
+    ratio: float
+
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """Such that all blocks are of one size: 1 / ratio where that is whole, and 64 bytes for slices."""
+        size = round(1.0 / self.ratio)
+        return math.lcm(16, size) if abs(size * self.ratio - 1.0) < 1e-9 else 16
+
+    def rows_of(self, n: int) -> tf.TensorSpec:
+        """Each block's row, for `n` elements."""
+        k = kept(self.ratio, n)
+        return tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k)))
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockTopK(BuiltinCompressor):
+class BlockTopK(Strided):
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     Block j holds elements j, j + k, j + 2 k, ...: B = ceil(n / k) of them, spread over the whole vector, so
@@ -96,19 +104,10 @@ class BlockTopK(BuiltinCompressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
 
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Such that blocks are of one size."""
-        return exact_stride(self.ratio)
-
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The values, then each block's row."""
-        n = size_of(shape)
-        k = kept(self.ratio, n)
-        return [
-            tf.TensorSpec([k], tf.float32),
-            tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k))),
-        ]
+        rows = self.rows_of(size_of(shape))
+        return [tf.TensorSpec(rows.shape, tf.float32), rows]
 
     def encode(
         self,
@@ -119,10 +118,9 @@ class BlockTopK(BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Selects; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
         rows, values, left, finite = select_strided(gradient, residual, decay, self.ratio)
-        kept_back = tf.reshape(left(values), shape) if keep else None
-        return Encoded([values, rows], shape, kept_back, finite)
+        shape = tuple(gradient.shape.as_list())
+        return Encoded([values, rows], shape, left(values) if keep else None, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Puts and sums in one pass."""
@@ -131,7 +129,7 @@ class BlockTopK(BuiltinCompressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(BuiltinCompressor):
+class RandomK(Strided):
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     All ranks draw the same elements from a shared seed, another choice each step, so no index is sent
@@ -166,11 +164,6 @@ class RandomK(BuiltinCompressor):
     def error_feedback(self) -> bool:  # type: ignore[override]
         """False when unbiased."""
         return not self.unbiased
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Such that blocks are of one size."""
-        return exact_stride(self.ratio)
 
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The values."""
@@ -213,13 +206,28 @@ def _take(flat: tf.Tensor, rows: tf.Tensor, unbiased: bool) -> tf.Tensor:
     return values * tf.cast(counts, tf.float32) if unbiased else values
 
 
-def exact_stride(ratio: float) -> int:
-    """A number of which pieces should be multiples, so that all strided blocks are of one size.
+def taken(rows: tf.Tensor, chosen: tf.Tensor) -> list[tf.Tensor]:
+    """The parts that say which of `rows` [n, ...] were chosen (int64 [k], ascending), and what they hold."""
+    return [tf.gather(rows, chosen), *indices.pack(chosen, rows.shape[0])]
 
-    1 / ratio where that is whole, and a multiple of 16 besides (64 bytes, as slices want).
+
+def cleared(rows: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
+    """`rows` [n, ...] with zeros where they were chosen."""
+    nothing = tf.zeros([*chosen.shape, *rows.shape[1:]])
+    return tf.tensor_scatter_nd_update(rows, chosen[:, None], nothing)
+
+
+def scattered_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
+    """The scaled sum, [n, ...], of what `taken` made of `n` rows on several ranks.
+
+    Rank after rank: each one's indices are distinct, so the order of sums is fixed.
     """
-    size = round(1.0 / ratio)
-    return math.lcm(16, size) if abs(size * ratio - 1.0) < 1e-9 else 16
+    values = ranks[0][0]
+    total = tf.fill([n, *values.shape[1:]], 0.0 * scale)  # not zeros: a NaN must reach every element
+    for values, *packed in ranks:
+        where = indices.unpack(packed, n, values.shape[0])
+        total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
+    return total
 
 
 def select_strided(
@@ -228,8 +236,8 @@ def select_strided(
     """The largest element of each strided block of gradient + decay * residual.
 
     Returns:
-        Rows ([k]); values (float32 [k]); a function that tells what is left (float32 [n])
-        when so much of each value was sent; whether all is finite.
+        Rows ([k]); values (float32 [k]); a function that tells what is left (float32 in the
+        gradient's shape) when so much of each value was sent; whether all is finite.
     """
     n = gradient.shape.num_elements()
     k = kept(ratio, n)
@@ -238,6 +246,7 @@ def select_strided(
     rows, values, finite = select.strided_top1(grid, old, decay)
 
     def left(sent: tf.Tensor) -> tf.Tensor:
-        return select.unstrided(select.strided_rest(grid, old, decay, rows, sent), n)
+        rest = select.unstrided(select.strided_rest(grid, old, decay, rows, sent), n)
+        return tf.reshape(rest, gradient.shape)
 
     return rows, values, left, finite
