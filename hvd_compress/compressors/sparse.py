@@ -223,7 +223,9 @@ def scattered_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor
     Rank after rank: each one's indices are distinct, so the order of sums is fixed.
     """
     values = ranks[0][0]
-    total = tf.fill([n, *values.shape[1:]], 0.0 * scale)  # not zeros: a NaN must reach every element
+    # Not just zeros: a NaN must reach every element. Not 0.0 * scale: TensorFlow's optimizer makes that zero.
+    nothing = tf.where(tf.math.is_nan(scale), scale, tf.zeros_like(scale))
+    total = tf.fill([n, *values.shape[1:]], nothing)
     for values, *packed in ranks:
         where = indices.unpack(packed, n, values.shape[0])
         total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
