@@ -90,9 +90,19 @@ class FlatPieces:
         return [(self.size,)] * self.count
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
-        """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least `multiple`."""
-        each = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
-        return [range(i, min(i + each, self.count)) for i in range(0, self.count, each)]
+        """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least `multiple`.
+
+        Of several buckets the first is the smallest, as in PyTorch's DistributedDataParallel, and each next
+        one at most twice as large: the link has something to carry sooner, and what it carries lasts until
+        the next bucket is encoded.
+        """
+        largest = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
+        found: list[range] = []
+        first, take = 0, self.multiple if self.count > largest else largest
+        while first < self.count:
+            found.append(range(first, min(first + take, self.count)))
+            first, take = first + take, min(2 * take, largest)
+        return found
 
     @functools.cached_property
     def _offsets(self) -> list[int]:

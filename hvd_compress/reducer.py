@@ -12,7 +12,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import buckets, residual
+from . import buckets, host_memory, residual
 from .buckets import Bucket
 from .compressors import NoCompression, Seeds
 from .exchange import choice, uncompressed
@@ -50,6 +50,7 @@ class Reducer:
         # their reducers in the same order.
         self._name = f"hvdc_{next(_instances)}_{_plain(settings.name)}"
 
+    @tf.autograph.experimental.do_not_convert  # has nothing to convert, which takes twice as long as tracing
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients, averaged or summed over the ranks of the process set.
 
@@ -77,6 +78,7 @@ class Reducer:
             for g, v in zip(gradients, variables)
         )
         if key not in self.plans:
+            host_memory.keep_freed_memory()
             with tf.init_scope():
                 self.plans[key] = Plan(f"{self._name}_{len(self.plans)}", self.settings, gradients, variables)
         return self.plans[key].run(list(gradients))
@@ -115,7 +117,7 @@ class Plan:
         rest = [i for i in tensors if i not in set(chosen)]
         self.dense = buckets.assign(self.shapes, rest, settings.bucket_bytes, None if chosen else groups)
         self.states = [self._new_state(layout.shapes) for layout in self.layouts]
-        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_step")
+        self.step = _variable(tf.constant(0, tf.int64), f"{name}_step")
         self._function = tf.function(self._run, autograph=False)
 
     def run(self, gradients: list[Any]) -> list[Any]:
@@ -126,6 +128,11 @@ class Plan:
         reduced: list[Any] = [None] * len(gradients)
         oks, commits = [], []
         with tf.name_scope(self.name), tf.device(self.settings.device_dense):
+            dense = [self._reduce_dense(gradients, b) for b in range(len(self.dense))]
+            for bucket, result in zip(self.dense, dense):
+                for i, tensor in zip(bucket.members, result.tensors):
+                    reduced[i] = tensor
+                oks.append(result.finite)
             b = 0
             after: list[tf.Tensor] = []
             for layout, state in zip(self.layouts, self.states):
@@ -133,6 +140,9 @@ class Plan:
                 totals: list[tf.Tensor] = []
                 for chosen in (pieces for owner, pieces in self.buckets if owner is layout):
                     # One bucket after the other: TensorFlow would encode them all before it sends the first.
+                    # The dense ones go before the last, so as not to cross all alone after it.
+                    if b == len(self.buckets) - 1:
+                        after += [tensor for result in dense for tensor in result.outgoing]
                     with tf.control_dependencies(after):
                         pieces = layout.cut([gradients[i] for i in members], chosen)
                     total, ok, changes, outgoing = self._reduce_bucket(pieces, state.part(chosen), b)
@@ -143,18 +153,6 @@ class Plan:
                     b += 1
                 for i, result in zip(members, layout.join(totals, [self.dtypes[i] for i in members])):
                     reduced[i] = result
-            for b, bucket in enumerate(self.dense):
-                results = uncompressed.reduce(
-                    [gradients[i] for i in bucket.members],
-                    self.settings.op,
-                    self.settings.gradient_predivide_factor,
-                    self.settings.process_set,
-                    f"{self.name}_dense_{b}",
-                )
-                for i, result in zip(bucket.members, results):
-                    reduced[i] = tf.ensure_shape(result, self.shapes[i])
-                if self.layouts:
-                    oks.append(_all_finite([result for result in results if result.dtype.is_floating]))
             self._commit(oks, commits)
             for i in self.sparse:
                 reduced[i] = hvd.allreduce(
@@ -164,6 +162,16 @@ class Plan:
                     process_set=self.settings.process_set,
                 )
         return reduced
+
+    def _reduce_dense(self, gradients: Sequence[Any], index: int) -> uncompressed.Dense:
+        bucket = self.dense[index]
+        return uncompressed.reduce(
+            [tf.ensure_shape(gradients[i], self.shapes[i]) for i in bucket.members],
+            self.settings.op,
+            self.settings.gradient_predivide_factor,
+            self.settings.process_set,
+            f"{self.name}_dense_{index}",
+        )
 
     def _reduce_bucket(
         self, pieces: list[tf.Tensor], state: LayoutState, index: int
@@ -221,8 +229,8 @@ class Plan:
         bucket_bytes = self.settings.bucket_bytes
         largest = max(SMALLEST, min(LARGEST, bucket_bytes // 4))
         shared = FlatPieces(members, ranks, compressor.alignment, largest)
-        first = shared.in_buckets(bucket_bytes)[0]
-        if choice.choose(compressor, shared.shapes[: first.stop], ranks) is choice.scatter_reduce:
+        whole = max(map(len, shared.in_buckets(bucket_bytes)))
+        if choice.choose(compressor, shared.shapes[:whole], ranks) is choice.scatter_reduce:
             return shared
         return FlatPieces(members, 1, compressor.alignment, largest)
 
@@ -237,10 +245,7 @@ class Plan:
     def _new_state(self, shapes: Sequence[tuple[int, ...]]) -> LayoutState:
         def zeros(what: str, dtype: str) -> list[tf.Variable]:
             with tf.device(self.settings.device_dense):
-                return [
-                    tf.Variable(tf.zeros(shape, dtype), trainable=False, name=f"{self.name}_{what}")
-                    for shape in shapes
-                ]
+                return [_variable(tf.zeros(shape, dtype), f"{self.name}_{what}") for shape in shapes]
 
         return LayoutState(
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back else [],
@@ -267,17 +272,10 @@ class Plan:
         return sent, uncompressed.bytes_sent(sum(plain.values()), ranks)
 
 
-def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether no element of any of the tensors is infinite or NaN; small ones are looked at together."""
-    small, checks = [], []
-    for tensor in tensors:
-        if tensor.dtype == tf.float64 or tensor.shape.num_elements() > 2**16:
-            checks.append(residual.all_finite(tensor))
-        else:
-            small.append(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
-    if small:
-        checks.append(residual.all_finite(tf.concat(small, 0)))
-    return tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)
+def _variable(value: tf.Tensor, name: str) -> tf.Variable:
+    # Not lifted out of the function that is being traced, which would trace it a second time; a plan is made
+    # in an init_scope.
+    return tf.Variable(value, trainable=False, name=name, experimental_enable_variable_lifting=False)
 
 
 def check_not_in_xla() -> None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
+from ..kernels.compile import compiled
 
 Shape = tuple[int, ...]
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
@@ -119,10 +120,15 @@ def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> list[tf.Tens
         # Bytes add up modulo 256, so that one's own taken off leaves the other's. As many bytes as an
         # allgather would send, but in an allreduce's small, pipelined pieces: 241 ms against 463 for 26 MB at
         # 1 Gbit/s, where Gloo's allgather mostly fills one direction of the link after the other.
-        theirs = hvd.allreduce(payload, op=hvd.Sum, **group.keywords(phase)) - payload
+        theirs = _difference(hvd.allreduce(payload, op=hvd.Sum, **group.keywords(phase)), payload)
         return [payload, theirs] if group.rank == 0 else [theirs, payload]
     gathered = hvd.allgather(payload, **group.keywords(phase))
     return _in_parts(gathered, group.size, payload.shape[0])
+
+
+@compiled  # TensorFlow's own subtraction of bytes is not vectorized: 12 ms for 26 MB against 1
+def _difference(total: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+    return total - own
 
 
 def alltoall(payloads: Sequence[tf.Tensor], group: Group, phase: str) -> list[tf.Tensor]:

@@ -176,3 +176,49 @@ def test_a_bucket_waits_for_no_gradient_of_the_layers_before_it():
     # 1.5M, 0.5M and 0.03M elements, in buckets of 0.26M.
     assert len(needs) == 8 and needs[-1] == {"third", "second", "first"}
     assert all(need == {"third"} for need in needs[:5])
+
+
+def test_a_plan_is_traced_once(rank):
+    reducer = Reducer(Settings(hvdc.Compression.int8))
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    runs = []
+
+    @tf.function
+    def reduce(gradients):
+        runs.append(1)
+        return reducer(gradients, variables)
+
+    gradients = list(map(tf.constant, draw(rank, 0)))
+    reduce(gradients)
+    reduce(gradients)
+    assert len(runs) == 1
+    (plan,) = reducer.plans.values()
+    assert plan.step.numpy() == 2
+
+
+def test_small_dense_gradients_cross_as_one(gather, rank, size):
+    """Several dtypes and sizes, none compressed."""
+    reducer = Reducer(Settings(hvdc.Compression.none))
+    shapes = [
+        ((3,), tf.float32),
+        ((), tf.float32),
+        ((2, 2), tf.float64),
+        ((300, 100), tf.float32),
+        ((5,), tf.float32),
+    ]
+    variables = [tf.Variable(tf.zeros(shape, dtype)) for shape, dtype in shapes]
+
+    @tf.function
+    def reduce():
+        return reducer([tf.cast(tf.fill(s, rank + 1.0 + i), d) for i, (s, d) in enumerate(shapes)], variables)
+
+    for i, (output, (shape, dtype)) in enumerate(zip(reduce(), shapes)):
+        assert (output.shape, output.dtype) == (shape, dtype)
+        np.testing.assert_allclose(output, np.full(shape, (size + 1) / 2 + i), rtol=1e-6)
+    operations = reduce.get_concrete_function().graph.get_operations()
+    # One of float64, the large one of float32, and the three small ones.
+    assert (
+        sum(len(op.inputs) for op in operations if op.type.startswith("HorovodGrouped"))
+        + sum(op.type == "HorovodAllreduce" for op in operations)
+        == 3
+    )

@@ -89,7 +89,7 @@ def test_pieces_in_buckets():
     pieces = FlatPieces(Bucket((0,), ((10**6,),)), 1, 16, 10**5)
     assert (pieces.count, pieces.size) == (10, 10**5)
     assert pieces.in_buckets(1) == [range(i, i + 1) for i in range(10)]
-    assert pieces.in_buckets(12 * 10**5) == [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
+    assert pieces.in_buckets(12 * 10**5) == [range(0, 1), range(1, 3), range(3, 6), range(6, 9), range(9, 10)]
     assert pieces.in_buckets(10**9) == [range(10)]
     shared = FlatPieces(Bucket((0,), ((10**6,),)), 4, 16, 10**5)
     assert shared.count == 12
