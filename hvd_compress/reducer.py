@@ -22,6 +22,9 @@ from .pieces import LARGEST, SMALLEST, FlatPieces, WholeTensors
 from .settings import Settings
 
 _instances = itertools.count()
+# Into how many buckets a model is divided at least, unless they became smaller than so many bytes of float32.
+_BUCKETS = 4
+_SMALL_BUCKET = 2**20
 
 
 @dataclasses.dataclass
@@ -112,10 +115,11 @@ class Plan:
         self.buckets = [
             (layout, pieces)
             for layout in self.layouts
-            for pieces in layout.in_buckets(settings.bucket_bytes if groups is None else sys.maxsize)
+            for pieces in layout.in_buckets(self._limit(layout.bucket))
         ]
         rest = [i for i in tensors if i not in set(chosen)]
-        self.dense = buckets.assign(self.shapes, rest, settings.bucket_bytes, None if chosen else groups)
+        limit = self._limit(Bucket(tuple(rest), tuple(self.shapes[i] for i in rest)))
+        self.dense = buckets.assign(self.shapes, rest, limit, None if chosen else groups)
         self.states = [self._new_state(layout.shapes) for layout in self.layouts]
         self.step = _variable(tf.constant(0, tf.int64), f"{name}_step")
         self._function = tf.function(self._run, autograph=False)
@@ -221,18 +225,32 @@ class Plan:
         shared = noise.fold(tf.cast(self.step, tf.int32), index)
         return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
 
+    def _limit(self, members: Bucket) -> int:
+        """Bytes of float32 that cross at once at most.
+
+        Small models are divided, too, so that their last layers cross while the backward pass is at the first.
+        """
+        if self.settings.groups is not None:
+            return sys.maxsize
+        # A little more than a quarter, for what pieces are filled up with.
+        return min(self.settings.bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * members.numel / _BUCKETS)))
+
     def _layout(self, members: Bucket) -> FlatPieces | WholeTensors:
         """The pieces in which the compressor sees these gradients."""
         compressor, ranks = self.settings.compressor, self.settings.process_set.size()
         if compressor.per_tensor:
             return WholeTensors(members)
-        bucket_bytes = self.settings.bucket_bytes
-        largest = max(SMALLEST, min(LARGEST, bucket_bytes // 4))
-        shared = FlatPieces(members, ranks, compressor.alignment, largest)
-        whole = max(map(len, shared.in_buckets(bucket_bytes)))
-        if choice.choose(compressor, shared.shapes[:whole], ranks) is choice.scatter_reduce:
+        limit = self._limit(members)
+
+        def pieces_for(owners: int) -> FlatPieces:
+            size = max(SMALLEST, min(LARGEST, limit // 4 // owners))
+            return FlatPieces(members, owners, compressor.alignment, size)
+
+        shared = pieces_for(ranks)
+        bucket = max(map(len, shared.in_buckets(limit)))
+        if choice.choose(compressor, shared.shapes[:bucket], ranks) is choice.scatter_reduce:
             return shared
-        return FlatPieces(members, 1, compressor.alignment, largest)
+        return pieces_for(1)
 
     def _is_compressed(self, i: int) -> bool:
         if isinstance(self.settings.compressor, NoCompression) or not self.dtypes[i].is_floating:
