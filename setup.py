@@ -15,7 +15,8 @@ VERSION_FILE = HERE / "hvd_compress" / "version.py"
 VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="utf-8"))
 
 EXAMPLES = ["scikit-learn", "matplotlib"]
-TEST = ["pytest>=7", "pytest-timeout", "hypothesis", "networkx", "scikit-learn", "psutil"]
+TOPOLOGY = ["networkx"]
+TEST = [*TOPOLOGY, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn", "psutil"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn"]
 # The formatter changes from one minor release to the next.
 DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
@@ -30,5 +31,5 @@ setup(
     packages=find_packages(include=["hvd_compress*"]),
     python_requires=">=3.9",
     install_requires=["numpy", "packaging"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "bench": BENCH, "dev": DEV},
+    extras_require={"examples": EXAMPLES, "test": TEST, "topology": TOPOLOGY, "bench": BENCH, "dev": DEV},
 )

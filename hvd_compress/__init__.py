@@ -10,6 +10,8 @@ from . import _requirements  # noqa: F401  (first: says clearly what is missing)
 from .allreduce import allreduce, grouped_allreduce
 from .compression import Compression
 from .compressors import Compressor
+from .cost import CostModel, Link
+from .cost.calibrate import calibrate
 from .keras import callbacks
 from .keras.optimizer import DistributedOptimizer
 from .payload import Payload
@@ -19,11 +21,14 @@ from .version import __version__
 __all__ = [
     "Compression",
     "Compressor",
+    "CostModel",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Link",
     "Payload",
     "__version__",
     "allreduce",
+    "calibrate",
     "callbacks",
     "grouped_allreduce",
 ]

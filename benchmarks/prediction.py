@@ -1,0 +1,158 @@
+"""How well the calibrated cost model predicts: every compressor, pattern and bucket size against the clock.
+
+    sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/prediction.py
+    horovodrun -np 4 -H one:1,two:1,three:1,four:1 python benchmarks/prediction.py
+
+Runs under horovodrun. Calibrates first, then exchanges one bucket at a time, in every pattern that its compressor
+may cross in. Time is from a barrier until the slowest worker has the sum and its residual, the median of the
+rounds. The error is (predicted - measured) / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import numpy as np
+
+SPECS = ["none", "int8", "int4", "onebit", "block_topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"]
+SIZES = [2**16, 2**20, 2**23, 25 * 2**20]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=SIZES,
+        metavar="BYTES",
+        help="of gradient (default: 64 KB to 25 MB)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    if "HOROVOD_RANK" not in os.environ:
+        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
+    return args
+
+
+def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
+    """The exchange of one bucket of this size, residuals kept."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    import hvd_compress as hvdc
+    from hvd_compress.compressors.base import no_seeds
+    from hvd_compress.exchange import allgather, allreduce, scatter_reduce
+    from hvd_compress.exchange.common import Group, Share
+    from hvd_compress.pieces import LARGEST
+
+    compressor = hvdc.Compression.parse(spec)
+    reduce = {"allgather": allgather, "allreduce": allreduce, "scatter_reduce": scatter_reduce}[
+        pattern
+    ].reduce
+    owners = hvd.size() if pattern == "scatter_reduce" else 1
+    elements = nbytes // 4
+    count = owners * -(-elements // (LARGEST * owners))
+    size = -(-elements // count)
+    random = np.random.default_rng(hvd.rank())
+    pieces = [tf.Variable(random.standard_normal(size).astype(np.float32)) for _ in range(count)]
+    keep = compressor.error_feedback
+    kept = [tf.Variable(tf.zeros([size])) for _ in range(count)] if keep else []
+    name = "".join(c if c.isalnum() else "_" for c in f"{spec}_{pattern}_{nbytes}")
+    group = Group(hvd.global_process_set, name)
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        residuals: list[Any] = [r.value() for r in kept] or [None] * count
+        share = Share([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
+        result = reduce(compressor, share, 1.0 / hvd.size(), group)
+        for variable, value in zip(kept, result.residuals):
+            variable.assign(value)
+        return result.pieces
+
+    return run
+
+
+def main() -> None:
+    args = arguments()
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    import hvd_compress as hvdc
+    from hvd_compress.host_memory import keep_freed_memory
+
+    hvd.init()
+    keep_freed_memory()
+    show = hvd.rank() == 0
+    start = time.perf_counter()
+    calibration = hvdc.calibrate(args.specs)
+    seconds = time.perf_counter() - start
+    model = calibration.model()
+    cases = [
+        (spec, pattern, size)
+        for size in args.sizes
+        for spec in args.specs
+        for pattern in model.patterns(spec)
+    ]
+    rows = []
+    for spec, pattern, size in common.progress(cases, "buckets", show):
+        run = exchange(spec, pattern, size)
+        run()
+        run()
+        times = []
+        for _ in range(args.rounds):
+            common.barrier()
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        slowest = hvd.allreduce(tf.constant(times, tf.float64), op=hvd.Max, name="times").numpy()
+        predicted = model.predict(spec, size, pattern=pattern)
+        rows.append((spec, pattern, size, float(np.median(slowest)), predicted))
+    if not show:
+        return
+    print(calibration)
+    print(f"calibrated in {seconds:.1f} s")
+    errors = [predicted.total / measured - 1.0 for *_, measured, predicted in rows]
+    table = [
+        [
+            f"{spec}, {pattern}", f"{size / 2**20:.3g}", f"{measured * 1e3:.2f}", f"{predicted.total * 1e3:.2f}",
+            f"{predicted.wire * 1e3:.2f}", f"{100 * error:+.0f}%",
+        ]
+        for (spec, pattern, size, measured, predicted), error in zip(rows, errors)
+    ]  # fmt: skip
+    title = f"one bucket, {hvd.size()} workers {args.label}"
+    columns = ["compressor, pattern", "MiB", "measured ms", "predicted ms", "of it wire", "error"]
+    common.print_table(title, columns, table)
+    sizes = sorted(abs(error) for error in errors)
+    within = sum(error <= 0.35 for error in sizes) / len(sizes)
+    print(f"median error {100 * statistics.median(sizes):.0f}%, {100 * within:.0f}% of them within 35%")
+    common.save(
+        args.json,
+        {
+            "benchmark": "prediction", "workers": hvd.size(), "label": args.label, "calibration_seconds": seconds,
+            "cases": [
+                {
+                    "spec": spec, "pattern": pattern, "bytes": size, "measured": measured,
+                    "predicted": {
+                        "encode": predicted.encode, "wire": predicted.wire, "decode": predicted.decode,
+                    },
+                }
+                for spec, pattern, size, measured, predicted in rows
+            ],
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What kernels cost where nothing was measured: one core of a server (AMD EPYC, TensorFlow 2.21).
+
+Medians over 4 MB of gradient with `calibrate`'s own timing. Enough to begin with;
+calibrate on the machine that counts.
+"""
+
+from __future__ import annotations
+
+from .kernels import KernelCost
+
+# By the compressor's name; call, encode, decode, decode_rank.
+KERNELS: dict[str, KernelCost] = {
+    "none": KernelCost(),
+    "fp16": KernelCost(3.1e-4, 3.2e-10, 6.0e-11, 2.2e-11),
+    "bf16": KernelCost(2.8e-4, 2.3e-10, 3.8e-11, 7.7e-12),
+    "quantize": KernelCost(2.2e-4, 4.7e-10, 2.4e-11, 2.4e-11),  # at 8 bits
+    "int4": KernelCost(3.0e-4, 6.7e-10, 3.3e-11, 3.1e-11),
+    "onebit": KernelCost(3.1e-4, 5.3e-10, 3.0e-11, 1.7e-11),
+    "topk": KernelCost(2.6e-4, 1.5e-9, 1.3e-11, 3.5e-10),  # at 1%
+    "randomk": KernelCost(2.6e-4, 5.2e-10, 8.0e-11, 6.1e-12),  # at 1%
+    "block_topk": KernelCost(3.2e-4, 7.0e-10, 2.9e-11, 3.5e-11),  # at 1%
+    "block_sparse": KernelCost(2.8e-4, 1.1e-9, 3.5e-10, 8.3e-11),  # at 1%, blocks of 16 x 16
+    "hybrid": KernelCost(3.0e-4, 7.1e-10, 2.1e-11, 4.7e-11),  # at 1%, 4 bits
+}

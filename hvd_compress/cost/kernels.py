@@ -1,0 +1,30 @@
+"""What encoding and decoding costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCost:
+    """Seconds of one compressor's kernels, per byte of float32 gradient, and per call.
+
+    Attributes:
+        call: Seconds that encoding or decoding takes however small the gradient is.
+        encode: Per byte encoded, residual included.
+        decode: Per byte of the sum that is decoded, whatever the number of payloads.
+        decode_rank: Per byte and payload that goes into the sum.
+    """
+
+    call: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
+    decode_rank: float = 0.0
+
+    def encoding(self, nbytes: float) -> float:
+        """Seconds to encode `nbytes` of gradient."""
+        return self.call + nbytes * self.encode
+
+    def decoding(self, nbytes: float, ranks: float) -> float:
+        """Seconds to decode payloads of `ranks` ranks and sum them to `nbytes` of gradient."""
+        return self.call + nbytes * (self.decode + ranks * self.decode_rank)

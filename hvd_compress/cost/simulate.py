@@ -1,0 +1,202 @@
+"""A collective on any network: messages as flows that share the links they cross.
+
+The network is a networkx graph whose edges carry `alpha` (seconds per message) and `beta` (seconds per byte); in a
+plain graph each edge carries both directions at once. A message takes the sum of the alphas on its way, then flows.
+Flows on the same edge share it max-min fairly, as TCP does in the long run (Bertsekas and Gallager 1992, section
+6.5.2). Needs networkx.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .link import Link
+
+if TYPE_CHECKING:
+    import networkx
+
+Edge = tuple[Hashable, Hashable]
+
+
+class Message(NamedTuple):
+    """What one node sends another."""
+
+    source: Hashable
+    target: Hashable
+    nbytes: float
+
+
+Rounds = Sequence[Sequence[Message]]
+
+
+def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
+    """Seconds until the last message has arrived.
+
+    Args:
+        graph: Edges with `alpha` and `beta`, directed or not.
+        rounds: A node begins to send a round's messages when those of its rounds before, sent and received, are
+            through; it does not wait for other nodes.
+
+    Raises:
+        ValueError: An edge lacks `alpha` or `beta`, or a message's nodes are not connected.
+    """
+    for source, target, data in graph.edges(data=True):
+        if "alpha" not in data or "beta" not in data:
+            raise ValueError(f"simulate: the edge from {source} to {target} needs alpha and beta")
+    waiting = [(r, message) for r, messages in enumerate(rounds) for message in messages]
+    busy: dict[Hashable, list[int]] = {}
+    for r, message in waiting:
+        for node in (message.source, message.target):
+            busy.setdefault(node, []).append(r)
+    now = 0.0
+    active: list[_Flow] = []
+    while waiting or active:
+        first = {node: min(pending) for node, pending in busy.items() if pending}
+        ready = [item for item in waiting if first[item[1].source] == first[item[1].target] == item[0]]
+        waiting = [item for item in waiting if item not in ready] if ready else waiting
+        active += [_Flow(r, message, *_route(graph, message)) for r, message in ready]
+        if not active:
+            raise ValueError("simulate: the rounds wait for each other in a circle")
+        rates = _fair_rates(graph, [flow for flow in active if flow.latency <= 0.0])
+        step = min(
+            flow.latency if flow.latency > 0.0 else flow.left / rates[id(flow)] if flow.left else 0.0
+            for flow in active
+        )
+        now += step
+        going = []
+        for flow in active:
+            if flow.latency > 0.0:
+                flow.latency = 0.0 if flow.latency - step <= 1e-15 else flow.latency - step
+            else:
+                rate = rates[id(flow)]
+                flow.left -= step * rate if math.isfinite(rate) else flow.left
+            if flow.latency <= 0.0 and flow.left <= 1e-9 * (1.0 + flow.message.nbytes):
+                busy[flow.message.source].remove(flow.round)
+                busy[flow.message.target].remove(flow.round)
+            else:
+                going.append(flow)
+        active = going
+    return now
+
+
+class _Flow:
+    """A message on its way."""
+
+    def __init__(self, round_: int, message: Message, path: list[Edge], latency: float) -> None:
+        self.round = round_
+        self.message = message
+        self.path = path
+        self.latency = latency
+        self.left = float(message.nbytes)
+
+
+def _route(graph: Any, message: Message) -> tuple[list[Edge], float]:
+    import networkx
+
+    def cost(source: Hashable, target: Hashable, data: dict[str, float]) -> float:
+        return data["alpha"] + message.nbytes * data["beta"]
+
+    try:
+        nodes = networkx.shortest_path(graph, message.source, message.target, weight=cost)
+    except (networkx.NetworkXNoPath, networkx.NodeNotFound):
+        raise ValueError(f"simulate: no way leads from {message.source} to {message.target}") from None
+    path = list(zip(nodes, nodes[1:]))
+    return path, sum(graph.edges[edge]["alpha"] for edge in path)
+
+
+def _fair_rates(graph: Any, flows: Sequence[_Flow]) -> dict[int, float]:
+    """Bytes per second of each flow, by its id: the narrowest edge is divided first, and so on."""
+    rates: dict[int, float] = {}
+    members: dict[Edge, list[_Flow]] = {}
+    for flow in flows:
+        for edge in flow.path:
+            members.setdefault(edge, []).append(flow)
+    room = {edge: _capacity(graph, edge) for edge in members}
+    undecided = {id(flow) for flow in flows}
+    while undecided:
+        shares = {
+            edge: room[edge] / count
+            for edge, through in members.items()
+            if (count := sum(id(flow) in undecided for flow in through))
+        }
+        narrowest = min(shares, key=lambda edge: shares[edge], default=None)
+        if narrowest is None or math.isinf(shares[narrowest]):
+            rates.update(dict.fromkeys(undecided, math.inf))
+            break
+        for flow in members[narrowest]:
+            if id(flow) in undecided:
+                undecided.discard(id(flow))
+                rates[id(flow)] = shares[narrowest]
+                for edge in flow.path:
+                    room[edge] -= shares[narrowest]
+    return rates
+
+
+def _capacity(graph: Any, edge: Edge) -> float:
+    beta = graph.edges[edge]["beta"]
+    return 1.0 / beta if beta > 0 else math.inf
+
+
+def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
+    """All nodes at one switch, each with a link for each direction; alpha is counted on the way up."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for node in nodes:
+        graph.add_edge(node, "switch", alpha=link.alpha, beta=link.beta)
+        graph.add_edge("switch", node, alpha=0.0, beta=link.beta)
+    return graph
+
+
+def ring_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
+    """2 (n - 1) rounds, in which each sends its neighbour m / n bytes."""
+    return 2 * ring_allgather(nodes, nbytes / len(nodes))
+
+
+def ring_allgather(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
+    """In each of n - 1 rounds each node hands its neighbour m bytes."""
+    n = len(nodes)
+    return [[Message(nodes[i], nodes[(i + 1) % n], nbytes) for i in range(n)] for _ in range(n - 1)]
+
+
+def pairwise_alltoall(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
+    """In the s-th of n - 1 rounds each node sends m / n bytes to the one s places on."""
+    n = len(nodes)
+    return [
+        [Message(nodes[i], nodes[(i + shift) % n], nbytes / n) for i in range(n)] for shift in range(1, n)
+    ]
+
+
+def tree_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
+    """Recursive doubling: log2 n rounds, in which partners at distance 1, 2, 4, ... exchange m bytes.
+
+    Raises:
+        ValueError: The number of nodes is not a power of two.
+    """
+    return [[Message(*pair, nbytes) for pair in pairs] for pairs in _partners(nodes)]
+
+
+def tree_allgather(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
+    """Recursive doubling: partners exchange all they have, m, 2 m, 4 m, ... bytes.
+
+    Raises:
+        ValueError: The number of nodes is not a power of two.
+    """
+    return [[Message(*pair, nbytes * 2**i) for pair in pairs] for i, pairs in enumerate(_partners(nodes))]
+
+
+def _partners(nodes: Sequence[Hashable]) -> list[list[Edge]]:
+    n = len(nodes)
+    if n & (n - 1):
+        raise ValueError(f"recursive doubling needs a power of two of nodes, got {n}")
+    return [[(nodes[i], nodes[i ^ (1 << bit)]) for i in range(n)] for bit in range(n.bit_length() - 1)]
+
+
+def star_allreduce(nodes: Sequence[Hashable], server: Hashable, nbytes: float) -> list[list[Message]]:
+    """All nodes send m bytes to the server, which answers each with as many."""
+    return [
+        [Message(node, server, nbytes) for node in nodes],
+        [Message(server, node, nbytes) for node in nodes],
+    ]

@@ -1,0 +1,184 @@
+"""How long a collective takes on some shapes of network.
+
+In all of them `nbytes` is what one rank brings: allreduce sums vectors of `nbytes`, allgather hands each rank's
+`nbytes` to all others, alltoall divides each rank's `nbytes` evenly among all (its own part stays).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Protocol
+
+from .link import Link
+
+
+class Topology(Protocol):
+    """A network between `ranks` ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """How many take part."""
+
+    def allreduce(self, nbytes: float) -> float:
+        """Seconds to sum vectors of `nbytes`."""
+
+    def allgather(self, nbytes: float) -> float:
+        """Seconds until each has the `nbytes` of each."""
+
+    def alltoall(self, nbytes: float) -> float:
+        """Seconds until each has its part of each one's `nbytes`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Each rank sends to the next one; all links carry at once.
+
+    Allreduce as reduce-scatter and allgather, 2 (n - 1) steps of m / n bytes; allgather in n - 1 steps (Thakur,
+    Rabenseifner and Gropp 2005, sections 4.1 and 4.5). Alltoall pairwise: in n - 1 steps each rank sends to
+    another one (section 4.3).
+    """
+
+    link: Link
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_count("Ring", "ranks", self.ranks)
+
+    def allreduce(self, nbytes: float) -> float:
+        """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
+        n, link = self.ranks, self.link
+        return 2 * (n - 1) * link.alpha + (n - 1) / n * nbytes * (2 * link.beta + link.gamma)
+
+    def allgather(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m beta)."""
+        return (self.ranks - 1) * (self.link.alpha + nbytes * self.link.beta)
+
+    def alltoall(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m / n beta)."""
+        return (self.ranks - 1) * (self.link.alpha + nbytes / self.ranks * self.link.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Partners at distance 1, 2, 4, ...: ceil(log2 n) steps (Thakur, Rabenseifner and Gropp 2005).
+
+    Allreduce by recursive doubling sends the whole vector in each step (section 4.5); allgather doubles what
+    each holds (section 4.1); alltoall is Bruck's, half of the vector in each step (section 4.3).
+    """
+
+    link: Link
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_count("Tree", "ranks", self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """ceil(log2 n)."""
+        return math.ceil(math.log2(self.ranks))
+
+    def allreduce(self, nbytes: float) -> float:
+        """log2 n (alpha + m beta + m gamma)."""
+        return self.steps * (self.link.alpha + nbytes * (self.link.beta + self.link.gamma))
+
+    def allgather(self, nbytes: float) -> float:
+        """log2 n alpha + (n - 1) m beta."""
+        return self.steps * self.link.alpha + (self.ranks - 1) * nbytes * self.link.beta
+
+    def alltoall(self, nbytes: float) -> float:
+        """log2 n (alpha + m / 2 beta)."""
+        return self.steps * (self.link.alpha + nbytes / 2 * self.link.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Star:
+    """A parameter server: all ranks send to one machine, whose link they share, and it answers all."""
+
+    link: Link
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_count("Star", "ranks", self.ranks)
+
+    def allreduce(self, nbytes: float) -> float:
+        """2 alpha + 2 n m beta + n m gamma: all vectors in, as many sums out."""
+        if self.ranks == 1:
+            return 0.0
+        link, total = self.link, self.ranks * nbytes
+        return 2 * link.alpha + total * (2 * link.beta + link.gamma)
+
+    def allgather(self, nbytes: float) -> float:
+        """2 alpha + n m beta + n (n - 1) m beta: each gets what the others sent."""
+        if self.ranks == 1:
+            return 0.0
+        return 2 * self.link.alpha + self.ranks**2 * nbytes * self.link.beta
+
+    def alltoall(self, nbytes: float) -> float:
+        """2 alpha + 2 (n - 1) m beta: all but what each keeps, in and out."""
+        if self.ranks == 1:
+            return 0.0
+        return 2 * self.link.alpha + 2 * (self.ranks - 1) * nbytes * self.link.beta
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLevel:
+    """Hosts of several workers: rings inside of each host, rings between hosts.
+
+    Allreduce reduces and scatters inside of the hosts, then sums part by part between them, all workers of a host
+    sharing its link, then gathers inside (as NCCL's and Horovod's hierarchical allreduce; Jia et al. 2018,
+    section 3.3). Allgather collects inside, exchanges between the hosts, and hands on inside. Alltoall moves
+    what stays in the host over the local link and the rest over the other, one after the other.
+
+    Attributes:
+        link: Between hosts, one per host.
+        local: Between the workers of one host, one per worker.
+        hosts: How many.
+        workers: On each host.
+    """
+
+    link: Link
+    local: Link
+    hosts: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        check_count("TwoLevel", "hosts", self.hosts)
+        check_count("TwoLevel", "workers", self.workers)
+
+    @property
+    def ranks(self) -> int:
+        """Workers on all hosts."""
+        return self.hosts * self.workers
+
+    def allreduce(self, nbytes: float) -> float:
+        """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""
+        return Ring(self.local, self.workers).allreduce(nbytes) + Ring(self.link, self.hosts).allreduce(
+            nbytes
+        )
+
+    def allgather(self, nbytes: float) -> float:
+        """Local allgather of m, between hosts of w m, then the others' (h - 1) w m inside."""
+        per_host = self.workers * nbytes
+        inside = Ring(self.local, self.workers)
+        seconds = inside.allgather(nbytes)
+        if self.hosts > 1:
+            elsewhere = (self.hosts - 1) * per_host / self.workers
+            seconds += Ring(self.link, self.hosts).allgather(per_host) + inside.allgather(elsewhere)
+        return seconds
+
+    def alltoall(self, nbytes: float) -> float:
+        """Parts for the own host, then those for the others."""
+        inside = Ring(self.local, self.workers).alltoall(nbytes / self.hosts)
+        return inside + Ring(self.link, self.hosts).alltoall(self.workers * nbytes)
+
+
+def check_count(who: str, name: str, value: int) -> None:
+    """Refuses what is not a whole number from 1 on.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{who}: {name} must be a whole number from 1 on, got {value!r}")

@@ -1,0 +1,105 @@
+"""Fitting, saving and loading what was measured."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvd_compress as hvdc
+from hvd_compress.cost import KernelCost, Link, Ring
+from hvd_compress.cost.calibrate import fit
+from hvd_compress.cost.calibration import COLLECTIVES, Calibration
+
+LINKS = {"allreduce": Link(1e-4, 8e-9), "allgather": Link(2e-4, 1.6e-8), "alltoall": Link(0.0, 1e-8)}
+KERNELS = {"none": KernelCost(), "int8": KernelCost(1e-4, 5e-10, 1e-10, 2e-11)}
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-12, 1e-6))
+def test_fit_finds_the_line(per_call, per_byte):
+    sizes = [2**12, 2**16, 2**20]
+    found = fit(sizes, [per_call + size * per_byte for size in sizes])
+    np.testing.assert_allclose(found, [per_call, per_byte], rtol=1e-6, atol=1e-9 * per_byte * 2**12)
+
+
+def test_fit_counts_relative_errors_and_stays_above_zero():
+    # As absolute errors the last one would decide alone: the call would be 0.07.
+    per_call, per_byte = fit([1, 1000, 1_000_000], [1.0, 1.1, 100.0])
+    assert per_call == pytest.approx(1.0, rel=0.05)
+    assert per_byte == pytest.approx(1e-4, rel=0.05)
+    assert fit([1, 100], [1.0, 0.5]) == (pytest.approx(0.6), 0.0)  # minimizes (c - 1)^2 + (2 c - 1)^2
+    per_call, per_byte = fit([100, 200], [1.0, 4.0])
+    assert per_call == 0.0 and 0.01 < per_byte < 0.02
+
+
+def test_the_model_takes_each_collective_from_its_own_link():
+    model = Calibration(4, LINKS, KERNELS).model()
+    size = 2**20
+    assert model.predict("none", size).total == pytest.approx(Ring(LINKS["allreduce"], 4).allreduce(size))
+    payload = hvdc.Compression.int8.wire_bytes(size // 4)
+    gathered = model.predict("int8", size, pattern="allgather")
+    assert gathered.wire == pytest.approx(Ring(LINKS["allgather"], 4).allgather(payload))
+    assert gathered.encode == pytest.approx(1e-4 + size * 5e-10)
+    both = model.predict("int8", size, pattern="scatter_reduce")
+    wire = Ring(LINKS["alltoall"], 4).alltoall(payload) + Ring(LINKS["allgather"], 4).allgather(payload / 4)
+    assert both.wire == pytest.approx(wire)
+
+
+def test_saved_and_loaded(tmp_path):
+    calibration = Calibration(4, LINKS, KERNELS)
+    calibration.save(tmp_path / "link.json")
+    assert Calibration.load(tmp_path / "link.json") == calibration
+    text = str(calibration)
+    assert "4 ranks" in text and "allreduce: 100 us per message, 1 Gbit/s" in text
+    assert "int8: 1 MB of gradient encoded in 0.60 ms, decoded in 0.28 ms" in text
+
+
+def change(fields, *path, value):
+    for key in path[:-1]:
+        fields = fields[key]
+    fields[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("format",), "other", "does not say format"),
+        (("ranks",), 0, "ranks must be a whole number from 1 on, got 0"),
+        (("ranks",), "4", "ranks must be a whole number"),
+        (("links",), {}, "allreduce is missing"),
+        (("links", "alltoall", "beta"), -1.0, "beta must be a finite number of seconds from 0 on, got -1.0"),
+        (("links", "alltoall", "beta"), "fast", "beta must be a finite number"),
+        (("links", "alltoall"), {"speed": 1}, "unexpected keyword"),
+        (("links",), 7, "not subscriptable"),
+        (("kernels", "int8", "encode"), float("nan"), "int8: encode must be a finite number"),
+        (("kernels", "int8", "encode"), None, "int8: encode must be a finite number"),
+        (("kernels",), [], "no attribute 'items'"),
+    ],
+)
+def test_foreign_and_broken_files_are_refused(tmp_path, path, value, message):
+    file = tmp_path / "link.json"
+    Calibration(4, LINKS, KERNELS).save(file)
+    fields = json.loads(file.read_text())
+    change(fields, *path, value=value)
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=message) as error:
+        Calibration.load(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": "hvd_compress calibration 1"}'])
+def test_files_cut_short_are_refused(tmp_path, text):
+    file = tmp_path / "link.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="is not a calibration"):
+        Calibration.load(file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="none.json cannot be read: No such file"):
+        Calibration.load(tmp_path / "none.json")
+
+
+def test_all_collectives_are_kept():
+    assert set(LINKS) == set(COLLECTIVES)
