@@ -50,7 +50,7 @@ def exchange(results: list[Result], out: Path) -> None:
         for r in results:
             ms = r["methods"].get(name, {}).get("median", 0.0) * 1e3
             cells.append(f"{ms:,.0f} ({ratio(r, name):.1f}x)" if ms else "")
-        sent = results[0]["methods"][name]["sent"] / 1e6
+        sent = next(r["methods"][name]["sent"] for r in results if name in r["methods"]) / 1e6
         print(f"| {name} | " + " | ".join(cells) + f" | {sent:,.2f} |")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,9 @@ CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
 # Bytes that each rank brings. Those that would take too long on a slow link are left out.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 _FEWEST = 2
-_REPEATS = 3
+_REPEATS = 9
+_REPEATS_OF_LARGE = 3
+_LARGE = 2**19
 # Seconds that the next larger size may take.
 _PATIENCE = 0.1
 # Elements on which kernels are timed: 1 MB of gradient.
@@ -82,9 +83,11 @@ def _measure_link(name: str, group: common.Group) -> Link:
             break
         run = _collective(name, size, group)
         run()
-        times = [_timed(run, group) for _ in range(_REPEATS)]
+        repeats = _REPEATS if size < _LARGE else _REPEATS_OF_LARGE
+        # The slowest rank of each time, then the usual one of them.
+        times = _slowest(np.array([_timed(run, group) for _ in range(repeats)]), group, "_times")
         sizes.append(size)
-        seconds.append(float(_slowest(np.array(statistics.median(times)), group, "_times")))
+        seconds.append(_typical(times))
     per_message, per_byte = fit(sizes, seconds)
     steps = 2 * (n - 1) if name == "allreduce" else n - 1
     share = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "alltoall": (n - 1) / n}[name]
@@ -157,7 +160,7 @@ def _time_kernels(compressor: Compressor) -> tuple[float, float, float, float]:
 
     nbytes = 4 * _ELEMENTS
     call = _call_time()
-    encoding, one, three = (_median_time(run) for run in (encode, decode(1), decode(3)))
+    encoding, one, three = (_time_of(run) for run in (encode, decode(1), decode(3)))
     per_rank = max(0.0, (three - one) / 2 / nbytes)
     return (
         call,
@@ -174,14 +177,19 @@ def _call_time() -> float:
     def run() -> tf.Tensor:
         return small + 1.0
 
-    return _median_time(run)
+    return _time_of(run)
 
 
-def _median_time(run: Callable[[], Any]) -> float:
+def _time_of(run: Callable[[], Any]) -> float:
     run()
     times = []
-    for _ in range(2 * _REPEATS + 1):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return _typical(times)
+
+
+def _typical(times: Sequence[float] | np.ndarray) -> float:
+    """The lower quartile: what disturbs a measurement only ever makes it longer."""
+    return float(np.quantile(times, 0.25))
