@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -18,6 +20,16 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"the benchmarks need {error.name}: pip install -e .[bench]")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a benchmark that runs under horovodrun, with those that all of them have."""
+    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    if "HOROVOD_RANK" not in os.environ:
+        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
+    return args
 
 
 def interleave(

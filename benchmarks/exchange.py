@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,12 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--interface", help="whose bytes are counted (default: eth0, or lo where there is none)"
     )
-    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    args = parser.parse_args()
-    if "HOROVOD_RANK" not in os.environ:
-        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
-    return args
+    return common.parse(parser)
 
 
 def bytes_out(interface: str) -> int:

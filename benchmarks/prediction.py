@@ -11,7 +11,6 @@ rounds. The error is (predicted - measured) / measured.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -38,12 +37,7 @@ def arguments() -> argparse.Namespace:
         help="of gradient (default: 64 KB to 25 MB)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    args = parser.parse_args()
-    if "HOROVOD_RANK" not in os.environ:
-        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
-    return args
+    return common.parse(parser)
 
 
 def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
@@ -53,14 +47,12 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors.base import no_seeds
-    from hvd_compress.exchange import allgather, allreduce, scatter_reduce
+    from hvd_compress.exchange import choice
     from hvd_compress.exchange.common import Group, Share
     from hvd_compress.pieces import LARGEST
 
     compressor = hvdc.Compression.parse(spec)
-    reduce = {"allgather": allgather, "allreduce": allreduce, "scatter_reduce": scatter_reduce}[
-        pattern
-    ].reduce
+    reduce = getattr(choice, pattern).reduce
     owners = hvd.size() if pattern == "scatter_reduce" else 1
     elements = nbytes // 4
     count = owners * -(-elements // (LARGEST * owners))
@@ -110,13 +102,8 @@ def main() -> None:
         run = exchange(spec, pattern, size)
         run()
         run()
-        times = []
-        for _ in range(args.rounds):
-            common.barrier()
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-        slowest = hvd.allreduce(tf.constant(times, tf.float64), op=hvd.Max, name="times").numpy()
+        times = common.interleave({spec: run}, args.rounds, common.barrier, show=False)
+        slowest = hvd.allreduce(tf.constant(times[spec], tf.float64), op=hvd.Max, name="times").numpy()
         predicted = model.predict(spec, size, pattern=pattern)
         rows.append((spec, pattern, size, float(np.median(slowest)), predicted))
     if not show:

@@ -11,7 +11,6 @@ DistributedGradientTape, as its optimizer does not reduce gradients on Keras 3.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -38,12 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="per worker (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.001, help="per worker (default: %(default)s)")
     parser.add_argument("--max-epochs", type=int, default=60, help="give up then (default: %(default)s)")
-    parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    args = parser.parse_args()
-    if "HOROVOD_RANK" not in os.environ:
-        parser.error("run it under horovodrun, or with benchmarks/netlab.py (see --help)")
-    return args
+    return common.parse(parser)
 
 
 def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict[str, Any]:

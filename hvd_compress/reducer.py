@@ -136,7 +136,8 @@ class Plan:
             for bucket, result in zip(self.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
                     reduced[i] = tensor
-                oks.append(result.finite)
+                if self.layouts:
+                    oks += [residual.all_finite(t) for t in result.incoming if t.dtype.is_floating]
             b = 0
             after: list[tf.Tensor] = []
             for layout, state in zip(self.layouts, self.states):

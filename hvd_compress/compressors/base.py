@@ -169,6 +169,15 @@ def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(part.shape, part.dtype) for part in parts]
 
 
+def is_summed(compressor: Compressor, shapes: Sequence[Shape]) -> bool:
+    """Whether the payloads of tensors of these shapes are summed as they are.
+
+    Not those of 16 bits, though they may be: sums would round at every rank.
+    """
+    layouts = [compressor.layout(shape) for shape in shapes]
+    return compressor.summable and all(len(part) == 1 and part[0].dtype == tf.float32 for part in layouts)
+
+
 class BuiltinCompressor(Compressor):
     """A compressor that defines `layout`, `encode` and `decode_sum`; the rest follows.
 

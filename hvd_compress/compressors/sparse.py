@@ -98,7 +98,6 @@ class BlockTopK(Strided):
     """
 
     name: ClassVar[str] = "block_topk"
-    sparse = True
     ratio: float
 
     def __post_init__(self) -> None:
@@ -150,7 +149,6 @@ class RandomK(Strided):
 
     name: ClassVar[str] = "randomk"
     summable = True
-    sparse = True
     ratio: float
     unbiased: bool = False
     seed: int = 0

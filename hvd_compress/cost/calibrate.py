@@ -18,6 +18,7 @@ from ..exchange import common
 from .calibration import COLLECTIVES, Calibration
 from .kernels import KernelCost
 from .link import Link
+from .topology import Ring
 
 CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
 # Bytes that each rank brings. Those that would take too long on a slow link are left out.
@@ -57,7 +58,8 @@ def calibrate(
     links = {name: _measure_link(name, group) for name in COLLECTIVES}
     chosen = [resolve(compressor) for compressor in compressors]
     # Kernels cost what they cost on the slowest rank, or ranks would predict different times.
-    local = np.array([_time_kernels(compressor) for compressor in chosen], np.float64)
+    call = _call_time()
+    local = np.array([_time_kernels(compressor, call) for compressor in chosen], np.float64)
     slowest = _slowest(local, group, "_kernels")
     return Calibration(
         group.size, links, {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, slowest)}
@@ -89,9 +91,9 @@ def _measure_link(name: str, group: common.Group) -> Link:
         sizes.append(size)
         seconds.append(_typical(times))
     per_message, per_byte = fit(sizes, seconds)
-    steps = 2 * (n - 1) if name == "allreduce" else n - 1
-    share = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "alltoall": (n - 1) / n}[name]
-    return Link(per_message / steps, per_byte / share)
+    messages = getattr(Ring(Link(1.0, 0.0), n), name)(0)
+    share = getattr(Ring(Link(0.0, 1.0), n), name)(1)
+    return Link(per_message / messages, per_byte / share)
 
 
 def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
@@ -135,8 +137,8 @@ def _scale(column: np.ndarray) -> float:
     return float(column.sum() / (column**2).sum())
 
 
-def _time_kernels(compressor: Compressor) -> tuple[float, float, float, float]:
-    """The fields of a `KernelCost`."""
+def _time_kernels(compressor: Compressor, call: float) -> tuple[float, float, float, float]:
+    """The fields of a `KernelCost`, where an empty call takes `call` seconds."""
     if isinstance(compressor, NoCompression):
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
     shape = (512, _ELEMENTS // 512) if compressor.per_tensor else (_ELEMENTS,)
@@ -159,7 +161,6 @@ def _time_kernels(compressor: Compressor) -> tuple[float, float, float, float]:
         return run
 
     nbytes = 4 * _ELEMENTS
-    call = _call_time()
     encoding, one, three = (_time_of(run) for run in (encode, decode(1), decode(3)))
     per_rank = max(0.0, (three - one) / 2 / nbytes)
     return (

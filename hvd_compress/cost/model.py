@@ -8,13 +8,13 @@ from typing import Any, Callable
 
 from ..compression import Compression
 from ..compressors import Compressor
+from ..compressors.base import is_summed
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
 from .topology import Ring, Star, Topology, Tree
 
 _SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
-PATTERNS = ("allreduce", "allgather", "scatter_reduce")
 FORMS = ("full", "alpha_beta", "bandwidth", "k_bit")
 
 
@@ -95,8 +95,7 @@ class CostModel:
     def patterns(self, compressor: str | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
         chosen = _parse(compressor)
-        # 16-bit payloads are not summed as they are: that would round at every rank.
-        if chosen.summable and chosen.layout((1,))[0].dtype.size == 4:
+        if is_summed(chosen, [(1,)]):
             return ("allreduce",)
         return ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
 

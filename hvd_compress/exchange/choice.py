@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-import tensorflow as tf
-
 from ..compressors import Compressor
+from ..compressors.base import is_summed
 from . import allgather, allreduce, scatter_reduce
 from .common import Shape
 
@@ -19,9 +18,7 @@ _WORTH_A_COLLECTIVE = 2**18
 def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> ModuleType:
     """The pattern for pieces of these shapes: the one in which a rank sends least."""
     distinct = list(dict.fromkeys(shapes))
-    layouts = [compressor.layout(shape) for shape in distinct]
-    # 16-bit sums would round at every rank.
-    if compressor.summable and all(len(part) == 1 and part[0].dtype == tf.float32 for part in layouts):
+    if is_summed(compressor, distinct):
         return allreduce
     if ranks > 2 and len(shapes) % ranks == 0 and len(distinct) == 1:
         saved = allgather.bytes_sent(compressor, shapes, ranks)

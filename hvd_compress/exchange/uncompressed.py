@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .. import residual
 from .allreduce import ring_bytes
 
 # Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.
@@ -19,8 +18,8 @@ class Dense(NamedTuple):
     """What came of it."""
 
     tensors: list[tf.Tensor]
-    finite: tf.Tensor  # bool scalar: whether no element of the result is infinite or NaN
     outgoing: list[tf.Tensor]  # what this rank sends
+    incoming: list[tf.Tensor]  # the result of that, before it is taken apart
 
 
 def reduce(
@@ -32,12 +31,13 @@ def reduce(
     the sum and predivide / size after it.
     """
     reduced: list[tf.Tensor] = list(tensors)
-    checks: list[tf.Tensor] = []
     outgoing: list[tf.Tensor] = []
+    incoming: list[tf.Tensor] = []
     for dtype in sorted({tensor.dtype.name for tensor in tensors}):
         members = [i for i, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
         small = [i for i in members if tensors[i].shape.num_elements() < _SMALL]
-        sent = [tensors[i] for i in members if i not in small]
+        large = [i for i in members if i not in small]
+        sent = [tensors[i] for i in large]
         if small:
             sent.append(tf.concat([tf.reshape(tensors[i], [-1]) for i in small], 0))
         results = hvd.grouped_allreduce(
@@ -49,17 +49,16 @@ def reduce(
             name=f"{name}_{dtype}" if name else None,
         )
         results = [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(results, sent)]
-        checks += [residual.all_finite(result) for result in results if result.dtype.is_floating]
         outgoing += sent
+        incoming += results
         if small:
             sizes = [tensors[i].shape.num_elements() for i in small]
             parts = tf.split(results.pop(), sizes)
             for i, part in zip(small, parts):
                 reduced[i] = tf.reshape(part, tensors[i].shape)
-        for i, result in zip((i for i in members if i not in small), results):
+        for i, result in zip(large, results):
             reduced[i] = result
-    finite = tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)
-    return Dense(reduced, finite, outgoing)
+    return Dense(reduced, outgoing, incoming)
 
 
 def bytes_sent(nbytes: int, ranks: int) -> int:
