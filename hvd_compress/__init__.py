@@ -8,6 +8,7 @@ opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression="int8")
 
 from . import _requirements  # noqa: F401  (first: says clearly what is missing)
 from .allreduce import allreduce, grouped_allreduce
+from .checkpoint.residuals import load_residuals, save_residuals
 from .compression import Compression
 from .compressors import Compressor
 from .cost import CostModel, Link
@@ -15,6 +16,7 @@ from .cost.calibrate import calibrate
 from .keras import callbacks
 from .keras.optimizer import DistributedOptimizer
 from .payload import Payload
+from .sensitivity import sensitivity
 from .tape import DistributedGradientTape
 from .version import __version__
 
@@ -31,4 +33,7 @@ __all__ = [
     "calibrate",
     "callbacks",
     "grouped_allreduce",
+    "load_residuals",
+    "save_residuals",
+    "sensitivity",
 ]

@@ -6,11 +6,14 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
+from collections.abc import Mapping
 from typing import Any, Union
 
 import horovod.tensorflow as hvd
 
 from .compressors import (
+    Auto,
     BFloat16,
     BlockSparse,
     BlockTopK,
@@ -29,9 +32,11 @@ CompressionLike = Union[Compressor, str, type, None]
 _CLASSES: dict[str, type] = {
     cls.name: cls
     for cls in (
-        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid,
+        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, Auto,
     )
 }  # fmt: skip
+# A comma that is not inside of parentheses.
+_COMMA = re.compile(r",(?![^(]*\))")
 _PRESETS: dict[str, Compressor] = {"int8": Quantize(8), "int4": Quantize(4)}
 
 
@@ -53,6 +58,7 @@ class Compression:
     block_topk = BlockTopK
     block_sparse = BlockSparse
     hybrid = Hybrid
+    auto = Auto
 
     @staticmethod
     def parse(spec: str) -> Compressor:
@@ -75,9 +81,16 @@ def spec_of(compressor: Any) -> str:
     arguments = [
         f"{field.name}={_show(getattr(compressor, field.name))}"
         for field in dataclasses.fields(compressor)
-        if getattr(compressor, field.name) != field.default
+        if getattr(compressor, field.name) != _default(compressor, field)
     ]
     return compressor.name + (":" + ",".join(arguments) if arguments else "")
+
+
+def _default(compressor: Any, field: Any) -> Any:
+    """The default as the compressor keeps it: candidates are named by strings and kept as compressors."""
+    if isinstance(compressor, Auto) and field.name == "candidates":
+        return tuple(map(_parse, field.default))
+    return field.default
 
 
 def resolve(compression: CompressionLike) -> Compressor:
@@ -113,6 +126,31 @@ def resolve(compression: CompressionLike) -> Compressor:
     )
 
 
+def policies(policy: Mapping[str, CompressionLike] | None) -> tuple[tuple[str, Compressor], ...]:
+    """Pairs of a pattern and its compressor, in the order of `policy`.
+
+    Raises:
+        TypeError: It is no mapping of strings, or a value no compressor.
+        ValueError: A spec string does not parse.
+    """
+    if policy is None:
+        return ()
+    if not isinstance(policy, Mapping) or not all(isinstance(pattern, str) for pattern in policy):
+        raise TypeError(
+            f"policy must map patterns on variable paths to compressors, such as {{'*embedding*': 'none'}}; "
+            f"got {policy!r}"
+        )
+    found = []
+    for pattern, compression in policy.items():
+        if compression is None:
+            raise TypeError(f"policy[{pattern!r}] is None: write 'none' for no compression")
+        try:
+            found.append((pattern, resolve(compression)))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"policy[{pattern!r}]: {error}") from None
+    return tuple(found)
+
+
 @functools.cache
 def _instance(cls: type) -> Compressor:
     """One instance per class: residuals of a custom loop are found by it."""
@@ -140,7 +178,7 @@ def _parse(spec: str) -> Compressor:
         raise ValueError(f"unknown compressor {name!r}: {hint}Known are {', '.join(known)}")
     fields = {field.name: field for field in dataclasses.fields(_CLASSES[name])}
     arguments: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in rest.split(","))):
+    for item in filter(None, (part.strip() for part in _COMMA.split(rest))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in fields:
             takes = ", ".join(fields) or "no arguments"
@@ -160,7 +198,9 @@ def _parse(spec: str) -> Compressor:
 
 
 def _value(text: str) -> Any:
-    """An argument's value: none, true, false, a whole number, a number, else the text itself."""
+    """An argument's value: none, true, false, a whole number, a number, (several|values), else the text itself."""
+    if text.startswith("(") and text.endswith(")"):
+        return tuple(part.strip() for part in text[1:-1].split("|") if part.strip())
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -173,4 +213,7 @@ def _value(text: str) -> Any:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        parts = (":".join(map(_show, part)) if isinstance(part, tuple) else _show(part) for part in value)
+        return f"({'|'.join(parts)})"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -46,6 +46,10 @@ class WholeTensors:
         """Which pieces cross at once: consecutive ones of up to `bucket_bytes`, but at least one."""
         return runs([4 * size for size in self.bucket.sizes], bucket_bytes)
 
+    def reaching_into(self, chosen: range) -> list[int]:
+        """Which gradients lie in the chosen pieces, at least in part."""
+        return list(chosen)
+
     def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
         """The chosen ones of the gradients as float32."""
         return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chosen]
@@ -140,6 +144,14 @@ class FlatPieces:
             ]
             tensors.append(tf.cast(tf.reshape(_concat(parts), shape), dtype))
         return tensors
+
+    def reaching_into(self, chosen: range) -> list[int]:
+        """Which gradients lie in the chosen pieces, at least in part."""
+        return [i for i, spans in enumerate(self._spans) if any(span[0] in chosen for span in spans)]
+
+    def beginning_in(self, chosen: range) -> list[int]:
+        """Which gradients begin in the chosen pieces."""
+        return [i for i, spans in enumerate(self._spans) if spans and spans[0][0] in chosen]
 
     @functools.cached_property
     def _spans(self) -> list[list[tuple[int, int, int, int]]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 import numbers
 from typing import Any
 
 import horovod.tensorflow as hvd
 
-from .compressors import Compressor, NoCompression
+from . import nonfinite
+from .compressors import Auto, Compressor, NoCompression
 
 BUCKET_BYTES = 25 * 2**20
 MIN_COMPRESS_SIZE = 1024
@@ -39,6 +41,8 @@ class Settings:
     residual_decay: float = 1.0
     residual_dtype: str = "float32"
     momentum_correction: float = 0.0
+    policy: Any = ()  # (pattern, compressor) pairs; see `policies`
+    on_nonfinite: str = "propagate"
 
     def __post_init__(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum):
@@ -52,20 +56,37 @@ class Settings:
         _check_number("momentum_correction", self.momentum_correction, 0.0, 1.0)
         if self.residual_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {self.residual_dtype!r}")
+        if self.on_nonfinite not in nonfinite.POLICIES:
+            raise ValueError(f"on_nonfinite must be one of {nonfinite.POLICIES}, got {self.on_nonfinite!r}")
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
-        if self.momentum_correction and not (self.compressor.sparse and self.feeds_back):
-            raise ValueError(
-                f"momentum_correction needs a sparse compressor with a residual, such as topk; "
-                f"{self.compressor.spec} sends every element every step or keeps no residual"
-            )
+        compressors = (self.compressor, *(compressor for _, compressor in self.policy))
+        for compressor in compressors:
+            plain = isinstance(compressor, NoCompression) and compressor is not self.compressor
+            if (
+                self.momentum_correction
+                and not plain
+                and not (compressor.sparse and self.feeds_back(compressor))
+            ):
+                raise ValueError(
+                    f"momentum_correction needs a sparse compressor with a residual, such as topk; "
+                    f"{compressor.spec} sends every element every step or keeps no residual"
+                )
 
-    @property
-    def feeds_back(self) -> bool:
-        """Whether residuals are kept."""
-        if isinstance(self.compressor, NoCompression):
+        autos = [compressor for compressor in compressors if isinstance(compressor, Auto)]
+        if any(auto != autos[0] for auto in autos):
+            raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
+
+    def compressor_of(self, path: str) -> Compressor:
+        """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
+        found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))
+        return next(found, self.compressor)
+
+    def feeds_back(self, compressor: Compressor) -> bool:
+        """Whether residuals are kept of what this compressor loses."""
+        if isinstance(compressor, NoCompression):
             return False
-        return self.compressor.error_feedback if self.error_feedback is None else self.error_feedback
+        return compressor.error_feedback if self.error_feedback is None else self.error_feedback
 
 
 def _check_groups(groups: Any) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .compression import CompressionLike, resolve
+from . import nonfinite
+from .auto.report import CompressionReport
+from .compression import CompressionLike, policies, resolve
 from .reducer import Reducer, scale_local_gradient
 from .settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
 
@@ -35,6 +38,8 @@ def DistributedGradientTape(
     residual_decay: float = 1.0,
     residual_dtype: str = "float32",
     momentum_correction: float = 0.0,
+    policy: Mapping[str, CompressionLike] | None = None,
+    on_nonfinite: str = "propagate",
 ) -> Any:
     """A tape whose `gradient()` returns gradients reduced over the ranks, compressed on the way.
 
@@ -58,6 +63,11 @@ def DistributedGradientTape(
         residual_decay: See `hvdc.DistributedOptimizer`.
         residual_dtype: See `hvdc.DistributedOptimizer`.
         momentum_correction: See `hvdc.DistributedOptimizer`.
+        policy: See `hvdc.DistributedOptimizer`.
+        on_nonfinite: What happens where a gradient of any rank is infinite or NaN. "propagate": every rank gets
+            gradients that are not finite. "skip": every rank gets zeros for all sources (an optimizer with
+            momentum still moves). "raise": every rank raises tf.errors.InvalidArgumentError. Residuals stay as they
+            were in any case.
 
     Returns:
         A tape with the state of `gradtape`; besides `gradient`, it has `register_local_source(source)` and
@@ -86,6 +96,8 @@ def DistributedGradientTape(
         residual_decay=residual_decay,
         residual_dtype=residual_dtype,
         momentum_correction=momentum_correction,
+        policy=policies(policy),
+        on_nonfinite=on_nonfinite,
     )
     return _DistributedGradientTape(gradtape, settings)
 
@@ -117,8 +129,17 @@ class _DistributedGradientTape(tf.GradientTape):
         flat_sources = tf.nest.flatten(sources)
         flat = tf.nest.flatten(gradients)
         shared = [i for i, source in enumerate(flat_sources) if id(source) not in self._hvdc_local]
-        reducer = _reducer(self._hvdc_settings, [flat_sources[i] for i in shared])
+        reducer = reducer_of(self, flat_sources)
         reduced = reducer([flat[i] for i in shared], [flat_sources[i] for i in shared])
+        policy = self._hvdc_settings.on_nonfinite
+        if policy == "skip":
+            finite = nonfinite.all_finite(reduced)
+            flat = nonfinite.zeros_unless(finite, flat)  # of local sources, too
+            reduced = nonfinite.zeros_unless(finite, reduced)
+        elif policy == "raise":
+            steps = [plan.step for plan in reducer.plans.values()]
+            step = tf.add_n(steps) if steps else None
+            reduced = nonfinite.raise_unless(nonfinite.all_finite(reduced), reduced, step)
         for i, gradient in zip(shared, reduced):
             flat[i] = gradient
         if self._hvdc_settings.scale_local_gradients:
@@ -126,6 +147,16 @@ class _DistributedGradientTape(tf.GradientTape):
             for i in set(range(len(flat))) - set(shared):
                 flat[i] = scale_local_gradient(flat[i], size)
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    def compression_report(self, sources: Any) -> CompressionReport:
+        """What each bucket of the gradients of `sources` (variables) is compressed with, and why.
+
+        Any tape with the same settings knows it.
+
+        Raises:
+            RuntimeError: No step has been made yet.
+        """
+        return reducer_of(self, tf.nest.flatten(sources)).report()
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
@@ -135,6 +166,11 @@ class _DistributedGradientTape(tf.GradientTape):
         pairs = list(zip(sources, gradients))
         local = [(s, g) for s, g in pairs if id(s) in self._hvdc_local]
         return local, [(s, g) for s, g in pairs if id(s) not in self._hvdc_local]
+
+
+def reducer_of(tape: Any, sources: Sequence[Any]) -> Reducer:
+    """The reducer of a distributed tape's gradients for these sources, but for its local ones."""
+    return _reducer(tape._hvdc_settings, [s for s in sources if id(s) not in tape._hvdc_local])
 
 
 def _reducer(settings: Settings, sources: list[Any]) -> Reducer:

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "unit": Part("tests/unit", 0, "", 1200),
-    "parallel2": Part("tests/parallel", 2, "not np4", 900),
+    "parallel2": Part("tests/parallel", 2, "not np4", 1500),
     "parallel4": Part("tests/parallel", 4, "np4", 900),
     "launch": Part("tests/launch", 0, "", 1200),
 }

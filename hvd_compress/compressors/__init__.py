@@ -1,5 +1,6 @@
 """What is kept of a gradient: one file per idea, all on the interface of `base.Compressor`."""
 
+from .auto import Auto
 from .base import Compressor, Encoded, Seeds
 from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
@@ -9,6 +10,7 @@ from .quantize import Quantize
 from .sparse import BlockTopK, RandomK, TopK
 
 __all__ = [
+    "Auto",
     "BFloat16",
     "BlockSparse",
     "BlockTopK",

@@ -277,15 +277,16 @@ def check_ratio(ratio: float, who: str) -> float:
     return float(ratio)
 
 
-def check_whole(value: int, name: str, who: str, largest: float = math.inf) -> int:
+def check_whole(value: int, name: str, who: str, largest: float = math.inf, smallest: int = 1) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: It is not a whole number from 1 to `largest`.
+        ValueError: It is not a whole number from `smallest` to `largest`.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= value <= largest:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not smallest <= value <= largest:
         upto = "on" if largest == math.inf else f"to {largest}"
-        raise ValueError(f"{who}: {name} must be a whole number from 1 {upto}, got {value!r}")
+        raise ValueError(f"{who}: {name} must be a whole number from {smallest} {upto}, got {value!r}")
     return int(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,17 +11,19 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from .. import host_memory
 from .. import payload as _payload
 from ..compression import CompressionLike, resolve
 from ..compressors import Compressor, NoCompression
+from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
 from ..exchange import common
+from ..pieces import LARGEST
 from .calibration import COLLECTIVES, Calibration
 from .kernels import KernelCost
 from .link import Link
 from .topology import Ring
 
-CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
 # Bytes that each rank brings. Those that would take too long on a slow link are left out.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 _FEWEST = 2
@@ -29,12 +32,15 @@ _REPEATS_OF_LARGE = 3
 _LARGE = 2**19
 # Seconds that the next larger size may take.
 _PATIENCE = 0.1
-# Elements on which kernels are timed: 1 MB of gradient.
-_ELEMENTS = 2**18
+# Of gradient, on which kernels are timed.
+_PIECES = 4
+_REPEATS_OF_KERNELS = 5
 
 
 def calibrate(
-    compressors: Sequence[CompressionLike] = CANDIDATES, process_set: Any = hvd.global_process_set
+    compressors: Sequence[CompressionLike] = CANDIDATES,
+    process_set: Any = hvd.global_process_set,
+    elements: int = LARGEST,
 ) -> Calibration:
     """Measures the collectives between the ranks, and the compressors' kernels.
 
@@ -44,6 +50,7 @@ def calibrate(
     Args:
         compressors: Whose kernels to time.
         process_set: Between which ranks.
+        elements: Of the pieces of gradient on which kernels are timed.
 
     Returns:
         The same calibration on every rank: of each time the slowest rank's counts.
@@ -57,9 +64,10 @@ def calibrate(
     group = common.Group(process_set, "hvdc_calibrate")
     links = {name: _measure_link(name, group) for name in COLLECTIVES}
     chosen = [resolve(compressor) for compressor in compressors]
+    host_memory.keep_freed_memory()
     # Kernels cost what they cost on the slowest rank, or ranks would predict different times.
     call = _call_time()
-    local = np.array([_time_kernels(compressor, call) for compressor in chosen], np.float64)
+    local = np.array([_time_kernels(each, elements, group.size, call) for each in chosen], np.float64)
     slowest = _slowest(local, group, "_kernels")
     return Calibration(
         group.size, links, {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, slowest)}
@@ -89,7 +97,7 @@ def _measure_link(name: str, group: common.Group) -> Link:
         # The slowest rank of each time, then the usual one of them.
         times = _slowest(np.array([_timed(run, group) for _ in range(repeats)]), group, "_times")
         sizes.append(size)
-        seconds.append(_typical(times))
+        seconds.append(float(np.median(times)))
     per_message, per_byte = fit(sizes, seconds)
     messages = getattr(Ring(Link(1.0, 0.0), n), name)(0)
     share = getattr(Ring(Link(0.0, 1.0), n), name)(1)
@@ -137,60 +145,65 @@ def _scale(column: np.ndarray) -> float:
     return float(column.sum() / (column**2).sum())
 
 
-def _time_kernels(compressor: Compressor, call: float) -> tuple[float, float, float, float]:
-    """The fields of a `KernelCost`, where an empty call takes `call` seconds."""
+def _time_kernels(
+    compressor: Compressor, elements: int, ranks: int, call: float
+) -> tuple[float, float, float, float]:
+    """The fields of a `KernelCost`, where an empty call takes `call` seconds.
+
+    With payloads of `ranks` ranks, as the exchange decodes them, so that no kernel is compiled only for this.
+    """
     if isinstance(compressor, NoCompression):
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
-    shape = (512, _ELEMENTS // 512) if compressor.per_tensor else (_ELEMENTS,)
-    gradient = tf.random.stateless_normal(shape, [1, 2])
-    residual = tf.random.stateless_normal(shape, [3, 4]) if compressor.error_feedback else None
-    seeds = no_seeds()
+    shape = (512, elements // 512) if compressor.per_tensor else (elements,)
+    gradients = [tf.random.stateless_normal(shape, [1, i]) for i in range(_PIECES)]
+    residuals = [tf.zeros(shape) if compressor.error_feedback else None] * _PIECES
+    keep = compressor.error_feedback
+    nbytes = _PIECES * 4 * math.prod(shape)
+
+    # In graphs only, as in training: kernels that are called eagerly would be compiled once more.
+    @tf.function(autograph=False)
+    def encode(gradients: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> Any:
+        found = [compressor.encode(g, no_seeds(), r, 1.0, keep) for g, r in zip(gradients, residuals)]
+        return _payload.join([part for each in found for part in each.parts]), [
+            e.residual for e in found if keep
+        ]
 
     @tf.function(autograph=False)
-    def encode() -> Any:
-        encoded = compressor.encode(gradient, seeds, residual, 1.0, residual is not None)
-        return _payload.join(encoded.parts), [] if residual is None else encoded.residual
+    def decode(gradient: tf.Tensor, residual: tf.Tensor | None, several: int) -> Any:
+        sample = compressor.encode(gradient, no_seeds(), residual, 1.0, keep)
+        # Times another factor each: the same sum would be decoded once.
+        factors = [tf.constant(1.0 + i) for i in range(_PIECES)]
+        return [common.decode_sum(compressor, [sample.parts] * several, sample.ctx, f) for f in factors]
 
-    encoded = compressor.encode(gradient, seeds, residual, 1.0, False)
+    encoding = max(0.0, _time_of(lambda: encode(gradients, residuals)) - call)
 
-    def decode(ranks: int) -> Callable[[], Any]:
-        @tf.function(autograph=False)
-        def run() -> Any:
-            return common.decode_sum(compressor, [encoded.parts] * ranks, encoded.ctx, tf.constant(1.0))
+    def decoding(several: int) -> float:
+        seconds = _time_of(lambda: decode(gradients[0], residuals[0], several))
+        return max(0.0, seconds - call - encoding / _PIECES)
 
-        return run
-
-    nbytes = 4 * _ELEMENTS
-    encoding, one, three = (_time_of(run) for run in (encode, decode(1), decode(3)))
-    per_rank = max(0.0, (three - one) / 2 / nbytes)
-    return (
-        call,
-        max(0.0, encoding - call) / nbytes,
-        max(0.0, (one - call) / nbytes - per_rank),
-        per_rank,
-    )
+    several = min(max(ranks, 2), common.AT_ONCE)
+    seconds = decoding(several)
+    # Between two ranks there is no sum of one payload.
+    one = decoding(1) if ranks > 2 else 2.0 / 3.0 * seconds
+    per_rank = max(0.0, (seconds - one) / (several - 1))
+    return call, encoding / nbytes, max(0.0, one - per_rank) / nbytes, per_rank / nbytes
 
 
 def _call_time() -> float:
     small = tf.zeros([16])
+    return _time_of(lambda: _add_one(small))
 
-    @tf.function(autograph=False)
-    def run() -> tf.Tensor:
-        return small + 1.0
 
-    return _time_of(run)
+@tf.function(autograph=False)
+def _add_one(x: tf.Tensor) -> tf.Tensor:
+    return x + 1.0
 
 
 def _time_of(run: Callable[[], Any]) -> float:
     run()
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(_REPEATS_OF_KERNELS):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return _typical(times)
-
-
-def _typical(times: Sequence[float] | np.ndarray) -> float:
-    """The lower quartile: what disturbs a measurement only ever makes it longer."""
-    return float(np.quantile(times, 0.25))
+    return float(np.median(times))

@@ -193,10 +193,11 @@ def _wire(topology: Topology, pattern: str, payload: float) -> float:
 
 
 def _without_latency(topology: Any) -> Topology:
-    links = {
-        field.name: Link(0.0, getattr(topology, field.name).beta)
-        for field in dataclasses.fields(topology)
-        if isinstance(getattr(topology, field.name), Link)
-    }
-    changed: Topology = dataclasses.replace(topology, **links)
+    def bare(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: bare(link) for name, link in value.items()}
+        return Link(0.0, value.beta) if isinstance(value, Link) else value
+
+    fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
+    changed: Topology = dataclasses.replace(topology, **{name: bare(value) for name, value in fields.items()})
     return changed

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from .. import payload as _payload
-from ..compressors import Compressor
-from . import common
+from ..compressors import Compressor, Encoded
+from . import coding, common
 from .common import Group, Reduced, Shape, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`."""
-    encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
-    finite = common.all_of([e.finite for e in encoded])
-    outgoing = common.with_flag([part for e in encoded for part in e.parts], finite)
-    payloads = common.allgather(outgoing, group)
+    coded = coding.encode(compressor, share, _join)
+    payloads = common.allgather(coded.outgoing, group)
     ok = common.all_of([common.flag_of(payload) for payload in payloads])
-    factor = common.factor(scale, ok)
-    pieces, start = [], 0
-    for piece, e in zip(share.pieces, encoded):
-        layout = compressor.layout(tuple(piece.shape.as_list()))
-        ranks = [_payload.take(payload, layout, start) for payload in payloads]
-        pieces.append(common.decode_sum(compressor, ranks, e.ctx, factor))
-        start += _payload.nbytes(layout)
-    return Reduced(pieces, [e.residual for e in encoded], ok, outgoing)
+    shapes = [tuple(piece.shape.as_list()) for piece in share.pieces]
+    pieces = coding.decode(compressor, shapes, payloads, coded.contexts, common.factor(scale, ok))
+    return Reduced(pieces, coded.residuals, ok, coded.outgoing, payloads[group.rank - 1])
+
+
+def _join(encoded: Sequence[Encoded], finite: tf.Tensor) -> tf.Tensor:
+    return common.with_flag([part for e in encoded for part in e.parts], finite)
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:

@@ -26,7 +26,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         part = tf.reshape(total[start : start + value.shape[0]], e.parts[0].shape)
         pieces.append(compressor.decode_sum([[part]], e.ctx, times))
         start += value.shape[0]
-    return Reduced(pieces, [e.residual for e in encoded], ok, outgoing)
+    return Reduced(pieces, [e.residual for e in encoded], ok, outgoing, total)
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:

@@ -26,3 +26,8 @@ def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> Modul
         if saved > _WORTH_A_COLLECTIVE:
             return scatter_reduce
     return allgather
+
+
+def name_of(pattern: ModuleType) -> str:
+    """What the cost model calls it."""
+    return pattern.__name__.rpartition(".")[2]

@@ -16,7 +16,7 @@ from ..kernels.compile import compiled
 
 Shape = tuple[int, ...]
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
-_AT_ONCE = 8
+AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Reduced(NamedTuple):
     residuals: list[tf.Tensor | None]
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first, for what should run after its encoding
+    incoming: tf.Tensor  # what arrives last
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
@@ -108,8 +109,8 @@ def decode_sum(
 ) -> tf.Tensor:
     """The scaled sum of the parts of all ranks, in their order."""
     total = None
-    for first in range(0, len(ranks), _AT_ONCE):
-        part = compressor.decode_sum(ranks[first : first + _AT_ONCE], ctx, scale)
+    for first in range(0, len(ranks), AT_ONCE):
+        part = compressor.decode_sum(ranks[first : first + AT_ONCE], ctx, scale)
         total = part if total is None else total + part
     return total
 

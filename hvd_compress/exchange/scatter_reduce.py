@@ -64,7 +64,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         owner, j = divmod(i, each)
         piece = _payload.take(payloads[owner], layout, j * step)
         pieces.append(common.decode_sum(compressor, [piece], e.ctx, factor))
-    return Reduced(pieces, residuals, ok, outgoing[-1])
+    return Reduced(pieces, residuals, ok, outgoing[-1], payloads[group.rank - 1])
 
 
 def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:

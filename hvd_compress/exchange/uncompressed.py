@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from .allreduce import ring_bytes
+from .common import Group
 
 # Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.
 _SMALL = 2**14
@@ -22,9 +23,7 @@ class Dense(NamedTuple):
     incoming: list[tf.Tensor]  # the result of that, before it is taken apart
 
 
-def reduce(
-    tensors: Sequence[tf.Tensor], op: Any, predivide: float, process_set: Any, name: str | None
-) -> Dense:
+def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group) -> Dense:
     """Reduces tensors of static shapes and any dtypes; one negotiation per dtype.
 
     `predivide` splits the averaging, as Horovod's `gradient_predivide_factor`: 1 / predivide before
@@ -45,8 +44,7 @@ def reduce(
             op=op,
             prescale_factor=1.0 / predivide if op == hvd.Average else 1.0,
             postscale_factor=predivide if op == hvd.Average else 1.0,
-            process_set=process_set,
-            name=f"{name}_{dtype}" if name else None,
+            **group.keywords(f"_{dtype}"),
         )
         results = [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(results, sent)]
         outgoing += sent

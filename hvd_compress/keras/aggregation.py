@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
+
+from ..checkpoint.plan_state import Member, PlanState, path_of
 
 
 class LocalGradientAggregation:
@@ -28,6 +31,8 @@ class LocalGradientAggregation:
         self._sparse_as_dense = sparse_as_dense
         self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
         self._sums: dict[int, tf.Variable] = {}
+        self._paths: list[str] = []  # of the variables that the sums belong to
+        self._pending: list[Any] = []  # loaded for sums that are still to be made, in their order
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds one pass.
@@ -68,6 +73,21 @@ class LocalGradientAggregation:
         """Whether the last pass completed a step; bool scalar."""
         return tf.equal(self.counter, 0)
 
+    def state(self) -> PlanState:
+        """The sums so far and the counter, to be saved: gradients of this rank that no step has sent yet."""
+        sums = dict(enumerate(variable.numpy() for variable in self._sums.values()))
+        members = [Member(path, sums[i].shape, "dense") for i, path in enumerate(self._paths)]
+        named = {"counter": np.asarray(self.counter.numpy())}
+        return PlanState(members, {"sums": sums}, {"sums": []}, [], named)
+
+    def restore(self, state: PlanState) -> None:
+        """Goes on from a saved state; the sums that are not made yet begin with it."""
+        self.counter.assign(state.named["counter"])
+        sums = list(state.tensors["sums"].values())
+        for variable, value in zip(self._sums.values(), sums):
+            variable.assign(value)
+        self._pending = sums[len(self._sums) :]
+
     def _dense(self, gradient: Any) -> Any:
         if isinstance(gradient, tf.IndexedSlices):
             if not self._sparse_as_dense:
@@ -83,6 +103,7 @@ class LocalGradientAggregation:
             return None
         if id(variable) not in self._sums:
             with tf.init_scope():
-                zeros = tf.zeros(variable.shape, gradient.dtype)
-                self._sums[id(variable)] = tf.Variable(zeros, trainable=False, name="aggregated_gradient")
+                start = self._pending.pop(0) if self._pending else tf.zeros(variable.shape, gradient.dtype)
+                self._sums[id(variable)] = tf.Variable(start, trainable=False, name="aggregated_gradient")
+            self._paths.append(path_of(variable))
         return self._sums[id(variable)]

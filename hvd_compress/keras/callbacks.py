@@ -1,8 +1,8 @@
 """Horovod's Keras callbacks, for Keras 3, `tf_keras` and the Keras 2 of TensorFlow 2.15 alike.
 
 Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0.28.1, which fail on Keras 3
-(https://github.com/horovod/horovod/issues/4290). The base class is that of TensorFlow's own Keras, and
-nothing here asks which Keras a model belongs to.
+(https://github.com/horovod/horovod/issues/4290). Nothing here
+asks which Keras a model belongs to. `ResidualCheckpoint` is not Horovod's.
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ from typing import Any, Callable
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from tensorflow import keras
 
 from . import optimizer_state
+from .callback import Callback
+from .residual_checkpoint import ResidualCheckpoint as ResidualCheckpoint
 
 
-class _Callback(keras.callbacks.Callback):
-    """What Keras 2 asks of a callback, so that one built on Keras 3 also serves a `tf_keras` model."""
-
-    # No batch hook here reads its logs, so Keras 2 need not wait for each step's results.
-    _supports_tf_logs = True
-    _implements_train_batch_hooks = staticmethod(lambda: True)
-    _implements_test_batch_hooks = staticmethod(lambda: False)
-    _implements_predict_batch_hooks = staticmethod(lambda: False)
-
-
-class BroadcastGlobalVariablesCallback(_Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """Gives every rank the root's model and optimizer when training starts.
 
     All ranks must start from the same state, be it random or restored from a checkpoint on the root alone.
@@ -126,7 +117,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self.broadcast_done = True
 
 
-class MetricAverageCallback(_Callback):
+class MetricAverageCallback(Callback):
     """Averages the epoch's metrics over all ranks, in place in the logs.
 
     Put it before the callbacks that should see the averages (ReduceLROnPlateau, EarlyStopping, TensorBoard).
@@ -169,7 +160,7 @@ class MetricAverageCallback(_Callback):
             logs[name] = part.reshape(shape) if shape else float(part[0])
 
 
-class LearningRateScheduleCallback(_Callback):
+class LearningRateScheduleCallback(Callback):
     """Sets the learning rate to `initial_lr * multiplier` from `start_epoch` on, until `end_epoch`.
 
     A constant multiplier means exponential decay, `multiplier ** (epoch - start_epoch)`. At the end of each

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from .. import nonfinite
 from ..reducer import Reducer, scale_local_gradient
 from ..settings import Settings
 from .aggregation import LocalGradientAggregation
@@ -58,6 +61,24 @@ class Distribution:
             for i in set(range(len(result))) - set(shared):
                 result[i] = scale_local_gradient(result[i], self.settings.process_set.size())
         return result
+
+    def all_finite(self, reduced: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
+        """Whether all reduced gradients are finite; a bool scalar, the same on all ranks.
+
+        Gradients of local variables do not count, which other ranks do not see.
+        """
+        return nonfinite.all_finite([g for g, v in zip(reduced, variables) if id(v) not in self._local])
+
+    def raise_if_told(self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
+        """The reduced gradients; raises where they are not finite and `on_nonfinite` is "raise".
+
+        Raises:
+            tf.errors.InvalidArgumentError: So it is.
+        """
+        if self.settings.on_nonfinite != "raise":
+            return list(reduced)
+        step = tf.convert_to_tensor(iterations) + 1
+        return nonfinite.raise_unless(self.all_finite(reduced, variables), reduced, step)
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces, at once or when `backward_passes_per_step` passes have come together."""

@@ -7,8 +7,9 @@ reduced. So no micro-batch is ever sent, and clipping sees the averaged gradient
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,17 +24,18 @@ class Keras3Mixin(DistributedMixin):
         """Updates the variables, with the gradients reduced over the ranks.
 
         Raises:
-            RuntimeError: A LossScaleOptimizer around this one has decided, from this rank's gradients alone,
-                whether to call it.
+            RuntimeError: A LossScaleOptimizer with an `apply` of its own has decided, from this rank's
+                gradients alone, whether to call this one.
         """
-        if _is_inside_loss_scale_optimizer():
+        distribution = self._hvdc
+        aggregation, skip = distribution.aggregation, distribution.settings.on_nonfinite == "skip"
+        if not self._is_reduced and _is_inside_loss_scale_optimizer():
             raise RuntimeError(
-                "a LossScaleOptimizer around the DistributedOptimizer (compile() adds one under mixed_float16) "
-                "looks at each rank's own gradients, and ranks would wait for each other for ever: wrap the other "
-                "way round, hvdc.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
+                "the LossScaleOptimizer around the DistributedOptimizer has an apply() of its own, which looks at "
+                "each rank's own gradients, and ranks would wait for each other for ever: wrap the other way round, "
+                "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
-        aggregation = self._hvdc.aggregation
-        if aggregation is None or len(grads) == 0:
+        if self._is_reduced or len(grads) == 0 or (aggregation is None and not skip):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
         if trainable_variables is None:
@@ -41,17 +43,28 @@ class Keras3Mixin(DistributedMixin):
         elif not self.built:  # type: ignore[has-type]
             self.build(trainable_variables)  # type: ignore[attr-defined]
             self.built = True
-        reduced = aggregation.add(grads, trainable_variables)
+        variables = list(trainable_variables)
+        reduced = distribution.add(grads, variables)
 
         def update() -> tf.Tensor:
-            super(Keras3Mixin, self).apply(reduced, trainable_variables)  # type: ignore[misc]
+            gradients = distribution.raise_if_told(reduced, variables, self.iterations)  # type: ignore[attr-defined]
+            with self.gradients_are_reduced():
+                super(Keras3Mixin, self).apply(gradients, variables)  # type: ignore[misc]
             return tf.constant(True)
+
+        def step() -> tf.Tensor:
+            if not skip:
+                return update()
+            return tf.cond(distribution.all_finite(reduced, variables), update, lambda: tf.constant(False))
 
         def wait() -> tf.Tensor:
             self._iterations.assign_add(1)  # type: ignore[attr-defined]
             return tf.constant(False)
 
-        tf.cond(aggregation.is_step(), update, wait)
+        if aggregation is None:
+            step()
+        else:
+            tf.cond(aggregation.is_step(), step, wait)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         # `_clip_gradients` is not told which variables the gradients belong to.
@@ -59,30 +72,25 @@ class Keras3Mixin(DistributedMixin):
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
-        if self._hvdc.aggregation is None:
-            grads = self._hvdc.reduce(grads, self.__dict__["_hvdc_variables"])
+        if not self._is_reduced:
+            variables = self.__dict__["_hvdc_variables"]
+            grads = self._hvdc.reduce(grads, variables)
+            grads = self._hvdc.raise_if_told(grads, variables, self.iterations)  # type: ignore[attr-defined]
         clipped: Sequence[Any] = super()._clip_gradients(grads)  # type: ignore[misc]
         return clipped
 
+    @property
+    def _is_reduced(self) -> bool:
+        return "_hvdc_reduced" in self.__dict__
 
-class LossScaleMixin(Keras3Mixin):
-    """For a LossScaleOptimizer: gradients are reduced before it looks whether they are finite.
-
-    So that all ranks find the same, and skip the same steps. Residuals are kept unscaled, to survive changes of
-    the scale.
-    """
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables where the reduced gradients are finite."""
-        if not self.built:
-            self.build(trainable_variables)  # type: ignore[attr-defined]
-            self.built = True
-        variables = trainable_variables or self._trainable_variables  # type: ignore[attr-defined]
-        scale = tf.convert_to_tensor(self.dynamic_scale)  # type: ignore[attr-defined]
-        unscaled = [None if g is None else g / tf.cast(scale, g.dtype) for g in grads]
-        reduced = self._hvdc.reduce(unscaled, variables)
-        scaled = [None if g is None else g * tf.cast(scale, g.dtype) for g in reduced]
-        super(Keras3Mixin, self).apply(scaled, trainable_variables)  # type: ignore[misc]
+    @contextlib.contextmanager
+    def gradients_are_reduced(self) -> Iterator[None]:
+        """What is applied in this context is reduced already, and whether to apply it is decided."""
+        self.__dict__["_hvdc_reduced"] = True
+        try:
+            yield
+        finally:
+            del self.__dict__["_hvdc_reduced"]
 
 
 def _is_inside_loss_scale_optimizer() -> bool:
@@ -97,7 +105,7 @@ def _is_inside_loss_scale_optimizer() -> bool:
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
-    """The mixin for a Keras 3 optimizer.
+    """The mixin for a Keras 3 optimizer; prepares Keras's LossScaleOptimizer to be put around it.
 
     Raises:
         TypeError: Keras runs on another backend than TensorFlow.
@@ -109,4 +117,8 @@ def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
             f"Keras runs on the {keras.backend.backend()} backend, hvd_compress needs TensorFlow's: "
             "set KERAS_BACKEND=tensorflow"
         )
-    return LossScaleMixin if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Keras3Mixin
+    from .loss_scaling import LossScaleMixin, reduce_before_check
+
+    scaler = keras.optimizers.LossScaleOptimizer
+    reduce_before_check(scaler)
+    return LossScaleMixin if isinstance(optimizer, scaler) else Keras3Mixin

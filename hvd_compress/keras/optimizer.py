@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
 
-from ..compression import CompressionLike, resolve
+from ..auto.report import CompressionReport
+from ..compression import CompressionLike, policies, resolve
 from ..settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
 from .distribution import Distribution, OptimizerSettings
+from .optimizer_state import innermost
 
 
 def DistributedOptimizer(
@@ -34,6 +37,8 @@ def DistributedOptimizer(
     residual_decay: float = 1.0,
     residual_dtype: str = "float32",
     momentum_correction: float = 0.0,
+    policy: Mapping[str, CompressionLike] | None = None,
+    on_nonfinite: str = "propagate",
 ) -> Any:
     """An optimizer that reduces gradients over all ranks before it applies them, compressed on the way.
 
@@ -71,10 +76,18 @@ def DistributedOptimizer(
             is kept.
         momentum_correction: The momentum factor of DGC (Lin et al. 2018), 0 for none. For sparse compressors, with
             an optimizer that has no momentum of its own.
+        policy: Other compressors for some variables: glob patterns on their paths, such as
+            `{"*embedding*": "none", "*/kernel": "int4"}`. The first that matches counts; see `hvdc.sensitivity`.
+        on_nonfinite: What happens where a gradient of any rank is infinite or NaN. "propagate": the reduced
+            gradients are not finite on any rank, as without this package. "skip": all ranks leave the step out;
+            variables, the optimizer's state and `iterations` stay as they were. "raise": all ranks raise
+            tf.errors.InvalidArgumentError. Residuals stay as they were in any case. A LossScaleOptimizer, in or around
+            this one, decides by itself. Gradients of local variables do not count.
 
     Returns:
         An optimizer of a subclass of the optimizer's class, of the same name, so that a model saved with it loads
-        without this package. Besides, it has `register_local_var(variable)` as Horovod's, and `bytes_sent()`.
+        without this package. Besides, it has `register_local_var(variable)` as Horovod's, `bytes_sent()` and
+        `compression_report()`.
 
     Raises:
         TypeError: `optimizer` is no Keras optimizer, or `compression` no compressor.
@@ -94,6 +107,11 @@ def DistributedOptimizer(
         raise ValueError(
             "backward_passes_per_step and the optimizer's gradient_accumulation_steps do the same: set only one"
         )
+    if on_nonfinite == "skip" and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
+            "use backward_passes_per_step in its place"
+        )
     reduction = Settings(
         compressor=resolve(compression),
         name=name or f"Distributed{base.__name__}",
@@ -111,6 +129,8 @@ def DistributedOptimizer(
         residual_decay=residual_decay,
         residual_dtype=residual_dtype,
         momentum_correction=momentum_correction,
+        policy=policies(policy),
+        on_nonfinite=on_nonfinite,
     )
     settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Same name and module as the original: Keras finds the original by them when it loads a saved model.
@@ -158,12 +178,15 @@ class DistributedMixin:
         Raises:
             RuntimeError: No step has been made yet.
         """
-        plans = list(self._hvdc.reducer.plans.values())
-        if not plans:
-            raise RuntimeError(
-                "bytes_sent() is known after the first step on more than one rank: train one first"
-            )
-        return plans[-1].bytes_sent()
+        return self._hvdc.reducer.last_plan("bytes_sent()").bytes_sent()
+
+    def compression_report(self) -> CompressionReport:
+        """What each bucket is compressed with, and with `compression="auto"`: why, and how long it takes.
+
+        Raises:
+            RuntimeError: No step has been made yet.
+        """
+        return self._hvdc.reducer.report()
 
 
 def _mixin(optimizer: Any) -> Any:
@@ -172,7 +195,7 @@ def _mixin(optimizer: Any) -> Any:
     Raises:
         TypeError: It is no Keras optimizer, or one of Keras 3 on another backend than TensorFlow.
     """
-    if isinstance(optimizer, DistributedMixin):
+    if isinstance(innermost(optimizer), DistributedMixin):  # inside a LossScaleOptimizer, too
         raise TypeError("optimizer is distributed already: wrap it only once")
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):

@@ -33,7 +33,8 @@ def residuals_of(reducer):
     """Every gradient's residual, or zeros."""
     (plan,) = reducer.plans.values()
     found = [np.zeros(shape, np.float32) for shape in SHAPES]
-    for pieces, state in zip(plan.layouts, plan.states):
+    for section in plan.sections:
+        pieces, state = section.layout, section.state
         members = pieces.bucket.members
         if not state.residuals:
             continue
@@ -71,8 +72,8 @@ def check_mass(compressor, gather, size, steps=3, **settings):
 def test_mass_is_conserved_in_pieces(compressor, gather, size):
     reducer = check_mass(compressor, gather, size)
     (plan,) = reducer.plans.values()
-    (layout,) = plan.layouts
-    assert layout.count == len(plan.buckets) == 4
+    (section,) = plan.sections
+    assert section.layout.count == len(plan.buckets) == 4
 
 
 @pytest.mark.np4
@@ -81,7 +82,8 @@ def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypat
     monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
     reducer = check_mass(compressor, gather, size)
     (plan,) = reducer.plans.values()
-    (layout,) = plan.layouts
+    (section,) = plan.sections
+    layout = section.layout
     assert len(plan.buckets) == 4
     assert layout.count == 4 * size
     assert choice.choose(compressor, layout.shapes, size) is scatter_reduce
@@ -133,7 +135,7 @@ def test_a_short_residual_is_kept_rounded(rank, size, gather):
     for rounded, kept in zip(residuals_of(short), residuals_of(exact)):
         np.testing.assert_array_equal(rounded, tf.cast(tf.cast(kept, tf.bfloat16), tf.float32))
     (plan,) = short.plans.values()
-    assert plan.states[0].residuals[0].dtype == tf.bfloat16
+    assert plan.sections[0].state.residuals[0].dtype == tf.bfloat16
     outputs = short(gradients, variables)
     for output in outputs:
         everyone = gather(output)

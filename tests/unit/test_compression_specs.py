@@ -75,7 +75,7 @@ def test_a_spec_takes_numpys_numbers():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("topkk", r"unknown compressor 'topkk': did you mean 'topk'\? Known are bf16, "),
+        ("topkk", r"unknown compressor 'topkk': did you mean 'topk'\? Known are auto, bf16, "),
         ("INT8", r"did you mean 'int8'"),
         ("gzip", r"unknown compressor 'gzip': Known are"),
         ("", r"unknown compressor ''"),

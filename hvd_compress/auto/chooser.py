@@ -1,0 +1,263 @@
+"""What `auto` keeps and measures from step to step.
+
+In step t each rank measures how long its exchanges take, and every so often how much each candidate would let
+through. In step t + 1 these numbers cross with the uncompressed gradients; all ranks then know the same, follow
+the link with it, and work out the best choice. Rank 0's crosses in step t + 2 and holds from step
+t + 3 on: ranks whose processors round differently need not find the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Callable, NamedTuple
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from .. import tracing
+from ..compressors import Auto, Compressor, NoCompression
+from ..compressors.base import no_seeds
+from ..kernels.compile import compiled
+from . import clock, policy, report
+
+# Among how many ranks' waiting times the shortest is looked for; beyond, some share a place.
+_PLACES = 16
+# The times of the first steps tell nothing: what is left to compile is compiled, connections are made.
+_UNTIMED = 2
+
+
+class Stamps(NamedTuple):
+    """When what happened to a bucket, by this rank's clock; float64 scalars."""
+
+    begun: tf.Tensor  # its gradients are there, and the bucket before it is encoded
+    sent: tf.Tensor  # it is encoded
+    arrived: tf.Tensor  # the others' payloads are there
+    done: tf.Tensor  # the sum is decoded
+
+
+class Piece(NamedTuple):
+    """A piece of a bucket."""
+
+    shape: tuple[int, ...]
+    find: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns it and its residual
+
+
+class Chooser:
+    """Chooses for the buckets of one plan.
+
+    Attributes:
+        auto: The settings.
+        nbytes: Of each bucket, as float32.
+        state: What the choice rests on: a `policy.State` of tf.Variables on the host.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        process_set: Any,
+        op: Any,
+        nbytes: Sequence[int],
+        costs: policy.Costs,
+        lost: Sequence[float],
+    ) -> None:
+        """Makes the first choice; rank 0's numbers decide.
+
+        Args:
+            auto: The settings.
+            process_set: The ranks; all of them must make the chooser.
+            op: hvd.Average or hvd.Sum, with which the agreed numbers are reduced.
+            nbytes: Of each bucket, as float32.
+            costs: Predicted, float [B, C].
+            lost: [C], the share of the energy of noise that each candidate does not let through.
+        """
+        self.auto = auto
+        self.nbytes = list(nbytes)
+        self._ranks, self._rank = process_set.size(), process_set.rank()
+        self._average = op == hvd.Average
+        self._plain = [isinstance(candidate, NoCompression) for candidate in auto.candidates]
+        b, c = len(self.nbytes), len(auto.candidates)
+        places = min(self._ranks, _PLACES)
+        self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
+        self._fields = {
+            "votes": (b,), "energy": (c + 1,), "wire": (places,), "exchange": (b,), "waits": (b,),
+        }  # fmt: skip
+        root = process_set.ranks[0]
+        with tf.device("CPU"):
+            table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, lost)]), tf.float32)
+            table = hvd.broadcast(table, root, name="hvdc_costs", process_set=process_set).numpy()
+            self.costs = policy.Costs(*(tf.constant(x) for x in table[: 4 * b * c].reshape(4, b, c)))
+            self.prior = tf.constant(np.broadcast_to(table[4 * b * c :], (b, c)))
+            first = policy.initial(tf.zeros([b], tf.int32), c)
+            # Without hesitation.
+            first = first._replace(evidence=tf.constant(math.inf))
+            _, choice = self._proposal(first, tf.constant(0))
+            choice = hvd.broadcast(choice, root, name="hvdc_first_choice", process_set=process_set)
+            self.state = policy.State(*map(_variable, policy.initial(choice, c)))
+            self._outgoing = _variable(tf.zeros([sum(map(math.prod, self._fields.values()))]))
+        if self._rank == 0:
+            report.log_start(self)
+
+    # One step
+
+    def outgoing(self) -> tf.Tensor:
+        """What this rank tells the others in this step, float32 [S]: to be reduced with `op`."""
+        with tf.device("CPU"):
+            return self._outgoing.read_value()
+
+    def chosen(self) -> list[Compressor]:
+        """The compressor of each bucket."""
+        return [self.auto.candidates[c] for c in self.state.choice.numpy()]
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether no compression is among the candidates."""
+        return any(self._plain)
+
+    def is_idle(self) -> tf.Tensor:
+        """Whether nothing is compressed and no residual is left; a bool scalar."""
+        with tf.device("CPU"):
+            both = tf.stack([self.state.choice.read_value(), self.state.before.read_value()])
+            return tf.reduce_all(tf.gather(tf.constant(self._plain), both))
+
+    def switch(self, bucket: int, branch: Callable[[Any], Any]) -> Any:
+        """What `branch(compressor)` returns for the compressor that is chosen for this bucket."""
+        with tf.device("CPU"):
+            index = self.state.choice.read_value()[bucket]
+        return _switch(index, [functools.partial(branch, candidate) for candidate in self.auto.candidates])
+
+    def probe(self, step: tf.Tensor, some: Sequence[Piece]) -> tf.Tensor:
+        """Tries all candidates on a piece of one bucket, if it is time to.
+
+        Args:
+            step: int64 scalar.
+            some: A piece of each bucket.
+
+        Returns:
+            [C + 1]: the energy that each candidate loses, and that of the piece; zeros if it is not time to.
+        """
+        shapes = list(dict.fromkeys(piece.shape for piece in some))
+        alike = [[i for i, piece in enumerate(some) if piece.shape == shape] for shape in shapes]
+        turn, due = self._turn(step)
+        turn = turn % len(some)
+
+        def measure(members: list[int]) -> tf.Tensor:
+            place = [members.index(i) if i in members else 0 for i in range(len(some))]
+            return self._energies(*_switch(tf.gather(place, turn), [some[i].find for i in members]))
+
+        def measure_one() -> tf.Tensor:
+            kind = [shapes.index(piece.shape) for piece in some]
+            return _switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
+
+        return tf.cond(due, measure_one, lambda: tf.zeros([len(self.auto.candidates) + 1]))
+
+    def _energies(self, piece: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
+        lost = []
+        for candidate in self.auto.candidates:
+            left = candidate.encode(piece, no_seeds(), kept, 1.0, True).residual
+            lost.append(_energy(left, None))
+        return tf.stack([*lost, _energy(piece, kept)])
+
+    def _turn(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """How many probes were made before this step, and whether one is due in it."""
+        with tf.device("CPU"):
+            step = tf.cast(step, tf.int32)
+            # Each bucket once at the beginning, and then in turn.
+            early, every = len(self.nbytes), self.auto.probe_every
+            turn = tf.where(step < early, step, early + (step - early) // every)
+            return turn, (step < early) | ((step - early) % every == 0)
+
+    def learn(
+        self,
+        step: tf.Tensor,
+        agreed: tf.Tensor,
+        stamps: Sequence[Stamps],
+        energy: tf.Tensor,
+        committed: tf.Tensor,
+    ) -> None:
+        """Takes in what was measured in the step before, and prepares what crosses in the next one.
+
+        Args:
+            step: int64 scalar: of this step, from 0 on.
+            agreed: [S], the reduced `outgoing`.
+            stamps: Of this step's buckets, in the order in which they crossed.
+            energy: Of this step's `probe`.
+            committed: Whether this step's residuals were kept; if not, its times are not looked at.
+        """
+        with tf.device("CPU"):
+            state = policy.State(*(variable.read_value() for variable in self.state))
+            fields = self._unpack(agreed if self._average else agreed / self._ranks)
+            probed, _ = self._turn(step - 1)
+            seen = policy.Measured(
+                # The ranks that were there last did not wait for others.
+                tf.reduce_min(fields["wire"] * (self._ranks / self._members)),
+                fields["exchange"],
+                fields["waits"],
+                probed % len(self.nbytes),
+                fields["energy"],
+            )
+            state = policy.follow(state, seen, self.costs)
+            votes = tf.cast(tf.round(fields["votes"] * self._ranks), tf.int32) - 1
+            chosen = tf.where(votes >= 0, votes, state.choice)
+            report.log_switches(self, state, chosen, show=self._rank == 0)
+            switched = state._replace(
+                choice=chosen,
+                before=tf.where(committed, state.choice, state.before),
+                switches=state.switches + tf.cast(chosen != state.choice, tf.int32),
+            )
+            switched, proposal = self._proposal(switched, tf.cast(step, tf.int32))
+            for variable, value in zip(self.state, switched):
+                variable.assign(value)
+            timed = committed & (step >= _UNTIMED)
+            self._outgoing.assign(self._pack(proposal, stamps, energy, timed))
+
+    def _proposal(self, state: policy.State, step: tf.Tensor) -> tuple[policy.State, tf.Tensor]:
+        target = tf.constant(0.0)
+        for first, value in self.auto.targets():
+            target = tf.where(step >= first, value, target)
+        lost, nbytes = policy.shares(state, self.prior), tf.constant(self.nbytes, tf.float32)
+        return policy.propose(state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown)
+
+    def _pack(
+        self, proposal: tf.Tensor, stamps: Sequence[Stamps], energy: tf.Tensor, timed: tf.Tensor
+    ) -> tf.Tensor:
+        """This step's numbers, in the order of `_fields`."""
+        wire, coding, waits = [], [], []
+        sent = stamps[0].begun  # when the bucket before was encoded
+        free = stamps[0].sent  # when the wire is free
+        for stamp in stamps:
+            waits.append(clock.between(sent, stamp.begun))
+            coding.append(clock.between(stamp.begun, stamp.sent) + clock.between(stamp.arrived, stamp.done))
+            # Horovod may send several at once, which then arrive together.
+            wire.append(clock.between(tf.maximum(stamp.sent, free), stamp.arrived))
+            sent, free = stamp.sent, tf.maximum(free, stamp.arrived)
+        places = len(self._members)
+        own = tf.one_hot(self._rank % places, places)
+        vote = tf.cast(proposal + 1, tf.float32) * float(self._rank == 0)
+        exchange = tf.stack(wire) + tf.stack(coding)
+        times = [own * tf.add_n(wire), exchange, tf.stack(waits)]
+        times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in (vote, energy, *times)], 0)
+        return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
+
+    def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
+        sizes = [math.prod(shape) for shape in self._fields.values()]
+        parts = tf.split(tf.ensure_shape(flat, [sum(sizes)]), sizes)
+        return {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
+
+
+def _switch(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
+    return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))
+
+
+def _variable(value: tf.Tensor) -> tf.Variable:
+    return tracing.variable(value, "hvdc_auto")
+
+
+@compiled
+def _energy(x: tf.Tensor, residual: tf.Tensor | None) -> tf.Tensor:
+    if residual is not None:
+        x += tf.cast(residual, tf.float32)
+    return tf.reduce_sum(x * x)

@@ -1,0 +1,289 @@
+"""What a choice of compressors would cost, and which is the best one: numbers in, numbers out.
+
+B buckets, C candidates; float32 throughout; times in seconds. Small enough for the host in each step: compiled
+with XLA it takes as long, and two seconds before the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+# What a step's measurements weigh one step later.
+FORGET = 0.6
+# What the newest value weighs in running averages.
+AVERAGED = 0.3
+# How strongly the factors hold on to what they were, in observations: latency changes less often than bandwidth.
+_STIFF = (1.0, 0.05)
+_PER_STEP = 4.0
+# In how many parts buckets are divided where the choice changes between the first and the last.
+_DIVISIONS = 16
+_LIMIT = 1e4
+
+
+class Costs(NamedTuple):
+    """What each candidate costs each bucket on the calibrated link and an idle machine, [B, C] each.
+
+    The wire takes `messages + transfer`: the part that does not grow with the bytes, and the one that does.
+    """
+
+    encode: tf.Tensor
+    messages: tf.Tensor
+    transfer: tf.Tensor
+    decode: tf.Tensor
+
+
+def fit(
+    moments: tf.Tensor, factors: tf.Tensor, messages: tf.Tensor, transfer: tf.Tensor, seconds: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Follows the link: by which factors latency and time per byte differ from the calibrated ones.
+
+    Least squares of relative errors, (latency * messages + byte * transfer) / seconds = 1, over all steps so far, each
+    one's weighing 0.6 of the next one's. Relative to what was measured, a step that something held up
+    weighs little, while one that was faster than the link could be is not possible.
+
+    Args:
+        moments: [5], sums over past steps; zeros at first.
+        factors: [2], of latency and of time per byte, so far; ones at first.
+        messages: Scalar, predicted seconds of latency of what was exchanged in a step.
+        transfer: Scalar, predicted seconds of the bytes.
+        seconds: Scalar, measured; 0 if nothing was.
+
+    Returns:
+        The new moments and factors.
+    """
+    x, y = tf.math.divide_no_nan(messages, seconds), tf.math.divide_no_nan(transfer, seconds)
+    moments = FORGET * moments + tf.stack([x * x, x * y, y * y, x, y])
+    xx, xy, yy, sx, sy = tf.unstack(moments)
+    a, b = tf.unstack(factors)
+    # In units of the factors so far, to which the stiffness refers.
+    m00, m01, m11 = xx * a * a + _STIFF[0], xy * a * b, yy * b * b + _STIFF[1]
+    r0, r1 = sx * a + _STIFF[0], sy * b + _STIFF[1]
+    change = tf.stack([r0 * m11 - r1 * m01, r1 * m00 - r0 * m01]) / (m00 * m11 - m01 * m01)
+    return moments, _moved(factors, change)
+
+
+def _moved(factor: tf.Tensor, change: tf.Tensor) -> tf.Tensor:
+    change = tf.clip_by_value(change, 1.0 / _PER_STEP, _PER_STEP)
+    return tf.clip_by_value(factor * change, 1.0 / _LIMIT, _LIMIT)
+
+
+def makespan(waits: tf.Tensor, exchange: tf.Tensor) -> tf.Tensor:
+    """When the last bucket is there, [...]; both arguments [..., B], in the order in which buckets cross.
+
+    The backward pass makes the gradients of one bucket after the other, each after another `waits`; meanwhile those
+    before cross, one after the other, each in `exchange` seconds. What buckets gain by being encoded while
+    others cross is not counted: where the processor moves the bytes, too, it is little.
+    """
+    ready, crossed = tf.cumsum(waits, -1), tf.cumsum(exchange, -1)
+    return tf.reduce_max(ready - crossed + exchange, -1) + crossed[..., -1]
+
+
+def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
+    """Seconds of each bucket's exchange with each candidate, [B, C], where latency and time per byte have `factors`."""
+    return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode
+
+
+def cost_of(
+    picks: tf.Tensor,
+    waits: tf.Tensor,
+    seconds: tf.Tensor,
+    lost: tf.Tensor,
+    nbytes: tf.Tensor,
+    max_slowdown: float,
+) -> tf.Tensor:
+    """What choices cost, [N]: seconds, up to `max_slowdown` more for what does not get through.
+
+    Args:
+        picks: int32 [N, B], candidates.
+        waits: [B], seconds of the backward pass between the bucket before and this one.
+        seconds: [B, C], as `predicted`.
+        lost: [B, C], shares of the energy that do not get through.
+        nbytes: [B], bytes of gradient.
+        max_slowdown: A share.
+    """
+    hot = tf.one_hot(picks, lost.shape[1])  # [N, B, C]
+
+    def of_picks(table: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(hot * table, -1)
+
+    missing = tf.reduce_sum(of_picks(lost) * nbytes, -1) / tf.reduce_sum(nbytes)
+    return makespan(waits, of_picks(seconds)) * (1.0 + max_slowdown * missing)
+
+
+def best(
+    allowed: tf.Tensor,
+    plain: Sequence[bool],
+    waits: tf.Tensor,
+    seconds: tf.Tensor,
+    lost: tf.Tensor,
+    nbytes: tf.Tensor,
+    max_slowdown: float,
+) -> tf.Tensor:
+    """The cheapest choice among those allowed (bool [B, C]), int32 [B].
+
+    Looks at all choices of one candidate for the first buckets, which may cross while gradients are still computed,
+    and another or the same one for the rest; each bucket for which it is not allowed gets its own fastest one
+    instead. Candidates that are `plain` (no compression) are for all buckets or for none, but for those that
+    nothing else is allowed for: where all are plain, gradients are neither copied into pieces nor out of them.
+    """
+    buckets, candidates = allowed.shape
+    other = allowed & ~tf.constant(list(plain))
+    mixed = tf.where(tf.reduce_any(other, -1, keepdims=True), other, allowed)
+    fallback = tf.argmin(tf.where(mixed, seconds, tf.fill(seconds.shape, seconds.dtype.max)), -1, tf.int32)
+    options = tf.constant(_divided(buckets, candidates))  # [N, B]
+    possible = tf.reduce_any(tf.one_hot(options, candidates, True, False, dtype=tf.bool) & mixed, -1)
+    options = tf.where(possible, options, fallback)
+    # What is plain loses nothing and is always allowed.
+    all_plain = [tf.fill([1, buckets], c) for c, is_plain in enumerate(plain) if is_plain]
+    options = tf.concat([options, *all_plain], 0)
+    prices = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
+    return tf.gather(options, tf.argmin(prices))
+
+
+def _divided(buckets: int, candidates: int) -> np.ndarray:
+    """Choices of one candidate for the first buckets and another for the rest, int32 [N, B], each once."""
+    ends = sorted({round(buckets * i / _DIVISIONS) for i in range(1, _DIVISIONS)} - {0, buckets})
+    found = [[c] * buckets for c in range(candidates)]
+    found += [
+        [first] * end + [rest] * (buckets - end)
+        for end in ends
+        for first, rest in itertools.permutations(range(candidates), 2)
+    ]
+    return np.array(found, np.int32)
+
+
+def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+    """Which candidates may be chosen, bool [B, C].
+
+    Those that let `target` of the energy through; of the one in use, half of it is enough, as its residual makes what
+    gets through a smaller share; and in any case the one that loses least.
+    """
+    in_use = tf.one_hot(current, lost.shape[1], on_value=True, off_value=False, dtype=tf.bool)
+    through = 1.0 - lost
+    allowed = (through >= target) | (in_use & (through >= 0.5 * target))
+    return allowed | (lost <= tf.reduce_min(lost, -1, keepdims=True))
+
+
+def hesitate(
+    gain: tf.Tensor, forced: tf.Tensor, evidence: tf.Tensor, reluctance: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Whether to switch now: so that noise does not make the choice go to and fro.
+
+    The logarithms of the gains that successive steps promise add up, and a switch takes 0.3 of them: a gain of
+    35% in one step or of 10% in three in a row (a cumulative sum test, Page 1954). Each switch doubles what the
+    next one takes, which wears off over some hundred steps.
+
+    Args:
+        gain: Scalar, cost of the current choice over that of the best one, from 1 on.
+        forced: bool, whether the current choice is not allowed any more.
+        evidence: Scalar, what has added up; 0 at first.
+        reluctance: Scalar, 1 at first.
+
+    Returns:
+        Whether to switch, the new evidence, the new reluctance.
+    """
+    evidence = tf.where(gain > 1.001, evidence + tf.math.log(gain), 0.5 * evidence)
+    switch = forced | (evidence > 0.3 * reluctance)
+    relaxed = 1.0 + (reluctance - 1.0) * 0.98
+    return (
+        switch,
+        tf.where(switch, 0.0, evidence),
+        tf.where(switch & ~forced, tf.minimum(2.0 * relaxed, 8.0), relaxed),
+    )
+
+
+class Measured(NamedTuple):
+    """What all ranks know of one step."""
+
+    wire: tf.Tensor  # scalar, seconds in which something was on its way; 0 if not known
+    exchange: tf.Tensor  # [B], seconds of each bucket, encoding and decoding included
+    waits: tf.Tensor  # [B], seconds between a bucket's encoding and that of the one before
+    probed: tf.Tensor  # int32, the bucket of which a piece was tried
+    energy: tf.Tensor  # [C + 1], what each candidate loses of it, and all of it; zeros if none was
+
+
+class State(NamedTuple):
+    """What a choice rests on."""
+
+    choice: tf.Tensor  # int32 [B], which candidate is in force
+    before: tf.Tensor  # int32 [B], which one was in the step before
+    switches: tf.Tensor  # int32 [B], how often that changed
+    link_moments: tf.Tensor  # [5], see `fit`
+    link: tf.Tensor  # [2], factors of latency and of time per byte
+    energy: tf.Tensor  # [B], running average of what was tried
+    lost: tf.Tensor  # [B, C], of what candidates lose of it
+    waits: tf.Tensor  # [B], seconds of the backward pass before each bucket
+    measured: tf.Tensor  # [B], seconds of the whole exchange
+    evidence: tf.Tensor
+    reluctance: tf.Tensor
+
+
+def initial(choice: tf.Tensor, candidates: int) -> State:
+    """The state before the first step."""
+    buckets = choice.shape[0]
+    zeros, zero, one = tf.zeros([buckets]), tf.constant(0.0), tf.constant(1.0)
+    return State(
+        choice, choice, tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
+        tf.zeros([buckets, candidates]), zeros, zeros, zero, one,
+    )  # fmt: skip
+
+
+def follow(state: State, seen: Measured, costs: Costs) -> State:
+    """Takes in what was measured in the step before, in which `state.before` was in force."""
+    hot = tf.one_hot(state.before, costs.encode.shape[1])
+
+    def used(table: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(hot * table, -1)
+
+    messages, transfer = tf.reduce_sum(used(costs.messages)), tf.reduce_sum(used(costs.transfer))
+    link_moments, link = fit(state.link_moments, state.link, messages, transfer, seen.wire)
+    timed = seen.wire > 0.0
+    here = tf.range(state.choice.shape[0]) == seen.probed
+    tried = tf.cast(here & (seen.energy[-1] > 0.0), tf.float32)
+    keep = 1.0 - AVERAGED * tried
+    return state._replace(
+        link_moments=link_moments,
+        link=link,
+        energy=keep * state.energy + AVERAGED * tried * seen.energy[-1],
+        lost=keep[:, None] * state.lost + AVERAGED * tried[:, None] * seen.energy[:-1],
+        waits=_average(state.waits, seen.waits, timed),
+        measured=_average(state.measured, seen.exchange, timed),
+    )
+
+
+def _average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+    """A running average that begins with the first value, and takes at most twice the old one at once."""
+    limited = tf.where(old > 0.0, tf.minimum(new, 2.0 * old + 1e-3), new)
+    return tf.where(known, tf.where(old > 0.0, old + AVERAGED * (limited - old), limited), old)
+
+
+def shares(state: State, prior: tf.Tensor) -> tf.Tensor:
+    """The share of its energy that each bucket would lose, [B, C]: `prior` until something was tried."""
+    found = tf.math.divide_no_nan(state.lost, state.energy[:, None])
+    return tf.where(state.energy[:, None] > 0.0, found, prior)
+
+
+def propose(
+    state: State,
+    costs: Costs,
+    plain: Sequence[bool],
+    lost: tf.Tensor,
+    nbytes: tf.Tensor,
+    target: tf.Tensor,
+    max_slowdown: float,
+) -> tuple[State, tf.Tensor]:
+    """What should be in force next, int32 [B]."""
+    allowed = admit(lost, state.choice, target)
+    ranked = (state.waits, predicted(costs, state.link), lost, nbytes, max_slowdown)
+    found = best(allowed, plain, *ranked)
+    now, then = tf.unstack(cost_of(tf.stack([state.choice, found]), *ranked))
+    forced = tf.reduce_any(~tf.gather(allowed, state.choice, axis=1, batch_dims=1))
+    gain = tf.math.divide_no_nan(now, then)
+    switch, evidence, reluctance = hesitate(gain, forced, state.evidence, state.reluctance)
+    state = state._replace(evidence=evidence, reluctance=reluctance)
+    return state, tf.where(switch, found, state.choice)

@@ -1,0 +1,90 @@
+"""How `auto` begins: what the link and the kernels cost, and what noise would lose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from .. import agreement
+from ..buckets import Shape
+from ..compressors import Auto, Compressor, NoCompression
+from ..compressors.base import no_seeds
+from ..cost import Calibration
+from ..cost.calibrate import calibrate
+from ..exchange import choice
+from ..settings import Settings
+from . import policy
+from .chooser import Chooser
+
+
+def chooser(auto: Auto, settings: Settings, shapes: Sequence[Sequence[Shape]]) -> Chooser:
+    """A chooser for buckets of pieces of these shapes. A collective call, which takes some seconds."""
+    calibration = _calibration(auto, settings, shapes[0][0])
+    nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
+    costs = _costs(auto, calibration, shapes, nbytes)
+    lost = [_lost(candidate, shapes[0][0]) for candidate in auto.candidates]
+    return Chooser(auto, settings.process_set, settings.op, nbytes, costs, lost)
+
+
+def _calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
+    """The one in the file that HVD_COMPRESS_CALIBRATION names, else a new one."""
+    path = os.environ.get("HVD_COMPRESS_CALIBRATION", "").strip()
+    variable, group = "environment variable HVD_COMPRESS_CALIBRATION", settings.process_set
+    loaded = agreement.on_all(
+        group, "hvdc_calibration", variable, lambda: _loaded(path, auto, group.size()) if path else None
+    )
+    without = [str(rank) for rank, found in enumerate(loaded) if found is None]
+    if 0 < len(without) < len(loaded):
+        raise ValueError(
+            f"{variable} is not set on rank {', '.join(without)}: set it on all ranks or on none"
+        )
+    return loaded[0] or calibrate(auto.candidates, group, piece[0])
+
+
+def _loaded(path: str, auto: Auto, ranks: int) -> Calibration:
+    found = Calibration.load(path)
+    if found.ranks != ranks:
+        raise ValueError(
+            f"{path} was measured between {found.ranks} ranks, not between {ranks}: calibrate again"
+        )
+    model = found.model()
+    for candidate in auto.candidates:
+        try:
+            model.cost_of(candidate)
+        except ValueError:
+            raise ValueError(
+                f"{path} does not know what {candidate.spec} costs: calibrate again, with all candidates"
+            ) from None
+    return found
+
+
+def _costs(
+    auto: Auto, calibration: Calibration, shapes: Sequence[Sequence[Shape]], nbytes: Sequence[int]
+) -> policy.Costs:
+    """Predictions for each bucket and candidate, [B, C]."""
+    model = calibration.model()
+    rows = []
+    for bucket, size in zip(shapes, nbytes):
+        for candidate in auto.candidates:
+            pattern = choice.name_of(choice.choose(candidate, bucket, calibration.ranks))
+            found = model.predict(candidate, size, pattern)
+            transfer = model.predict(candidate, size, pattern, "bandwidth").wire
+            rows.append((found.encode, found.wire - transfer, transfer, found.decode))
+    table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)
+    return policy.Costs(*np.moveaxis(table, 2, 0))
+
+
+def _lost(candidate: Compressor, piece: Shape) -> float:
+    """The share of the energy of white noise that a candidate loses: of gradients it loses less."""
+    if isinstance(candidate, NoCompression):
+        return 0.0
+    noise = tf.random.stateless_normal(piece, [1, 2])
+
+    @tf.function(autograph=False)  # with a residual, as training: compiled once for both
+    def encode() -> tf.Tensor:
+        return candidate.encode(noise, no_seeds(), tf.zeros(piece), 1.0, True).residual
+
+    return float(tf.reduce_sum(tf.square(encode())) / tf.reduce_sum(tf.square(noise)))

@@ -1,0 +1,182 @@
+"""The files of a residual checkpoint, and in which order they are written and deleted.
+
+    directory/save-00000007/rank-0-of-2.npz    one per rank, each written by its rank
+                            rank-1-of-2.npz
+                            manifest.json      written last, by rank 0: with it the save is complete
+
+A save has a number of its own and no file of a complete save is ever written again. Each file is written under
+a temporary name in the same folder, flushed to the disk and renamed. So a process that is killed at any point
+leaves every complete save as it was, and at most an incomplete one, which nobody reads.
+
+The ranks may share the directory, or each have one on a disk of its own. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+FORMAT = "hvd_compress residuals"
+VERSION = 1
+_MANIFEST = "manifest.json"
+_SAVE = re.compile(r"save-(\d{8,})")
+_OURS = re.compile(r"(manifest\.json|rank-\d+-of-\d+\.npz)(\.tmp)?")
+_METADATA = "metadata"
+
+
+def save_path(directory: str, number: int) -> str:
+    """The folder of a save."""
+    return os.path.join(directory, f"save-{number:08d}")
+
+
+def rank_path(directory: str, number: int, rank: int, ranks: int) -> str:
+    """The file of a rank."""
+    return os.path.join(save_path(directory, number), f"rank-{rank}-of-{ranks}.npz")
+
+
+def numbers(directory: str) -> list[int]:
+    """The numbers of all saves, complete or not, ascending; none if there is no such directory."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for found in map(_SAVE.fullmatch, names) if found)
+
+
+def next_number(directory: str) -> int:
+    """A number that no save has had, as far as is known here."""
+    return max(numbers(directory), default=0) + 1
+
+
+def complete(directory: str) -> list[int]:
+    """The numbers of the complete saves, ascending, as rank 0 sees them."""
+    return [n for n in numbers(directory) if os.path.exists(os.path.join(save_path(directory, n), _MANIFEST))]
+
+
+def write_rank(
+    directory: str, number: int, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Writes the file of rank `metadata["rank"]` of `metadata["ranks"]`.
+
+    Args:
+        directory: Is made if it is not there.
+        number: Of the save.
+        metadata: What JSON can hold.
+        arrays: Of any shape; bfloat16 is stored as the uint16 of the same bits.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    os.makedirs(save_path(directory, number), exist_ok=True)
+    opaque = [name for name, array in arrays.items() if array.dtype == tf.bfloat16.as_numpy_dtype]
+    text = json.dumps({"format": FORMAT, "version": VERSION, **metadata, "bfloat16": opaque})
+    members = {name: a.view(np.uint16) if name in opaque else a for name, a in arrays.items()}
+    members[_METADATA] = np.frombuffer(text.encode(), np.uint8)
+    path = rank_path(directory, number, metadata["rank"], metadata["ranks"])
+    _write(path, lambda file: np.savez(file, **members))  # type: ignore[arg-type]  # takes them by any name
+
+
+def write_manifest(directory: str, number: int, manifest: Mapping[str, Any]) -> None:
+    """Makes the save complete; call it on rank 0, when all ranks have written.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
+    _write(os.path.join(save_path(directory, number), _MANIFEST), lambda file: file.write(text.encode()))
+    _sync_directory(directory)
+
+
+def read_manifest(directory: str, number: int) -> dict[str, Any]:
+    """What `write_manifest` wrote.
+
+    Raises:
+        ValueError: It is damaged, or of another version.
+    """
+    path = os.path.join(save_path(directory, number), _MANIFEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            manifest = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({type(error).__name__})") from None
+    manifest = _checked(manifest, path)
+    if not {"save", "step", "ranks", "settings"} <= set(manifest):
+        raise ValueError(f"{path} is damaged: entries are missing")
+    return manifest
+
+
+def read_rank(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The metadata and arrays that `write_rank` wrote.
+
+    Raises:
+        ValueError: It is missing, damaged, or of another version.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}  # reading to the end checks the CRC
+        metadata = json.loads(arrays.pop(_METADATA).tobytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except PermissionError:
+        raise ValueError(f"{path} cannot be read: permission denied") from None
+    except Exception as error:  # damaged bytes make zipfile and NumPy raise almost anything
+        raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
+    metadata = _checked(metadata, path)
+    for name in metadata["bfloat16"]:
+        arrays[name] = arrays[name].view(tf.bfloat16.as_numpy_dtype)
+    return metadata, arrays
+
+
+def prune(directory: str, keep: Collection[int]) -> None:
+    """Deletes all saves that are older than the newest of `keep` and not in it, complete or not.
+
+    What cannot be deleted stays: ranks that share a directory all do this, and one is faster.
+    """
+    for number in numbers(directory):
+        if number in keep or number > max(keep):
+            continue
+        folder = save_path(directory, number)
+        # The manifest first: without it, what is left is nothing that anybody would load.
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
+                if _OURS.fullmatch(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
+
+
+def _checked(metadata: Any, path: str) -> dict[str, Any]:
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is no file of {FORMAT}")
+    if metadata.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is of format version {metadata.get('version')}, and this hvd_compress reads {VERSION}"
+        )
+    return metadata
+
+
+def _write(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    temporary = path + ".tmp"
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(os.path.dirname(path))
+
+
+def _sync_directory(path: str) -> None:
+    """Makes renames in a folder last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

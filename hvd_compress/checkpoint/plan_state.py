@@ -1,0 +1,248 @@
+"""What of a plan is saved: per variable and in its shape, so that it fits plans with other pieces and buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from ..pieces import FlatPieces, WholeTensors
+    from ..plan import Plan
+    from ..reducer import Reducer
+
+
+class Member(NamedTuple):
+    """One gradient of a plan; its position in the plan's list is what identifies it."""
+
+    path: str  # of its variable, the counters that Keras puts into names included
+    shape: tuple[int, ...]  # () for IndexedSlices and None
+    kind: str  # "dense", "sparse" (IndexedSlices) or "none"
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str]:
+        """What must be equal to be the same: `dense_1` here may be `dense` where fewer models were built."""
+        return plain(self.path), self.shape, self.kind
+
+
+@dataclasses.dataclass
+class PlanState:
+    """A rank's state of one plan.
+
+    Attributes:
+        members: The plan's gradients.
+        tensors: For each field of `LayoutState` (residuals, velocities) that is kept: arrays by the position
+            of their gradient, in the variable's shape, float32 or bfloat16.
+        padding: For the same fields: what lies between and after the gradients in each layout's pieces, 1-D.
+            Never reaches a weight, but compressors see it; used only where the pieces are the same again.
+        pieces: For each layout: positions of its gradients, number of pieces, shape of the first.
+        named: `Plan.named`: state that is alike on all ranks.
+    """
+
+    members: list[Member]
+    tensors: dict[str, dict[int, np.ndarray]]
+    padding: dict[str, list[np.ndarray]]
+    pieces: list[Any]
+    named: dict[str, np.ndarray]
+
+    def packed(self, prefix: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """As metadata, which JSON can hold, and arrays, whose names begin with `prefix`."""
+        arrays = {f"{prefix}.named.{name}": array for name, array in self.named.items()}
+        for field, tensors in self.tensors.items():
+            arrays |= {f"{prefix}.{field}.{i}": tensor for i, tensor in tensors.items()}
+            arrays |= {f"{prefix}.padding.{field}.{i}": p for i, p in enumerate(self.padding[field])}
+        metadata = {
+            "members": [list(member) for member in self.members],
+            "tensors": {field: list(tensors) for field, tensors in self.tensors.items()},
+            "pieces": self.pieces,
+            "named": list(self.named),
+        }
+        return metadata, arrays
+
+    @staticmethod
+    def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
+        """The inverse of `packed`."""
+        fields = metadata["tensors"]
+        layouts = range(len(metadata["pieces"]))
+        return PlanState(
+            [Member(path, tuple(shape), kind) for path, shape, kind in metadata["members"]],
+            {f: {i: arrays[f"{prefix}.{f}.{i}"] for i in positions} for f, positions in fields.items()},
+            {f: [arrays[f"{prefix}.padding.{f}.{i}"] for i in layouts] for f in fields},
+            metadata["pieces"],
+            {name: arrays[f"{prefix}.named.{name}"] for name in metadata["named"]},
+        )
+
+
+def path_of(variable: Any) -> str:
+    """A variable's path (Keras 3), or its name without the `:0` that TensorFlow appends."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "").removesuffix(":0")
+
+
+def plain(path: str) -> str:
+    """The names of layer and variable in a path, without the counters that Keras and TensorFlow append.
+
+    What stands before them depends on how the model was made: `sequential/dense/kernel` is `dense/kernel` once the
+    model was saved and loaded.
+    """
+    return "/".join(re.sub(r"_\d+$", "", name) for name in path.split("/")[-2:])
+
+
+def state_of(plan: Plan) -> PlanState:
+    """A copy of the plan's state on this rank, on the host."""
+    tensors: dict[str, dict[int, np.ndarray]] = {}
+    padding: dict[str, list[np.ndarray]] = {}
+    with tf.init_scope(), tf.device("CPU"):
+        for section in plan.sections:
+            layout = section.layout
+            members = layout.bucket.members
+            for field, variables in vars(section.state).items():
+                if variables:
+                    pieces = [variable.numpy() for variable in variables]
+                    dtype = variables[0].dtype
+                    joined = layout.join([tf.constant(p, dtype) for p in pieces], [dtype] * len(members))
+                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, joined))
+                    outside = [piece[free] for piece, free in zip(pieces, _free(layout))]
+                    padding.setdefault(field, []).append(np.concatenate(outside))
+        named = {name: np.asarray(variable.numpy()) for name, variable in plan.named.items()}
+    return PlanState(_members(plan), tensors, padding, _pieces(plan), named)
+
+
+def restore(plan: Plan, state: PlanState) -> None:
+    """Puts a state, of the same members, into a plan.
+
+    Raises:
+        ValueError: The plan keeps something else than what the state holds.
+    """
+    own = {
+        (field, i)
+        for section in plan.sections
+        for field, variables in vars(section.state).items()
+        if variables
+        for i in section.layout.bucket.members
+    }
+    found = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
+    for field, i in sorted(own ^ found):
+        where = "the checkpoint" if (field, i) in found else "this run"
+        raise ValueError(f"only {where} has {field} of {state.members[i].path}: use the settings of the save")
+    if set(plan.named) != set(state.named):
+        raise ValueError(
+            f"the checkpoint holds the state {sorted(state.named)}, and this run needs {sorted(plan.named)}: "
+            "use the settings of the save"
+        )
+    same_pieces = state.pieces == _pieces(plan)
+    with tf.init_scope(), tf.device("CPU"):
+        for number, section in enumerate(plan.sections):
+            layout = section.layout
+            for field, variables in vars(section.state).items():
+                if not variables:
+                    continue
+                tensors = [tf.constant(state.tensors[field][i]) for i in layout.bucket.members]
+                # Copies: what cut returns may be memory that is only read.
+                cut = [np.array(piece) for piece in layout.cut(tensors, range(len(variables)))]
+                if same_pieces:
+                    _fill_padding(cut, _free(layout), state.padding[field][number])
+                for variable, piece in zip(variables, cut):
+                    variable.assign(tf.cast(piece, variable.dtype))
+        for name, variable in plan.named.items():
+            # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
+            if variable.shape == state.named[name].shape:
+                variable.assign(state.named[name])
+
+
+def merged(states: Sequence[PlanState]) -> PlanState:
+    """The state of a rank that takes over from several, or from none (`zeroed`) of an older set of ranks.
+
+    Residuals and velocities are summed, in float32: over all ranks their sum stays the same. Padding is
+    dropped; what is alike on all ranks is the first one's.
+    """
+
+    def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.sum([a.astype(np.float32) for a in arrays], axis=0, dtype=np.float32).astype(
+            arrays[0].dtype
+        )
+
+    first = states[0]
+    tensors = {
+        field: {i: total([state.tensors[field][i] for state in states]) for i in tensors}
+        for field, tensors in first.tensors.items()
+    }
+    padding = {field: [np.zeros(0, np.float32) for _ in first.pieces] for field in tensors}
+    return PlanState(first.members, tensors, padding, [None for _ in first.pieces], first.named)
+
+
+def zeroed(state: PlanState) -> PlanState:
+    """The state with zeros for residuals and velocities."""
+    tensors = {f: {i: np.zeros_like(t) for i, t in held.items()} for f, held in state.tensors.items()}
+    return dataclasses.replace(state, tensors=tensors)
+
+
+def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
+    """Gives a reducer its state: to the plans it has, and the rest when it makes theirs."""
+    plans = list(reducer.plans.values())
+    reducer.pending = []
+    for state in states:
+        plan = next((plan for plan in plans if _fits(state, plan)), None)
+        if plan is None:
+            reducer.pending.append(state)
+        else:
+            plans.remove(plan)
+            restore(plan, state)
+
+
+def take_pending(reducer: Reducer, plan: Plan) -> None:
+    """Puts into a new plan what was loaded for it.
+
+    Raises:
+        ValueError: Something was loaded, but for other gradients.
+    """
+    if not reducer.pending:
+        return
+    state = next((state for state in reducer.pending if _fits(state, plan)), None)
+    if state is None:
+        old, new = reducer.pending[0].members, _members(plan)
+        pairs = zip(old, new)
+        differing = next(
+            (f": {a.path} {a.shape}, {b.path} {b.shape}" for a, b in pairs if a.key != b.key), ""
+        )
+        raise ValueError(
+            f"the residuals that were loaded belong to other gradients ({len(old)}) than those of this step "
+            f"({len(new)}){differing}: train the variables that were trained, or start without residuals"
+        )
+    restore(plan, state)
+    reducer.pending.remove(state)
+
+
+def _members(plan: Plan) -> list[Member]:
+    kinds = [
+        "sparse" if i in plan.sparse else "none" if dtype is None else "dense"
+        for i, dtype in enumerate(plan.dtypes)
+    ]
+    return [Member(*member) for member in zip(plan.paths, plan.shapes, kinds)]
+
+
+def _fits(state: PlanState, plan: Plan) -> bool:
+    return [member.key for member in state.members] == [member.key for member in _members(plan)]
+
+
+def _pieces(plan: Plan) -> list[Any]:
+    layouts = [section.layout for section in plan.sections]
+    return [[list(layout.bucket.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
+
+
+def _free(layout: FlatPieces | WholeTensors) -> list[np.ndarray]:
+    """For each piece, which of its elements belong to no gradient; bool, in the piece's shape."""
+    ones = [tf.ones(shape) for shape in layout.bucket.shapes]
+    return [piece.numpy() == 0.0 for piece in layout.cut(ones, range(len(layout.shapes)))]
+
+
+def _fill_padding(pieces: Sequence[np.ndarray], free: Sequence[np.ndarray], padding: np.ndarray) -> None:
+    """Puts `padding` (1-D) where no gradient lies, piece after piece, in place."""
+    start = 0
+    for piece, where in zip(pieces, free):
+        end = start + int(where.sum())
+        piece[where] = padding[start:end]
+        start = end

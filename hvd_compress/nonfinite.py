@@ -1,0 +1,56 @@
+"""`on_nonfinite`: what happens where a gradient of any rank is infinite or NaN.
+
+Reduced gradients are the same on all ranks, and not finite where any rank's was not (compressed ones, too: see
+`exchange/common.py`). So every rank finds the same by looking at them, without another exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+POLICIES = ("propagate", "skip", "raise")
+
+
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Whether no element of these tensors, IndexedSlices or Nones is infinite or NaN; a bool scalar."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    flags = [tf.reduce_all(tf.math.is_finite(v)) for v in values if v.dtype.is_floating]
+    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+
+
+def zeros_unless(finite: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
+    """The gradients where `finite`, else zeros in their place, of the same shapes and dtypes."""
+    return [_with_values(g, lambda v: tf.where(finite, v, tf.zeros_like(v))) for g in gradients]
+
+
+def raise_unless(finite: tf.Tensor, gradients: Sequence[Any], step: Any) -> list[Any]:
+    """The gradients, where `finite`.
+
+    Args:
+        finite: A bool scalar.
+        gradients: Tensors, IndexedSlices or Nones.
+        step: The number of the step, an integer scalar; None where it is not known.
+
+    Raises:
+        tf.errors.InvalidArgumentError: Not `finite`; in a graph, when it runs.
+    """
+    which = "this step" if step is None else tf.strings.format("step {}", tf.convert_to_tensor(step))
+    text = tf.strings.join(
+        ["gradients of ", which, " are not finite on at least one rank: lower the learning rate or look at the "
+         "data, or pass on_nonfinite='skip' to leave such steps out"]
+    )  # fmt: skip
+    if tf.executing_eagerly():
+        if not finite:
+            raise tf.errors.InvalidArgumentError(None, None, text.numpy().decode())
+        return list(gradients)
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=finite, data=[text], summarize=1)]):
+        return [_with_values(g, tf.identity) for g in gradients]
+
+
+def _with_values(gradient: Any, change: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else change(gradient)

@@ -1,0 +1,278 @@
+"""One step: gradients into buckets, residual added, compressed, exchanged, cut up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from . import nonfinite, residual, tracing
+from .auto import clock
+from .auto.chooser import Piece, Stamps
+from .compressors import Auto, Compressor, Seeds
+from .exchange import choice, uncompressed
+from .exchange.common import Group, Share
+from .kernels import noise
+from .pieces import FlatPieces
+from .plan import LayoutState, Plan
+
+
+class Crossed(NamedTuple):
+    """A bucket after its exchange."""
+
+    pieces: list[tf.Tensor]  # reduced
+    ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
+    kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
+    outgoing: tf.Tensor  # there when this rank has encoded the bucket
+    stamps: Stamps | None = None
+
+
+class Step:
+    """The graph of one step of a plan."""
+
+    def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
+        self._plan = plan
+        self._gradients = list(gradients)
+        # How often the plan is part of the graph that is being traced: names must differ there.
+        graph = tracing.outermost_graph()
+        self._turn = plan.turns.get(graph, -1) + 1
+        plan.turns[graph] = self._turn
+
+    def run(self) -> list[Any]:
+        """The reduced gradients."""
+        gradients, plan = self._gradients, self._plan
+        reduced: list[Any] = [None] * len(gradients)
+        with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
+            step = plan.step.read_value()
+            dense, agreed = self._reduce_dense()
+            for bucket, result in zip(plan.dense, dense):
+                for i, tensor in zip(bucket.members, result.tensors):
+                    reduced[i] = tensor
+            oks = []
+            if plan.sections:
+                incoming = [tensor for result in dense for tensor in result.incoming]
+                oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
+            for i in plan.sparse:
+                reduced[i] = hvd.allreduce(
+                    gradients[i],
+                    device_sparse=plan.settings.device_sparse,
+                    op=plan.settings.op,
+                    process_set=plan.settings.process_set,
+                )
+                if plan.sections:
+                    oks.append(nonfinite.all_finite([reduced[i]]))
+            # The dense ones go before the last bucket, so as not to cross all alone after it.
+            before_last = [tensor for result in dense for tensor in result.outgoing]
+            fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
+            crossed = self._cross(fixed, [] if plan.chosen else before_last)
+            results = self._join(crossed)
+            if plan.chooser is None:
+                self._commit(oks, crossed)
+            else:
+                probe = plan.chooser.probe(step, [self._first_piece_of(b) for b in plan.chosen])
+                after = [crossed[fixed[-1]].outgoing] if fixed else []
+
+                def compressed() -> Any:
+                    mine = self._cross(plan.chosen, before_last, after)
+                    committed = self._commit(oks, {**crossed, **mine})
+                    return self._join(mine), [mine[b].stamps for b in plan.chosen], committed
+
+                def plain() -> Any:
+                    found, stamps = self._cross_uncompressed()
+                    return found, stamps, self._commit(oks, crossed)
+
+                if plan.chooser.may_be_idle:
+                    chosen, stamps, committed = tf.cond(plan.chooser.is_idle(), plain, compressed)
+                else:
+                    chosen, stamps, committed = compressed()
+                results |= chosen
+                plan.chooser.learn(step, agreed, stamps, probe, committed)
+            for i, tensor in results.items():
+                reduced[i] = tensor
+            plan.step.assign_add(1)
+        return reduced
+
+    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any]:
+        """The uncompressed gradients, and what the ranks tell each other for the choice (or None)."""
+        told = [] if self._plan.chooser is None else [self._plan.chooser.outgoing()]
+        found, agreed = [], None
+        for b, bucket in enumerate(self._plan.dense):
+            tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in bucket.members]
+            # What the ranks tell goes along with the first bucket.
+            result = self._allreduce([*tensors, *told], f"dense_{b}")
+            if told:
+                agreed, told = result.tensors.pop(), []
+            found.append(result)
+        if told:
+            (agreed,) = self._allreduce(told, "agreed").tensors
+        return found, agreed
+
+    def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
+        settings = self._plan.settings
+        group = self._group(name)
+        return uncompressed.reduce(tensors, settings.op, settings.gradient_predivide_factor, group)
+
+    def _group(self, what: str) -> Group:
+        """For a collective: the ranks, and a name that is the same on all of them.
+
+        Without TensorFlow's scopes: inside a tf.cond they end with a number that counts all that was traced in
+        the process, be it on one rank only.
+        """
+        return Group(
+            self._plan.settings.process_set, f"{self._plan.name}_{self._turn}_{what}", ignore_name_scope=True
+        )
+
+    def _cross_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Stamps]]:
+        """The gradients of `auto` where nothing is to be compressed: as stock Horovod reduces them."""
+        found: dict[int, tf.Tensor] = {}
+        stamps: list[Stamps] = []
+        for b in self._plan.chosen:
+            section, pieces = self._plan.buckets[b]
+            assert isinstance(section.layout, FlatPieces)
+            members = [section.layout.bucket.members[i] for i in section.layout.beginning_in(pieces)]
+            if not members:  # a large gradient that began in the bucket before
+                stamps.append(Stamps(*[stamps[-1].done] * len(Stamps._fields)))
+                continue
+            tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in members]
+            ready = clock.stamp(tensors[-1:])
+            result = self._allreduce(tensors, f"plain_{b}")
+            arrived = clock.stamp(result.incoming)
+            stamps.append(Stamps(ready, ready, arrived, arrived))
+            found |= dict(zip(members, result.tensors))
+        return found, stamps
+
+    def _cross(
+        self,
+        chosen: Sequence[int],
+        before_last: Sequence[tf.Tensor],
+        after: Sequence[tf.Tensor] = (),
+    ) -> dict[int, Crossed]:
+        """Compresses and exchanges buckets, one after the other.
+
+        TensorFlow would encode them all before it sends the first.
+        """
+        crossed: dict[int, Crossed] = {}
+        for b in chosen:
+            section, pieces = self._plan.buckets[b]
+            members = section.layout.bucket.members
+            if b == chosen[-1]:
+                after = [*after, *before_last]
+            begun: list[tf.Tensor] = []
+            if isinstance(section.compressor, Auto):
+                last = members[section.layout.reaching_into(pieces)[-1]]
+                with tf.control_dependencies(after):
+                    begun = [clock.stamp([self._gradients[last]])]
+            with tf.control_dependencies([*after, *begun]):
+                cut = section.layout.cut([self._gradients[i] for i in members], pieces)
+            state = section.state.part(pieces)
+            if begun:
+                crossed[b] = self._choose(cut, state, b, begun[0])
+            else:
+                crossed[b] = self._exchange(section.compressor, cut, state, b)[0]
+            after = [crossed[b].outgoing]
+        return crossed
+
+    def _choose(self, pieces: list[tf.Tensor], state: LayoutState, index: int, begun: tf.Tensor) -> Crossed:
+        """The exchange with the compressor that is chosen for this bucket."""
+        assert self._plan.chooser is not None
+
+        def exchange(compressor: Compressor) -> Any:
+            found, incoming = self._exchange(compressor, pieces, state, index)
+            sent = clock.stamp([found.outgoing])
+            arrived, done = clock.stamp([incoming]), clock.stamp(found.pieces)
+            return found.pieces, found.ok, found.kept, sent, arrived, done
+
+        found, ok, kept, sent, arrived, done = self._plan.chooser.switch(
+            self._plan.chosen.index(index), exchange
+        )
+        return Crossed(found, ok, kept, sent, Stamps(begun, sent, arrived, done))
+
+    def _exchange(
+        self, compressor: Compressor, pieces: list[tf.Tensor], state: LayoutState, index: int
+    ) -> tuple[Crossed, tf.Tensor]:
+        """A bucket's exchange, and what arrives last of it."""
+        settings = self._plan.settings
+        shapes = [tuple(piece.shape.as_list()) for piece in pieces]
+        predivide = settings.gradient_predivide_factor
+        if predivide != 1.0:
+            pieces = [piece / predivide for piece in pieces]
+        residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(pieces)
+        decay = settings.residual_decay
+        velocities: list[tf.Tensor] = []
+        if state.velocities:
+            velocities = [
+                residual.accelerate(piece, variable.value(), settings.momentum_correction)
+                for piece, variable in zip(pieces, state.velocities)
+            ]
+            # The sum itself is needed to see what was sent.
+            pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
+            residuals, decay = [None] * len(pieces), 1.0
+        ranks = settings.process_set.size()
+        scale = predivide / ranks if settings.op == hvd.Average else 1.0
+        keep = bool(state.residuals) and settings.feeds_back(compressor)
+        share = Share(pieces, residuals, decay, keep, self._seeds(index))
+        group = self._group(f"bucket_{index}_{plain_name(compressor.spec)}")
+        pattern = choice.choose(compressor, shapes, ranks)
+        found = pattern.reduce(compressor, share, scale, group)
+        # Where others may feed back but this one does not, what is left is sent, and nothing kept.
+        left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
+        kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
+        kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
+        return Crossed(found.pieces, found.ok, kept, found.outgoing), found.incoming
+
+    def _join(self, crossed: Mapping[int, Crossed]) -> dict[int, tf.Tensor]:
+        """The reduced gradients, by position."""
+        results: dict[int, tf.Tensor] = {}
+        for section in self._plan.sections:
+            mine = [b for b in sorted(crossed) if self._plan.buckets[b][0] is section]
+            if mine:
+                members = section.layout.bucket.members
+                pieces = [piece for b in mine for piece in crossed[b].pieces]
+                results |= dict(
+                    zip(members, section.layout.join(pieces, [self._plan.dtypes[i] for i in members]))
+                )
+        return results
+
+    def _first_piece_of(self, b: int) -> Piece:
+        section, pieces = self._plan.buckets[b]
+        piece = pieces.start
+        tensors = [self._gradients[i] for i in section.layout.bucket.members]
+
+        def find() -> tuple[tf.Tensor, tf.Tensor]:
+            (cut,) = section.layout.cut(tensors, range(piece, piece + 1))
+            kept = section.state.residuals
+            return cut, kept[piece].read_value() if kept else tf.zeros_like(cut)
+
+        return Piece(section.layout.shapes[piece], find)
+
+    def _commit(self, oks: Sequence[tf.Tensor], crossed: Mapping[int, Crossed]) -> tf.Tensor:
+        """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""
+        changes = []
+        for b, found in crossed.items():
+            section, pieces = self._plan.buckets[b]
+            state = section.state.part(pieces)
+            changes += list(zip([*state.residuals, *state.velocities], found.kept))
+        flags = [*oks, *(found.ok for found in crossed.values())]
+        if not flags:
+            return tf.constant(True)
+        ok = tf.reduce_all(tf.stack(flags))
+        if not changes:
+            return ok
+
+        def keep() -> tf.Tensor:
+            for variable, value in changes:
+                variable.assign(value)
+            return tf.constant(True)
+
+        return tf.cond(ok, keep, lambda: tf.constant(False))
+
+    def _seeds(self, index: int) -> Seeds:
+        shared = noise.fold(tf.cast(self._plan.step, tf.int32), index)
+        return Seeds(shared, noise.fold(shared, self._plan.settings.process_set.rank() + 1))
+
+
+def plain_name(name: str) -> str:
+    """The name with underscores in place of all but letters and digits."""
+    return "".join(c if c.isalnum() else "_" for c in name)

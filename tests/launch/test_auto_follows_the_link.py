@@ -1,0 +1,63 @@
+"""Does `auto` notice when the link gets slower in the middle of training?"""
+
+import re
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT
+from test_netlab import needs_root
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+TRAINING = """
+import sys
+import horovod.tensorflow as hvd, tensorflow as tf
+tf.config.threading.set_intra_op_parallelism_threads(1)
+hvd.init()
+import hvd_compress as hvdc
+variable = tf.Variable(tf.zeros([2000, 2000]))
+loss_of = tf.random.stateless_normal([2000, 2000], [hvd.rank(), 0])
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * loss_of)
+    tape = hvdc.DistributedGradientTape(tape, compression="auto:candidates=(none|int8),warmup_steps=0")
+    return tape.gradient(loss, [variable])[0]
+
+for i in range(60):
+    step()
+    if hvd.rank() == 0:
+        print("step", i, flush=True)
+"""
+
+
+@needs_root
+@pytest.mark.timeout(300)
+def test_a_slower_link_is_followed_within_20_steps(tmp_path):
+    from netlab import Netlab
+
+    script, log = tmp_path / "training.py", tmp_path / "log"
+    script.write_text(TRAINING)
+    with Netlab(2, "unshaped") as net:
+
+        def slow_down():
+            while not (log.exists() and "step 30\n" in log.read_text().replace("\r", "")):
+                time.sleep(0.02)
+            net.set_rate("100mbit")
+
+        threading.Thread(target=slow_down, daemon=True).start()
+        with log.open("w") as out:
+            result = net.run([sys.executable, str(script)], stdout=out, stderr=out, timeout=250, cwd=ROOT)
+    text = log.read_text()
+    assert result.returncode == 0, text[-3000:]
+    lines = [line for line in text.splitlines() if re.search(r">:(step \d+$|hvd_compress: bucket)", line)]
+    at = next(i for i, line in enumerate(lines) if line.endswith(":step 30"))
+    later = lines[at:]
+    switch = next(i for i, line in enumerate(later) if "none -> int8; predicted " in line)
+    steps = sum(":step " in line for line in later[:switch])
+    assert steps <= 20, text[-3000:]
+    # And stays there.
+    assert not any("int8 -> none" in line for line in later[switch:]), text[-3000:]

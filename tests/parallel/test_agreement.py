@@ -1,0 +1,231 @@
+"""Ranks that disagree get the same error on every rank, instead of a hang; afterwards Horovod still works."""
+
+import itertools
+
+import horovod
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_optimizer import KERASES, make_data, make_model
+
+import hvd_compress as hvdc
+from hvd_compress import agreement, reducer, settings
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def reduce(gradients=None, variables=None, **options):
+    """One step of a reducer with these settings."""
+    options = {"compressor": hvdc.Compression.int8, **options}
+    variables = variables or [tf.Variable(tf.zeros([40, 50]), name="dense/kernel")]
+    gradients = gradients or [tf.zeros(v.shape, v.dtype) for v in variables]
+    return reducer.Reducer(settings.Settings(**options))(gradients, variables)
+
+
+def error_on_all_ranks(step):
+    """The text of the error that `step` raises, which must be the same on all ranks."""
+    with pytest.raises(ValueError) as info:
+        step()
+    texts = hvd.allgather_object(str(info.value))  # also: collectives still work
+    assert set(texts) == {texts[0]} and "\n" not in texts[0]
+    assert texts[0].endswith("; start all ranks with the same code and environment")
+    (result,) = reduce([tf.fill([40, 50], float(hvd.rank()))])
+    np.testing.assert_allclose(result, (hvd.size() - 1) / 2, atol=0.01)
+    return texts[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "values"),
+    [
+        ("compressor", (hvdc.Compression.int8, hvdc.Compression.int4)),
+        ("compressor", (hvdc.Compression.none, hvdc.Compression.topk(0.01))),
+        ("bucket_bytes", (1000000, 2000000)),
+        ("min_compress_size", (0, 1024)),
+        ("residual_decay", (1.0, 0.5)),
+        ("residual_dtype", ("float32", "bfloat16")),
+        ("gradient_predivide_factor", (1.0, 2.0)),
+        ("sparse_as_dense", (False, True)),
+        ("groups", (None, 3)),
+        ("name", ("DistributedAdam", "DistributedSGD")),
+    ],
+)
+def test_settings(what, values, rank):
+    text = error_on_all_ranks(lambda: reduce(**{what: values[min(rank, 1)]}))
+    shown = {"compressor": "compression"}.get(what, what)
+    assert f"ranks disagree on {shown}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
+
+
+def test_op(rank):
+    text = error_on_all_ranks(lambda: reduce(op=hvd.Sum if rank == 0 else hvd.Average))
+    assert "ranks disagree on op: rank 0 has Sum, rank 1 has Average;" in text
+
+
+def test_devices_may_differ(rank):
+    reduce(device_dense="/cpu:0" if rank == 0 else "")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "names", "message"),
+    [
+        (
+            ([40, 50], [40, 51]),
+            None,
+            None,
+            "gradient 1: rank 0 has a/kernel float32 (40, 50), rank 1 has a/kernel",
+        ),
+        (None, ("float32", "float16"), None, "float32 (40, 50), rank 1 has a/kernel float16 (40, 50);"),
+        (
+            None,
+            None,
+            ("conv/kernel", "dense/kernel"),
+            "rank 0 has conv/kernel float32 (40, 50), rank 1 has dense/",
+        ),
+    ],
+)
+def test_models(shapes, dtypes, names, message, rank):
+    own = tf.Variable(
+        tf.zeros((shapes or [[40, 50]] * 2)[min(rank, 1)], (dtypes or ["float32"] * 2)[min(rank, 1)]),
+        name=(names or ["a/kernel"] * 2)[min(rank, 1)],
+    )
+    same = tf.Variable(tf.zeros([3]), name="bias")
+    assert message in error_on_all_ranks(lambda: reduce(variables=[same, own]))
+
+
+def test_number_of_gradients(rank):
+    variables = [tf.Variable(tf.zeros([40, 50]), name=f"layer{i}") for i in range(2 + (rank == 0))]
+    text = error_on_all_ranks(lambda: reduce(variables=variables))
+    assert "ranks disagree on the number of gradients: rank 0 has 3, rank 1 has 2;" in text
+
+
+def test_a_gradient_that_only_some_ranks_have(rank):
+    variables = [tf.Variable(tf.zeros([40, 50]), name=name) for name in ("a", "b")]
+    gradients = [tf.zeros([40, 50]), None if rank == 0 else tf.zeros([40, 50])]
+    text = error_on_all_ranks(lambda: reduce(gradients, variables))
+    assert "gradient 1: rank 0 has no gradient of b, rank 1 has b float32 (40, 50);" in text
+    slices = tf.IndexedSlices(tf.zeros([1, 50]), tf.constant([0]), tf.constant([40, 50]))
+    gradients = [tf.zeros([40, 50]), slices if rank == 0 else tf.zeros([40, 50])]
+    text = error_on_all_ranks(lambda: reduce(gradients, variables))
+    assert (
+        "gradient 1: rank 0 has b IndexedSlices of float32 (40, 50), rank 1 has b float32 (40, 50);" in text
+    )
+
+
+def test_layers_of_one_class_may_be_numbered_otherwise(rank):
+    names = ["model/dense/kernel", "model_1/dense_12/kernel"]
+    variable = tf.Variable(tf.zeros([40, 50]), name=names[min(rank, 1)])
+    reduce(variables=[variable])
+
+
+@pytest.mark.parametrize(
+    ("package", "where"), [("hvd_compress", agreement), ("TensorFlow", tf), ("Horovod", horovod)]
+)
+def test_versions(package, where, rank, monkeypatch):
+    version = where.__version__
+    with monkeypatch.context() as patch:
+        if rank > 0:
+            patch.setattr(where, "__version__", "99.1")
+        with pytest.raises(ValueError) as info:
+            reduce()
+    text = f"ranks disagree on the version of {package}: rank 0 has {version}, "
+    assert str(info.value).startswith(text) and "99.1;" in str(info.value)
+
+
+def test_environment(rank, monkeypatch):
+    monkeypatch.setenv("HVD_COMPRESS", "int8" if rank == 0 else "onebit")
+    with pytest.raises(ValueError) as info:
+        hvdc.DistributedOptimizer(KERASES["keras"].optimizers.SGD(1.0)).apply_gradients(
+            [(tf.zeros([40, 50]), tf.Variable(tf.zeros([40, 50])))]
+        )
+    assert "environment variable HVD_COMPRESS: rank 0 has int8, rank 1 has onebit;" in str(info.value)
+
+
+def test_what_was_trained_before(rank, monkeypatch):
+    """It is part of the names of collectives: with other names, ranks would not find each other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(reducer, "_instances", itertools.count(1000 + min(rank, 1)))
+        with pytest.raises(
+            ValueError, match="disagree on how many optimizers and models.*hvdc_1000_.*hvdc_1001_"
+        ):
+            reduce()
+
+
+@pytest.mark.parametrize("way", ["apply_gradients", "fit", "tape", "tape in a function"])
+def test_every_way_to_train(way, rank):
+    keras = KERASES["keras"]
+    spec = "int8" if rank == 0 else "int4"
+    variable = tf.Variable(tf.zeros([40, 50]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        return hvdc.DistributedGradientTape(tape, compression=spec).gradient(loss, [variable])
+
+    def fit():
+        model = make_model(keras, seed=0)
+        model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=spec), loss="mse")
+        model.fit(*make_data(0), verbose=0)
+
+    def apply_gradients():
+        opt = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=spec)
+        opt.apply_gradients([(tf.zeros([40, 50]), variable)])
+
+    ways = {
+        "apply_gradients": apply_gradients, "fit": fit, "tape": step,
+        "tape in a function": tf.function(step, autograph=False),
+    }  # fmt: skip
+    text = error_on_all_ranks(ways[way])
+    assert "ranks disagree on compression: rank 0 has int8, rank 1 has int4;" in text
+
+
+def test_another_optimizer_class(rank):
+    keras = KERASES["keras"]
+    inner = keras.optimizers.SGD(0.1) if rank == 0 else keras.optimizers.Adam(0.1)
+    opt = hvdc.DistributedOptimizer(inner, compression="none" if rank == 0 else "int8")
+    variable = tf.Variable(tf.zeros([40, 50]))
+    text = error_on_all_ranks(lambda: opt.apply_gradients([(tf.zeros([40, 50]), variable)]))
+    assert "disagree on compression: rank 0 has none, rank 1 has int8;" in text
+
+
+def test_agreeing_ranks_ask_once_per_list_of_variables(rank, size, monkeypatch):
+    """Two models in one loop, as of a GAN, on optimizers and on tapes."""
+    keras = KERASES["keras"]
+    asked = []
+    allgather = hvd.allgather
+
+    def counted(tensor, name=None, **options):
+        asked.append(name)
+        return allgather(tensor, name=name, **options)
+
+    monkeypatch.setattr(agreement.hvd, "allgather", counted)
+    weights = [tf.Variable(tf.zeros([40, 50])), tf.Variable(tf.zeros([30, 60]))]
+    optimizers = [
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=spec) for spec in ("int8", "none")
+    ]
+
+    def step(pull):
+        for opt, weight in zip(optimizers, weights):
+            opt.apply_gradients([(tf.ones(weight.shape) * pull, weight)])
+        for weight in weights:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * pull)
+            (gradient,) = hvdc.DistributedGradientTape(tape, compression="int4").gradient(loss, [weight])
+            weight.assign_sub(gradient)
+
+    for opt, weight in zip(optimizers, weights):
+        opt.build([weight])
+    for _ in range(3):
+        step(tf.constant(float(rank)))
+    assert asked.count("hvdc_agreement") == 4
+    for weight in weights:
+        np.testing.assert_allclose(weight.numpy(), -3 * (size - 1), atol=0.1)
+
+
+@pytest.mark.np4
+def test_process_sets_agree_among_themselves(rank, process_sets):
+    even, odd = process_sets
+    if rank % 2:
+        reduce(process_set=odd)
+    else:
+        with pytest.raises(ValueError, match="rank 0 has int8, rank 2 has int4;"):
+            reduce(process_set=even, compressor=hvdc.Compression.parse("int8" if rank == 0 else "int4"))

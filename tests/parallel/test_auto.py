@@ -1,0 +1,278 @@
+"""`compression="auto"`: all ranks choose alike, switching loses nothing, and the choice is explained."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress as hvdc
+from hvd_compress.auto import clock
+from hvd_compress.auto.report import CompressionReport
+from hvd_compress.reducer import Reducer
+from hvd_compress.settings import Settings
+
+SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
+SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4),warmup_steps=0"
+
+
+def new_reducer(spec=SPEC, **settings):
+    return Reducer(Settings(hvdc.Compression.parse(spec), min_compress_size=200, **settings))
+
+
+def gradients(rank, step):
+    random = np.random.default_rng([rank, step])
+    return [random.standard_t(3, shape).astype(np.float32) for shape in SHAPES]
+
+
+@pytest.fixture(scope="session")
+def link(tmp_path_factory):
+    """A calibration for all tests: making one takes longer than most of them."""
+    path = tmp_path_factory.mktemp("calibration") / "link.json"
+    hvdc.calibrate(["none", "int8", "int4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4"]).save(
+        path
+    )
+    return path
+
+
+@pytest.fixture(autouse=True)
+def calibrated(link, monkeypatch):
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(link))
+
+
+class Training:
+    """A reducer whose steps are called from one traced function."""
+
+    def __init__(self, rank, **settings):
+        self.rank = rank
+        self.reducer = new_reducer(**settings)
+        self.variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+        self.traces = 0
+        self.steps = 0
+
+        @tf.function
+        def step(*tensors):
+            self.traces += 1
+            return self.reducer(list(tensors), self.variables)
+
+        self._step = step
+
+    def step(self, values=None):
+        values = gradients(self.rank, self.steps) if values is None else values
+        self.steps += 1
+        return [tensor.numpy() for tensor in self._step(*map(tf.constant, values))]
+
+    @property
+    def plan(self):
+        (plan,) = self.reducer.plans.values()
+        return plan
+
+    def choose(self, candidate):
+        """As if all buckets had been switched to it."""
+        self.plan.chooser.state.choice.assign([candidate] * len(self.plan.buckets))
+        self.plan.chooser._outgoing.assign(tf.zeros_like(self.plan.chooser._outgoing))
+
+    def residuals(self):
+        left = [np.zeros(shape, np.float64) for shape in SHAPES]
+        for section in self.plan.sections:
+            pieces = [tf.constant(r.numpy()) for r in section.state.residuals]
+            members = section.layout.bucket.members
+            for i, tensor in zip(members, section.layout.join(pieces, [tf.float32] * len(members))):
+                left[i] = tensor.numpy().astype(np.float64)
+        return left
+
+
+@pytest.fixture
+def training(rank):
+    return Training(rank)
+
+
+def test_switching_loses_nothing_and_traces_once(training, rank, size, gather):
+    sent = [np.zeros(shape, np.float64) for shape in SHAPES]
+    given = [np.zeros(shape, np.float64) for shape in SHAPES]
+    training.step()  # makes the plan; whatever it chose
+    first = [np.mean([gradients(r, 0)[i] for r in range(size)], 0) for i in range(len(SHAPES))]
+    sent = [given - gather(r).mean(0) for given, r in zip(first, training.residuals())]
+    given = first
+    for candidate in (1, 2, 2, 0, 0, 2, 1, 0, 2):
+        training.choose(candidate)
+        step = training.steps
+        reduced = training.step()
+        sent = [s + r for s, r in zip(sent, reduced)]
+        for i in range(len(SHAPES)):
+            given[i] = given[i] + np.mean([gradients(r, step)[i] for r in range(size)], 0)
+    left = [gather(r).mean(0) for r in training.residuals()]
+    for s, r, total in zip(sent, left, given):
+        np.testing.assert_allclose(s + r, total, atol=2e-4)
+    assert np.abs(left[0]).max() > 0  # the last step kept something
+    assert training.traces == 1
+
+
+def test_uncompressed_steps_send_all_that_was_left(training, size):
+    training.step()
+    training.choose(2)
+    training.step()
+    assert any(np.abs(r).max() > 0 for r in training.residuals())
+    training.choose(0)
+    training.step()
+    assert all(np.abs(r).max() == 0 for r in training.residuals())
+    training.choose(0)
+    assert bool(training.plan.chooser.is_idle())
+    step = training.steps
+    for i, reduced in enumerate(training.step()):
+        mean = np.mean([gradients(r, step)[i] for r in range(size)], 0)
+        np.testing.assert_allclose(reduced, mean, atol=1e-5)
+
+
+def test_ranks_with_other_clocks_and_speeds_choose_alike(rank, gather, monkeypatch):
+    stamp = clock.stamp
+
+    def other_clock(tensors):
+        # Another zero, another speed, and times that jump.
+        time = stamp(tensors)
+        if rank == 0:
+            return time
+        return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)
+
+    monkeypatch.setattr(clock, "stamp", other_clock)
+    training = Training(rank)
+    for _ in range(40):
+        results = training.step()
+        choices = gather(training.plan.chooser.state.choice.numpy())
+        assert (choices == choices[0]).all(), choices
+        same = gather(np.array([float(r.sum()) for r in results]))
+        assert (same == same[0]).all()
+    assert training.traces == 1
+
+
+def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
+    training.step()
+    training.choose(2)
+    training.step()
+    before = training.residuals()
+    values = gradients(rank, 99)
+    if rank == 1:
+        values[2][5, 5] = np.nan
+    assert any(np.isnan(r).any() for r in training.step(values))
+    for a, b in zip(before, training.residuals()):
+        np.testing.assert_array_equal(a, b)
+    for _ in range(3):
+        assert all(np.isfinite(r).all() for r in training.step())
+    state = training.plan.chooser.state
+    assert all(np.isfinite(value.numpy()).all() for value in state)
+
+
+def test_fidelity_is_that_of_the_gradients(training, rank, size):
+    for _ in range(2 * 5 + 2):
+        training.step()
+    shares = training.plan.chooser.state.lost.numpy() / training.plan.chooser.state.energy.numpy()[:, None]
+    assert (shares[:, 0] == 0).all()  # none
+    assert (shares[:, 1] < 1e-2).all()  # int8
+    assert ((shares[:, 2] > 0.1) & (shares[:, 2] < 0.9)).all()  # hybrid at 5% of a heavy tail
+
+
+def test_a_target_that_nothing_reaches_means_no_compression(rank):
+    training = Training(
+        rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99,warmup_steps=0"
+    )
+    for _ in range(15):
+        training.step()
+    assert {bucket.chosen for bucket in training.plan.report()} == {"none"}
+
+
+def test_warm_up_and_phases_set_the_target(rank):
+    spec = (
+        "auto:candidates=(int8|hybrid:ratio=0.05,bits=4),target=0.01,warmup_steps=20,"
+        "phases=(40:0.9),max_slowdown=0,probe_every=1"
+    )
+    training = Training(rank, spec=spec)
+    for _ in range(20):
+        training.step()
+    assert {bucket.chosen for bucket in training.plan.report()} == {"int8"}
+    training.choose(1)  # as if it had been found faster
+    for _ in range(26):
+        training.step()
+    assert {bucket.chosen for bucket in training.plan.report()} == {"int8"}
+    assert training.plan.report()[0].switches >= 1
+
+
+def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
+    training.step()
+    started = capfd.readouterr().err
+    training.choose(1)
+    for _ in range(4):
+        training.step()
+    capfd.readouterr()
+    chooser = training.plan.chooser
+    other = 1 if int(chooser.state.choice[0]) == 2 else 2
+    spec = ["none", "int8", "hybrid:ratio=0.05,bits=4"][other]
+    votes = tf.fill([len(training.plan.buckets)], 1.0 + other if rank == 0 else 0.0)
+    chooser._outgoing.assign(tf.concat([votes, chooser._outgoing[len(training.plan.buckets) :]], 0))
+    before = [c.spec for c in chooser.chosen()]
+    training.step()
+    log = capfd.readouterr().err
+    if rank == 0:
+        assert "auto begins with bucket 0 (" in started
+        assert f"bucket 0 ({chooser.nbytes[0] / 1e6:.1f} MB): {before[0]} -> {spec}; predicted " in log
+        assert f" ms, {before[0]} measured " in log
+    else:
+        assert "hvd_compress" not in started + log
+    report = training.plan.report()
+    assert all(bucket.chosen == spec for bucket in report)
+    for bucket in report:
+        assert bucket.predicted > 0 and bucket.measured > 0 and bucket.switches >= 1
+        assert [c.compressor for c in bucket.candidates] == ["none", "int8", "hybrid:ratio=0.05,bits=4"]
+        assert [c.compressor for c in bucket.candidates if not c.why] == [spec]
+    assert "not none: " in str(CompressionReport(tuple(report)))
+
+
+def test_groups_with_pieces_of_different_shapes(rank, size):
+    training = Training(rank, groups=2)
+    for _ in range(4):
+        reduced = training.step()
+        assert all(np.isfinite(r).all() for r in reduced)
+    assert len(training.plan.buckets) == 2 and training.traces == 1
+    assert (training.plan.chooser.state.energy.numpy() > 0).all()
+    assert len({section.layout.shapes[0] for section in training.plan.sections}) == 2
+
+
+def test_policy_gives_variables_other_compressors(rank, size):
+    reducer = Reducer(
+        Settings(
+            hvdc.Compression.parse("auto"), min_compress_size=200,
+            policy=hvdc.compression.policies({"emb*": "none", "dense/*": "int8"}),
+        )
+    )  # fmt: skip
+    names = ["embedding/table", "dense/kernel", "other/kernel"]
+    variables = [tf.Variable(tf.zeros([40, 50]), name=name) for name in names]
+    values = [tf.random.stateless_normal([40, 50], [rank, i]) for i in range(3)]
+    reduced = reducer(values, variables)
+    (plan,) = reducer.plans.values()
+    assert [section.compressor.spec for section in plan.sections] == ["int8", "auto"]
+    assert [bucket.members for bucket in plan.dense] == [(0,)]
+    mean = np.mean([tf.random.stateless_normal([40, 50], [r, 0]) for r in range(size)], 0)
+    np.testing.assert_allclose(reduced[0], mean, atol=1e-6)
+    assert plan.bytes_sent()[0] > 0
+
+
+def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monkeypatch):
+    path = tmp_path / "link.json"
+    calibration = hvdc.calibrate(["none", "int8"])
+    calibration.save(path)
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
+    training = Training(rank, spec="auto:candidates=(none|int8)")
+    training.step()
+    model = calibration.model()
+    nbytes = training.plan.chooser.nbytes[0]
+    predicted = training.plan.report()[0].candidates[1].predicted
+    if rank == 0:  # whose file counts
+        assert predicted == pytest.approx(model.predict("int8", nbytes).total, rel=1e-3)
+    with pytest.raises(ValueError, match="does not know what int4 costs"):
+        Training(rank, spec="auto:candidates=(none|int4)").step()
+    if rank == 1:
+        path.write_text("{}")
+    with pytest.raises(ValueError, match="HVD_COMPRESS_CALIBRATION, rank 1: .* is not a calibration"):
+        Training(rank, spec="auto:candidates=(none|int8)").step()
+    calibration.save(path)
+    if rank == 0:
+        monkeypatch.delenv("HVD_COMPRESS_CALIBRATION")
+    with pytest.raises(ValueError, match="is not set on rank 0"):
+        Training(rank, spec="auto:candidates=(none|int8)").step()
