@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, host_memory
+from . import agreement, host_memory, tracing
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .plan import Plan
@@ -34,7 +34,7 @@ class Reducer:
         # their reducers in the same order.
         self._name = f"hvdc_{next(_instances)}_{plain_name(settings.name)}"
 
-    @tf.autograph.experimental.do_not_convert  # has nothing to convert, which takes twice as long as tracing
+    @tracing.not_converted
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients, averaged or summed over the ranks of the process set.
 
