@@ -145,7 +145,8 @@ def main() -> None:
     )
     if hvd.rank() != 0:
         return
-    stats = {name: common.summary(row) for name, row in zip(names, slowest.numpy().tolist())}
+    seconds = dict(zip(names, slowest.numpy().tolist()))
+    stats = {name: common.summary(row) for name, row in seconds.items()}
     baseline = stats["horovod none"]["median"]
     parameters = sum(math.prod(shape) for shape in shapes)
     rows = [
@@ -161,7 +162,7 @@ def main() -> None:
     common.print_table(title, columns, rows)
     result = {
         "benchmark": "exchange", "model": args.model, "workers": hvd.size(), "label": args.label,
-        "methods": {name: {**stats[name], **facts[name]} for name in names},
+        "methods": {name: {**stats[name], **facts[name], "seconds": seconds[name]} for name in names},
     }  # fmt: skip
     common.save(args.json, result)
 

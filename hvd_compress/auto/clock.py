@@ -12,9 +12,23 @@ def stamp(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     # On a GPU a tensor is there once an element of it can be read on the host: kernels are only enqueued before.
     firsts = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
     with tf.device("CPU"):
-        seen = [tf.identity(first) for first in firsts]
-        with tf.control_dependencies(seen):
-            return tf.timestamp()
+        seen = tf.concat([tf.cast(first, tf.float32) for first in firsts], 0)
+        # tf.timestamp has a side effect, and TensorFlow runs what has one in the order in which it was traced: one
+        # bucket after the other, nothing of them at once. A call that claims to have none only waits for `seen`.
+        (now,) = tf.raw_ops.PartitionedCall(
+            args=[seen], Tout=[tf.float64], f=_timestamp.get_concrete_function()
+        )
+        return now
+
+
+# Were it dissolved in the graph around it, it would wait for nothing.
+@tf.function(
+    input_signature=[tf.TensorSpec([None], tf.float32)],
+    autograph=False,
+    experimental_attributes={"_noinline": True},
+)
+def _timestamp(_: tf.Tensor) -> tf.Tensor:
+    return tf.timestamp()
 
 
 def between(start: tf.Tensor, end: tf.Tensor) -> tf.Tensor:

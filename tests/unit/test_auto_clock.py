@@ -1,0 +1,55 @@
+"""Time stamps inside a graph: in their order where one waits for the other, and not otherwise."""
+
+import time
+
+import pytest
+import tensorflow as tf
+
+from hvd_compress.auto import clock
+
+
+def slow(x):
+    """Takes a while."""
+    for _ in range(60):
+        x = tf.linalg.matmul(x, x) * 1e-3
+    return x
+
+
+def test_a_stamp_waits_for_its_tensors():
+    @tf.function
+    def run(x):
+        begun = clock.stamp([x])
+        y = slow(x)
+        branch = tf.switch_case(tf.cast(y[0, 0], tf.int32) * 0, [lambda: clock.stamp([slow(y), x])] * 2)
+        return begun, clock.stamp([y]), branch
+
+    x = tf.ones([400, 400])
+    run(x)
+    before = time.time()
+    begun, done, later = map(float, run(x))
+    after = time.time()
+    assert before <= begun < done < later <= after
+    # Each of the two does the same work, and nearly all of the time goes into it.
+    assert done - begun > 0.1 * (after - before)
+    assert later - done > 0.1 * (after - before)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_stamps_do_not_wait_for_each_other(branches):
+    """As those of buckets, which cross at once."""
+
+    @tf.function
+    def run(x):
+        if branches:
+            return [tf.switch_case(tf.size(x), [lambda: clock.stamp([x])] * 2) for _ in range(2)]
+        return [clock.stamp([x]) for _ in range(2)]
+
+    graph = run.get_concrete_function(tf.TensorSpec([3])).graph
+    calls = [op for op in graph.get_operations() if op.type in ("PartitionedCall", "StatelessCase", "Case")]
+    assert len(calls) == 2
+    assert not any(op.control_inputs for op in calls)
+
+
+def test_between():
+    assert float(clock.between(tf.constant(10.0, tf.float64), tf.constant(10.25, tf.float64))) == 0.25
+    assert float(clock.between(tf.constant(11.0, tf.float64), tf.constant(10.0, tf.float64))) == 0.0
