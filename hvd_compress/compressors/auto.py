@@ -29,7 +29,7 @@ class Auto(BuiltinCompressor):
         target: The share of a bucket's energy ||x||^2 that a step must let through, 0 to 1, for a compressor to be
             chosen. One that is in use is given up below half of it, as the residual that builds up
             makes what is sent a smaller share.
-        warmup_steps: The first steps, in which the target is 0.95 (or `target` if higher).
+        warmup_steps: So many first steps have the target 0.95 (or `target` if higher).
         phases: Other targets from later steps on: pairs of step and target, in a spec string
             `auto:phases=(1000:0.1|5000:0.02)`.
         max_slowdown: By how much the exchange may take longer, as a share, if all of the gradient gets through
@@ -40,7 +40,7 @@ class Auto(BuiltinCompressor):
     name: ClassVar[str] = "auto"
     candidates: Sequence[Any] = CANDIDATES
     target: float = 0.01
-    warmup_steps: int = 10
+    warmup_steps: int = 0
     phases: Sequence[Any] = ()
     max_slowdown: float = 0.02
     probe_every: int = 50

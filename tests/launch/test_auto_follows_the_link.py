@@ -24,7 +24,7 @@ loss_of = tf.random.stateless_normal([2000, 2000], [hvd.rank(), 0])
 def step():
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * loss_of)
-    tape = hvdc.DistributedGradientTape(tape, compression="auto:candidates=(none|int8),warmup_steps=0")
+    tape = hvdc.DistributedGradientTape(tape, compression="auto:candidates=(none|int8)")
     return tape.gradient(loss, [variable])[0]
 
 for i in range(60):

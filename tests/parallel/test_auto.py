@@ -11,7 +11,7 @@ from hvd_compress.reducer import Reducer
 from hvd_compress.settings import Settings
 
 SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
-SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4),warmup_steps=0"
+SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"
 
 
 def new_reducer(spec=SPEC, **settings):
@@ -171,7 +171,7 @@ def test_fidelity_is_that_of_the_gradients(training, rank, size):
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):
     training = Training(
-        rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99,warmup_steps=0"
+        rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99"
     )
     for _ in range(15):
         training.step()
