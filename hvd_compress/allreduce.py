@@ -124,12 +124,14 @@ def grouped_allreduce(
         raise ValueError(f"compression {compressor.spec!r} supports op Average and Sum only")
     for i in chosen:  # before any collective
         compressor.layout(static_shape(tensors[i], compressor.spec))
-    rest = [i for i in range(len(tensors)) if i not in set(chosen)]
+    compressed = set(chosen)
+    rest = [i for i in range(len(tensors)) if i not in compressed]
     kinds = {i: _kind(tensors[i]) for i in rest}
     for kind in sorted(set(kinds.values())):  # Horovod's grouped ops take one dtype each
         members = [i for i in rest if kinds[i] == kind]
         reduced = hvd.grouped_allreduce(
-            [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense, device_sparse=device_sparse, op=op,
+            [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense,
+            device_sparse=device_sparse, op=op,
             prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set,
             ignore_name_scope=ignore_name_scope, name=name and f"{name}_{kind}",
         )  # fmt: skip

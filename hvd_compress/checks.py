@@ -117,7 +117,8 @@ def registered(value: hvd.ProcessSet) -> None:
     """
     if value.process_set_id is None:
         raise ValueError(
-            f"process_set of ranks {value.ranks} is not registered: pass it to hvd.init(process_sets=[...]) on all ranks"
+            f"process_set of ranks {value.ranks} is not registered: pass it to "
+            "hvd.init(process_sets=[...]) on all ranks"
         )
 
 

@@ -77,7 +77,8 @@ class Plan:
             if dtype is not None:
                 checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
         self.sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
-        tensors = [i for i, g in enumerate(gradients) if g is not None and i not in self.sparse]
+        sparse = set(self.sparse)
+        tensors = [i for i, g in enumerate(gradients) if g is not None and i not in sparse]
         compressors = {i: settings.compressor_of(self.paths[i]) for i in tensors}
         chosen = [i for i in tensors if self._is_compressed(i, compressors[i])]
         groups = _positions(settings.groups, variables)
@@ -96,7 +97,8 @@ class Plan:
             for section in self.sections
             for pieces in section.layout.in_buckets(self._limit(section.layout.bucket))
         ]
-        rest = [i for i in tensors if i not in set(chosen)]
+        compressed = set(chosen)
+        rest = [i for i in tensors if i not in compressed]
         limit = self._limit(Bucket(tuple(rest), tuple(self.shapes[i] for i in rest)))
         self.dense = buckets.assign(self.shapes, rest, limit, None if chosen else groups)
         self.step = tracing.variable(tf.constant(0, tf.int64), f"{name}_step")

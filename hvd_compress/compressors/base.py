@@ -226,8 +226,8 @@ class BuiltinCompressor(Compressor):
 
         Raises:
             TypeError: The payload is none.
-            ValueError: The payload has not the length that the context calls for; eagerly, too: its indices lie outside of
-                the tensor. (In a graph all of the result is NaN then.)
+            ValueError: The payload has not the length that the context calls for; eagerly, too: its indices lie outside
+                of the tensor. (In a graph all of the result is NaN then.)
         """
         inner, shape, dtype = ctx
         if math.prod(shape) == 0:

@@ -37,7 +37,7 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
     for dtype in sorted({tensor.dtype.name for tensor in tensors}):
         members = [i for i, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
         small = [i for i in members if tensors[i].shape.num_elements() < _SMALL]
-        large = [i for i in members if i not in small]
+        large = [i for i in members if tensors[i].shape.num_elements() >= _SMALL]
         sent = [tensors[i] for i in large]
         if small:
             sent.append(tf.concat([tf.reshape(tensors[i], [-1]) for i in small], 0))
