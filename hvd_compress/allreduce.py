@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
+from . import checks
 from .compression import CompressionLike, resolve
 from .compressors import NoCompression
-from .compressors.base import Seeds, as_float32, no_seeds
-from .exchange import choice
+from .compressors.base import Seeds, as_float32, no_seeds, static_shape
+from .exchange import choice, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
 from .reducer import check_not_in_xla
 
+_OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
 
+
+@checks.plain_errors
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -54,8 +58,8 @@ def allreduce(
         A tensor of the shape and dtype of `tensor`, the same on all ranks to the bit.
 
     Raises:
-        ValueError: The op cannot be combined with compression, or the shape is not static.
-        TypeError: The tensor is complex.
+        ValueError: An argument is not valid, the op cannot be combined with compression, or the shape is not static.
+        TypeError: An argument is of a wrong type, or the tensor of a dtype that Horovod cannot reduce (complex, say).
     """
     return grouped_allreduce(
         [tensor],
@@ -72,6 +76,7 @@ def allreduce(
     )[0]
 
 
+@checks.plain_errors
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -94,22 +99,44 @@ def grouped_allreduce(
     """
     compressor = resolve(compression)
     op = handle_average_backwards_compatibility(op, average)
-    tensors = list(tensors)
+    if not isinstance(op, type(hvd.Average)) or op not in _OPS:
+        raise ValueError(
+            f"op must be one of Horovod's, such as hvd.Average or hvd.Sum, got {checks.shown(op)}"
+        )
+    prescale_factor = checks.number("prescale_factor", prescale_factor)
+    postscale_factor = checks.number("postscale_factor", postscale_factor)
+    for what, value in (("name", name), ("device_dense", device_dense), ("device_sparse", device_sparse)):
+        checks.text(what, value)
+    ignore_name_scope = checks.flag("ignore_name_scope", ignore_name_scope)
+    checks.process_set(process_set)
+    hvd.size()  # raises Horovod's own error where hvd.init() was not called
+    checks.registered(process_set)
+    if (
+        tf.is_tensor(tensors)
+        or isinstance(tensors, (str, bytes, Mapping))
+        or not isinstance(tensors, Iterable)
+    ):
+        raise TypeError(f"tensors must be a list of tensors, got {checks.shown(tensors)}")
+    tensors = [_tensor(tensor) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)
     chosen = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
     if chosen and op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"compression {compressor.spec!r} supports op Average and Sum only")
-    rest = [i for i in range(len(tensors)) if i not in set(chosen)]
+    for i in chosen:  # before any collective
+        compressor.layout(static_shape(tensors[i], compressor.spec))
+    compressed = set(chosen)
+    rest = [i for i in range(len(tensors)) if i not in compressed]
     kinds = {i: _kind(tensors[i]) for i in rest}
     for kind in sorted(set(kinds.values())):  # Horovod's grouped ops take one dtype each
         members = [i for i in rest if kinds[i] == kind]
         reduced = hvd.grouped_allreduce(
-            [tensors[i] for i in members], device_dense=device_dense, device_sparse=device_sparse, op=op,
+            [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense,
+            device_sparse=device_sparse, op=op,
             prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set,
             ignore_name_scope=ignore_name_scope, name=name and f"{name}_{kind}",
         )  # fmt: skip
         for i, result in zip(members, reduced):
-            results[i] = result
+            results[i] = uncompressed.of_dtype(result, tensors[i].dtype)
     if chosen:
         check_not_in_xla()
         with tf.device(device_dense):
@@ -147,17 +174,28 @@ def _reduce(
     ]
 
 
+def _tensor(value: Any) -> Any:
+    """`value` as a tensor or IndexedSlices that Horovod can reduce.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise TypeError(f"Horovod cannot reduce a {type(value).__name__}: pass its values, or make it dense")
+    if not tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):
+        try:
+            value = tf.convert_to_tensor(value)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+            raise TypeError(f"tensor must be a tensor, got {checks.shown(value)}") from None
+    checks.reducible("tensor", value.dtype)
+    return value
+
+
 def _kind(tensor: Any) -> str:
-    prefix = "slices_" if isinstance(tensor, tf.IndexedSlices) else ""
-    return prefix + tf.as_dtype(getattr(tensor, "dtype", None) or tf.convert_to_tensor(tensor).dtype).name
+    return ("slices_" if isinstance(tensor, tf.IndexedSlices) else "") + uncompressed.wide(tensor).dtype.name
 
 
 def _is_compressible(tensor: Any, compressor: Any) -> bool:
     if isinstance(compressor, NoCompression) or isinstance(tensor, tf.IndexedSlices):
         return False
-    dtype = tf.as_dtype(_kind(tensor))
-    if dtype.is_complex:
-        raise TypeError(
-            f"Horovod cannot reduce complex tensors, got {dtype.name}: reduce real and imaginary part"
-        )
-    return dtype.is_floating and getattr(tensor, "shape", tf.TensorShape([])).num_elements() != 0
+    return bool(tensor.dtype.is_floating) and tensor.shape.num_elements() != 0

@@ -58,7 +58,8 @@ def assign(
     elif isinstance(groups, int):
         chunks = _evenly(order, groups)
     else:
-        chosen = [[i for i in group if i in set(order)] for group in groups]
+        known = set(order)
+        chosen = [[i for i in group if i in known] for group in groups]
         grouped = {i for group in chosen for i in group}
         chunks = [group for group in chosen if group] + [[i] for i in order if i not in grouped]
     return [Bucket(tuple(chunk), tuple(shapes[i] for i in chunk)) for chunk in chunks]

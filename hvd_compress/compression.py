@@ -12,6 +12,7 @@ from typing import Any, Union
 
 import horovod.tensorflow as hvd
 
+from .checks import shown
 from .compressors import (
     Auto,
     BFloat16,
@@ -37,6 +38,7 @@ _CLASSES: dict[str, type] = {
 }  # fmt: skip
 # A comma that is not inside of parentheses.
 _COMMA = re.compile(r",(?![^(]*\))")
+_LONGEST_NAME = 50  # of what is compared with known names
 _PRESETS: dict[str, Compressor] = {"int8": Quantize(8), "int4": Quantize(4)}
 
 
@@ -68,8 +70,11 @@ class Compression:
             spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
 
         Raises:
+            TypeError: `spec` is no string.
             ValueError: The name, an argument or a value is not known or not valid.
         """
+        if not isinstance(spec, str):
+            raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {shown(spec)}")
         return _parse(spec)
 
 
@@ -118,11 +123,15 @@ def resolve(compression: CompressionLike) -> Compressor:
         return Compression.none
     if compression is hvd.Compression.fp16:
         return Compression.fp16
-    if isinstance(compression, type) and issubclass(compression, Compressor):
+    if (
+        isinstance(compression, type)
+        and issubclass(compression, Compressor)
+        and compression is not Compressor
+    ):
         return _instance(compression)
     raise TypeError(
         f"compression must be a hvdc.Compressor, a spec string such as 'int8' or 'topk:ratio=0.01', or None; "
-        f"got {compression!r}"
+        f"got {shown(compression)}"
     )
 
 
@@ -138,7 +147,7 @@ def policies(policy: Mapping[str, CompressionLike] | None) -> tuple[tuple[str, C
     if not isinstance(policy, Mapping) or not all(isinstance(pattern, str) for pattern in policy):
         raise TypeError(
             f"policy must map patterns on variable paths to compressors, such as {{'*embedding*': 'none'}}; "
-            f"got {policy!r}"
+            f"got {shown(policy)}"
         )
     found = []
     for pattern, compression in policy.items():
@@ -169,24 +178,27 @@ def _parse(spec: str) -> Compressor:
     name = name.strip()
     if name in _PRESETS:
         if rest.strip():
-            raise ValueError(f"compressor {name!r} takes no arguments, got {rest.strip()!r} in {spec!r}")
+            raise ValueError(f"compressor {name!r} takes no arguments, got {shown(rest.strip())}")
         return _PRESETS[name]
     if name not in _CLASSES:
         known = sorted([*_CLASSES, *_PRESETS])
-        near = difflib.get_close_matches(name.lower(), known, n=1)
+        word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[0]  # "topk(0.01)" is near to "topk", too
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown compressor {name!r}: {hint}Known are {', '.join(known)}")
+        raise ValueError(f"unknown compressor {shown(name)}: {hint}Known are {', '.join(known)}")
     fields = {field.name: field for field in dataclasses.fields(_CLASSES[name])}
     arguments: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in _COMMA.split(rest))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in fields:
             takes = ", ".join(fields) or "no arguments"
-            raise ValueError(f"compressor {name!r} has no argument {key!r} (in {spec!r}): it takes {takes}")
+            raise ValueError(
+                f"compressor {name!r} has no argument {shown(key)} (in {shown(spec)}): it takes {takes}"
+            )
         if not equals:
-            raise ValueError(f"argument {key!r} in {spec!r} has no value: write {key}=...")
+            raise ValueError(f"argument {key!r} in {shown(spec)} has no value: write {key}=...")
         if key in arguments:
-            raise ValueError(f"argument {key!r} stands twice in {spec!r}")
+            raise ValueError(f"argument {key!r} stands twice in {shown(spec)}")
         arguments[key] = _value(value)
     missing = [
         key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in arguments

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from .checks import shown
+
 
 class Payload:
     """What a compressor's `compress` returns when its codes must not be summed.
@@ -98,9 +100,19 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
     """The inverse of `join`: cuts uint8 `payload` [nbytes] into tensors as `specs` describe them.
 
     Raises:
-        ValueError: The payload is not as long as `specs` say.
+        TypeError: It is no uint8 vector.
+        ValueError: The payload is not as long as `specs` say (tf.errors.InvalidArgumentError, where that is known only
+            when a graph runs).
     """
     expected = nbytes(specs)
+    if (
+        not isinstance(payload, (tf.Tensor, tf.Variable))
+        or payload.dtype != tf.uint8
+        or payload.shape.rank not in (1, None)
+    ):
+        raise TypeError(f"a payload must hold a vector of bytes (uint8), got {shown(payload)}")
+    if not payload.shape.is_fully_defined():
+        payload = tf.ensure_shape(payload, [expected])
     if payload.shape[0] != expected:
         raise ValueError(
             f"a payload of {payload.shape[0]} bytes cannot be decoded: {expected} are expected; it is "

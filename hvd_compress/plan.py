@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import buckets, tracing
+from . import buckets, checks, tracing
 from .auto import report, start
 from .auto.chooser import Chooser
 from .auto.report import BucketReport
@@ -73,8 +73,12 @@ class Plan:
         self.shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
         self.paths = [plan_state.path_of(v) for v in variables]
         self.dtypes: list[Any] = [None if g is None else g.dtype for g in gradients]
+        for path, dtype in zip(self.paths, self.dtypes):
+            if dtype is not None:
+                checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
         self.sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
-        tensors = [i for i, g in enumerate(gradients) if g is not None and i not in self.sparse]
+        sparse = set(self.sparse)
+        tensors = [i for i, g in enumerate(gradients) if g is not None and i not in sparse]
         compressors = {i: settings.compressor_of(self.paths[i]) for i in tensors}
         chosen = [i for i in tensors if self._is_compressed(i, compressors[i])]
         groups = _positions(settings.groups, variables)
@@ -93,7 +97,8 @@ class Plan:
             for section in self.sections
             for pieces in section.layout.in_buckets(self._limit(section.layout.bucket))
         ]
-        rest = [i for i in tensors if i not in set(chosen)]
+        compressed = set(chosen)
+        rest = [i for i in tensors if i not in compressed]
         limit = self._limit(Bucket(tuple(rest), tuple(self.shapes[i] for i in rest)))
         self.dense = buckets.assign(self.shapes, rest, limit, None if chosen else groups)
         self.step = tracing.variable(tf.constant(0, tf.int64), f"{name}_step")
@@ -202,13 +207,17 @@ class Plan:
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
     if gradient is None:
         return ()
-    shape = gradient.shape if gradient.shape.is_fully_defined() else tf.TensorShape(variable.shape)
     if isinstance(gradient, tf.IndexedSlices):
         return ()
+    shape, own = gradient.shape, tf.TensorShape(variable.shape)
+    if not shape.is_compatible_with(own):
+        raise ValueError(
+            f"the gradient of {plan_state.path_of(variable)} has shape {shape}, the variable {own}"
+        )
+    shape = shape.merge_with(own)
     if not shape.is_fully_defined():
         raise ValueError(
-            f"the gradient of {getattr(variable, 'name', variable)} has the unknown shape {shape}: "
-            "set it with tf.ensure_shape"
+            f"the gradient of {plan_state.path_of(variable)} has the unknown shape {shape}: set it with tf.ensure_shape"
         )
     return tuple(shape.as_list())
 

@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, host_memory, tracing
+from . import agreement, checks, host_memory
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .plan import Plan
@@ -34,7 +34,7 @@ class Reducer:
         # their reducers in the same order.
         self._name = f"hvdc_{next(_instances)}_{plain_name(settings.name)}"
 
-    @tracing.not_converted
+    @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients, averaged or summed over the ranks of the process set.
 
@@ -53,19 +53,20 @@ class Reducer:
         check_not_in_xla()
         process_set = self.settings.process_set
         hvd.size()  # raises Horovod's own error where hvd.init() was not called
+        checks.registered(process_set)
         if not process_set.included() or process_set.size() == 1:
             return list(gradients)
         if self.settings.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        gradients = [_tensor(g, v) for g, v in zip(gradients, variables)]
         key = tuple(
-            (id(v), None if g is None else (isinstance(g, tf.IndexedSlices), g.dtype))
+            (id(v), tuple(v.shape), None if g is None else (isinstance(g, tf.IndexedSlices), g.dtype))
             for g, v in zip(gradients, variables)
         )
         if key not in self.plans:
             host_memory.keep_freed_memory()
-            name = f"{self._name}_{len(self.plans)}"
+            name = self.agree(gradients, variables)
             with tf.init_scope():
-                agreement.check(name, self.settings, gradients, variables)
                 plan = Plan(name, self.settings, gradients, variables)
             plan_state.take_pending(self, plan)
             self.plans[key] = plan
@@ -73,6 +74,18 @@ class Reducer:
         if tf.executing_eagerly():
             return self._functions[key](list(gradients))
         return Step(self.plans[key], gradients).run()
+
+    def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
+        """Asks whether the other ranks are about to reduce the same; returns the next plan's name.
+
+        Raises:
+            ValueError: They are not.
+        """
+        name, process_set = f"{self._name}_{len(self.plans)}", self.settings.process_set
+        if process_set.included() and process_set.size() > 1:
+            with tf.init_scope():
+                agreement.check(name, self.settings, gradients, variables)
+        return name
 
     def report(self) -> CompressionReport:
         """What each bucket of the plan that was made last is compressed with, and why.
@@ -91,6 +104,16 @@ class Reducer:
         if not self.plans:
             raise RuntimeError(f"{who} is known after the first step on more than one rank: train one first")
         return list(self.plans.values())[-1]
+
+
+def _tensor(gradient: Any, variable: Any) -> Any:
+    if gradient is None or tf.is_tensor(gradient) or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    try:
+        return tf.convert_to_tensor(gradient, variable.dtype)
+    except (TypeError, ValueError):
+        path = plan_state.path_of(variable)
+        raise TypeError(f"the gradient of {path} must be a tensor, got {checks.shown(gradient)}") from None
 
 
 def check_not_in_xla() -> None:

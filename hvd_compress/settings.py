@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
-import numbers
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
+import tensorflow as tf
 
-from . import nonfinite
+from . import checks, nonfinite
+from .checks import shown
 from .compressors import Auto, Compressor, NoCompression
 
 BUCKET_BYTES = 25 * 2**20
@@ -22,6 +23,7 @@ class Settings:
     """How gradients are reduced; see `hvdc.DistributedOptimizer` for the meaning of each.
 
     Raises:
+        TypeError: A value is of a wrong type.
         ValueError: A value is not valid, or two contradict each other.
     """
 
@@ -45,19 +47,32 @@ class Settings:
     on_nonfinite: str = "propagate"
 
     def __post_init__(self) -> None:
-        if self.op not in (hvd.Average, hvd.Sum):
-            raise ValueError("op currently only supports Average and Sum")
+        if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):
+            raise ValueError(f"op currently only supports Average and Sum, got {shown(self.op)}")
+        for name in ("name", "device_dense", "device_sparse"):
+            checks.text(name, getattr(self, name))
+        checks.process_set(self.process_set)
+        self._keep("gradient_predivide_factor", checks.number)
+        if self.gradient_predivide_factor <= 0.0:
+            raise ValueError(
+                f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}"
+            )
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
-        _check_groups(self.groups)
-        _check_number("min_compress_size", self.min_compress_size, 0, math.inf, whole=True)
-        _check_number("bucket_bytes", self.bucket_bytes, 1, math.inf, whole=True)
-        _check_number("residual_decay", self.residual_decay, 0.0, 1.0)
-        _check_number("momentum_correction", self.momentum_correction, 0.0, 1.0)
-        if self.residual_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {self.residual_dtype!r}")
-        if self.on_nonfinite not in nonfinite.POLICIES:
-            raise ValueError(f"on_nonfinite must be one of {nonfinite.POLICIES}, got {self.on_nonfinite!r}")
+        self._keep("groups", lambda _, groups: _checked_groups(groups))
+        self._keep("min_compress_size", checks.whole, 0)
+        self._keep("bucket_bytes", checks.whole, 1)
+        self._keep("residual_decay", checks.number, 0.0, 1.0)
+        self._keep("momentum_correction", checks.number, 0.0, 1.0)
+        self._keep("sparse_as_dense", checks.flag)
+        self._keep("scale_local_gradients", checks.flag)
+        if self.error_feedback is not None:
+            self._keep("error_feedback", checks.flag)
+        self._keep("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
+        if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
+            raise ValueError(
+                f"on_nonfinite must be one of {nonfinite.POLICIES}, got {shown(self.on_nonfinite)}"
+            )
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
         compressors = (self.compressor, *(compressor for _, compressor in self.policy))
@@ -77,6 +92,10 @@ class Settings:
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
 
+    def _keep(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
+        """Puts what `checked(name, value, *limits)` makes of a field in its place."""
+        object.__setattr__(self, name, checked(name, getattr(self, name), *limits))
+
     def compressor_of(self, path: str) -> Compressor:
         """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
         found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))
@@ -89,19 +108,31 @@ class Settings:
         return compressor.error_feedback if self.error_feedback is None else self.error_feedback
 
 
-def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
+def _checked_groups(groups: Any) -> Any:
     if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
-        return
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return
-    raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        seen: set[int] = set()
+        for variable in (variable for group in groups for variable in group):
+            if not hasattr(variable, "assign"):
+                raise ValueError(f"groups must hold variables, got {shown(variable)}")
+            if id(variable) in seen:
+                raise ValueError(f"groups: {shown(variable)} stands in them twice")
+            seen.add(id(variable))
+        return groups
+    if groups is None:
+        return groups
+    try:
+        return checks.whole("groups", groups, 1)
+    except ValueError:
+        raise ValueError(
+            f"groups should be a non-negative integer or a list of list of tf.Variable, got {shown(groups)}"
+        ) from None
 
 
-def _check_number(name: str, value: Any, low: float, high: float, whole: bool = False) -> None:
-    kind: Any = numbers.Integral if whole else numbers.Real
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        what = "a whole number" if whole else "a number"
-        limits = f"from {low} on" if high == math.inf else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {what} {limits}, got {value!r}")
+def _residual_dtype(dtype: Any) -> str:
+    try:
+        name = tf.as_dtype(dtype).name
+    except (TypeError, ValueError):
+        name = None
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {shown(dtype)}")
+    return str(name)

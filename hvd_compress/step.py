@@ -34,7 +34,11 @@ class Step:
 
     def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
-        self._gradients = list(gradients)
+        # Of static shape, also where only the variable's is.
+        self._gradients = [
+            tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
+            for g, shape in zip(gradients, plan.shapes)
+        ]
         # How often the plan is part of the graph that is being traced: names must differ there.
         graph = tracing.outermost_graph()
         self._turn = plan.turns.get(graph, -1) + 1
@@ -55,11 +59,9 @@ class Step:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
             for i in plan.sparse:
-                reduced[i] = hvd.allreduce(
-                    gradients[i],
-                    device_sparse=plan.settings.device_sparse,
-                    op=plan.settings.op,
-                    process_set=plan.settings.process_set,
+                settings = plan.settings
+                reduced[i] = uncompressed.reduce_slices(
+                    gradients[i], settings.op, settings.device_sparse, settings.process_set
                 )
                 if plan.sections:
                     oks.append(nonfinite.all_finite([reduced[i]]))
@@ -274,5 +276,5 @@ class Step:
 
 
 def plain_name(name: str) -> str:
-    """The name with underscores in place of all but letters and digits."""
-    return "".join(c if c.isalnum() else "_" for c in name)
+    """The name with underscores in place of all but ASCII letters and digits."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)

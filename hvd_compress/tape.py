@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from . import nonfinite
 from .auto.report import CompressionReport
+from .checks import plain_errors, shown
 from .compression import CompressionLike, policies, resolve
 from .reducer import Reducer, scale_local_gradient
 from .settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
@@ -78,7 +79,9 @@ def DistributedGradientTape(
         TypeError: `gradtape` is no tf.GradientTape.
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise TypeError(f"gradtape must be a tf.GradientTape, got {gradtape!r}")
+        raise TypeError(f"gradtape must be a tf.GradientTape, got {shown(gradtape)}")
+    if isinstance(gradtape, _DistributedGradientTape):
+        raise TypeError("gradtape is distributed already: wrap it only once")
     settings = Settings(
         compressor=resolve(compression),
         name="DistributedGradientTape",
@@ -113,6 +116,7 @@ class _DistributedGradientTape(tf.GradientTape):
         """Leaves the gradients of `source` (a variable) local to this rank."""
         self._hvdc_local.add(id(source))
 
+    @plain_errors
     def gradient(
         self,
         target: Any,

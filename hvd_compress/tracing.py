@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Callable, TypeVar
+from typing import Any
 
 import tensorflow as tf
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def not_converted(function: Function) -> Function:
-    """Keeps AutoGraph out of a function that has nothing to convert, which takes twice as long as tracing.
-
-    The one line of an error stays as it is, too: AutoGraph would put a traceback of its own around it.
-    """
-
-    @tf.autograph.experimental.do_not_convert
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except Exception as error:
-            error.ag_pass_through = True  # type: ignore[attr-defined]
-            raise
-
-    return call
 
 
 def outermost_graph() -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from ..checks import shown
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds, Shape, check_whole
 
 CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
@@ -53,7 +54,8 @@ class Auto(BuiltinCompressor):
             named, (str, Compressor)
         ):  # one alone; "none" in a spec string is None
             named = ("none" if named is None else named,)
-        chosen = tuple(dict.fromkeys(resolve(candidate) for candidate in named))
+        found = [resolve(candidate) for candidate in _several("candidates", named)]
+        chosen = tuple(c for i, c in enumerate(found) if c not in found[:i])  # may have no hash
         if not chosen:
             raise ValueError("auto: candidates must name at least one compressor, such as 'int8'")
         for compressor in chosen:
@@ -69,7 +71,8 @@ class Auto(BuiltinCompressor):
         object.__setattr__(self, "max_slowdown", _share("max_slowdown", self.max_slowdown))
         check_whole(self.warmup_steps, "warmup_steps", self.name, smallest=0)
         check_whole(self.probe_every, "probe_every", self.name)
-        object.__setattr__(self, "phases", tuple(_phase(phase) for phase in self.phases))
+        phases = _several("phases", self.phases)
+        object.__setattr__(self, "phases", tuple(_phase(phase) for phase in phases))
         steps = [step for step, _ in self.phases]
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
@@ -125,10 +128,16 @@ def _not_alone() -> ValueError:
     )
 
 
+def _several(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"auto: {name} must be a list, got {shown(value)}")
+    return list(value)
+
+
 def _share(name: str, value: Any) -> float:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"auto: {name} must be a number from 0 to 1, got {value!r}")
+        raise ValueError(f"auto: {name} must be a number from 0 to 1, got {shown(value)}")
     return float(value)
 
 
@@ -136,8 +145,10 @@ def _phase(phase: Any) -> tuple[int, float]:
     """A pair of step and target, from a pair or from text such as "1000:0.1"."""
     try:
         step, target = phase.split(":") if isinstance(phase, str) else phase
-        step, target = int(step), float(target)
+        step = int(step) if isinstance(step, str) else step
+        target = float(target) if isinstance(target, str) else target
     except (TypeError, ValueError):
-        raise ValueError(f"auto: phases must be pairs of step and target, got {phase!r}") from None
-    check_whole(step, "the step of a phase", "auto", smallest=0)
-    return step, _share("the target of a phase", target)
+        raise ValueError(f"auto: phases must be pairs of step and target, got {shown(phase)}") from None
+    return check_whole(step, "the step of a phase", "auto", smallest=0), _share(
+        "the target of a phase", target
+    )

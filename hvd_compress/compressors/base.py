@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from .. import residual as _residual
+from ..checks import shown
 from ..payload import Payload
 
 Shape = tuple[int, ...]
@@ -224,7 +225,9 @@ class BuiltinCompressor(Compressor):
         """Returns the lossy tensor, in the shape and dtype of the original.
 
         Raises:
-            ValueError: The payload has not the length that the context calls for.
+            TypeError: The payload is none.
+            ValueError: The payload has not the length that the context calls for; eagerly, too: its indices lie outside
+                of the tensor. (In a graph all of the result is NaN then.)
         """
         inner, shape, dtype = ctx
         if math.prod(shape) == 0:
@@ -233,7 +236,22 @@ class BuiltinCompressor(Compressor):
             parts = [tf.convert_to_tensor(payload)]
         else:
             parts = _payload.split(getattr(payload, "tensor", payload), self.layout(shape))
-        return tf.cast(tf.reshape(self.decode(parts, inner), shape), dtype)
+        decoded = self.decode(parts, inner)
+        if tf.executing_eagerly() and _is_damaged(parts, decoded):
+            raise ValueError(
+                f"a payload of {self.spec} cannot be decoded: its indices are not those of a tensor of shape "
+                f"{shape}; "
+                "it is damaged, or was made by another compressor, for another shape or of what was not finite"
+            )
+        return tf.cast(tf.reshape(decoded, shape), dtype)
+
+
+def _is_damaged(parts: Sequence[tf.Tensor], decoded: tf.Tensor) -> bool:
+    """Whether finite values decode to NaN, as they do at indices that cannot be."""
+    floats = [part for part in parts if part.dtype.is_floating]
+    if len(floats) == len(parts) or not tf.math.is_nan(tf.reshape(decoded, [-1])[0]):
+        return False
+    return all(bool(_residual.all_finite(part)) for part in floats)
 
 
 def as_float32(tensor: Any, who: str) -> tuple[tf.Tensor, Shape, tf.DType]:
@@ -249,12 +267,21 @@ def as_float32(tensor: Any, who: str) -> tuple[tf.Tensor, Shape, tf.DType]:
             f"{who} compresses floating point tensors, got {tensor.dtype.name}: "
             "cast it, or use compression='none'"
         )
+    return tf.cast(tensor, tf.float32), static_shape(tensor, who), tensor.dtype
+
+
+def static_shape(tensor: Any, who: str) -> Shape:
+    """The shape of a tensor or variable.
+
+    Raises:
+        ValueError: It is not static.
+    """
     if not tensor.shape.is_fully_defined():
         raise ValueError(
             f"{who} needs a tensor of static shape, got {tensor.shape}: "
             "set its shape with tf.ensure_shape before"
         )
-    return tf.cast(tensor, tf.float32), tuple(tensor.shape.as_list()), tensor.dtype
+    return tuple(tensor.shape.as_list())
 
 
 def _as_shape(shape: int | Sequence[int]) -> Shape:
@@ -273,7 +300,7 @@ def check_ratio(ratio: float, who: str) -> float:
         ValueError: It is not a number above 0 and at most 1.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {ratio!r}")
+        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {shown(ratio)}")
     return float(ratio)
 
 
@@ -286,7 +313,7 @@ def check_whole(value: int, name: str, who: str, largest: float = math.inf, smal
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not smallest <= value <= largest:
         upto = "on" if largest == math.inf else f"to {largest}"
-        raise ValueError(f"{who}: {name} must be a whole number from {smallest} {upto}, got {value!r}")
+        raise ValueError(f"{who}: {name} must be a whole number from {smallest} {upto}, got {shown(value)}")
     return int(value)
 
 
@@ -297,7 +324,7 @@ def check_flag(value: bool, name: str, who: str) -> bool:
         ValueError: It is something else.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{who}: {name} must be true or false, got {value!r}")
+        raise ValueError(f"{who}: {name} must be true or false, got {shown(value)}")
     return value
 
 
@@ -309,7 +336,7 @@ def check_seed(value: int, who: str) -> int:
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not -(2**31) <= value < 2**31:
-        raise ValueError(f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {value!r}")
+        raise ValueError(f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {shown(value)}")
     return int(value)
 
 

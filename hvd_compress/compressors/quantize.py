@@ -10,6 +10,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from .. import residual as _residual
+from ..checks import shown
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled, fed_back
 from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_seed, check_whole, size_of
@@ -59,14 +60,17 @@ class Quantize(BuiltinCompressor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"quantize: rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+        if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"quantize: rounding must be 'nearest' or 'stochastic', got {shown(self.rounding)}"
+            )
         if self.clip is not None:
             bad = isinstance(self.clip, bool) or not isinstance(self.clip, numbers.Real)
             if bad or not 0.0 < self.clip <= 100.0:
                 raise ValueError(
-                    f"quantize: clip must be None or a percentile above 0 and at most 100, got {self.clip!r}"
+                    f"quantize: clip must be None or a percentile above 0 and at most 100, got {shown(self.clip)}"
                 )
+            object.__setattr__(self, "clip", self.clip if isinstance(self.clip, int) else float(self.clip))
         object.__setattr__(self, "seed", check_seed(self.seed, self.name))
 
     @property

@@ -216,16 +216,17 @@ def cleared(rows: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
 
 
 def scattered_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum, [n, ...], of what `taken` made of `n` rows on several ranks.
+    """The scaled sum, [n, ...], of what `taken` made of `n` rows on several ranks; NaN if any indices are damaged.
 
     Rank after rank: each one's indices are distinct, so the order of sums is fixed.
     """
     values = ranks[0][0]
+    places = [indices.unpack(packed, n, values.shape[0]) for _, *packed in ranks]
+    scale = tf.where(tf.reduce_all(tf.stack([good for _, good in places])), scale, math.nan)
     # Not just zeros: a NaN must reach every element. Not 0.0 * scale: TensorFlow's optimizer makes that zero.
     nothing = tf.where(tf.math.is_nan(scale), scale, tf.zeros_like(scale))
     total = tf.fill([n, *values.shape[1:]], nothing)
-    for values, *packed in ranks:
-        where = indices.unpack(packed, n, values.shape[0])
+    for (values, *_), (where, _) in zip(ranks, places):
         total = tf.tensor_scatter_nd_add(total, where[:, None], values * scale)
     return total
 

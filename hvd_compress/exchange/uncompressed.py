@@ -24,18 +24,20 @@ class Dense(NamedTuple):
 
 
 def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group) -> Dense:
-    """Reduces tensors of static shapes and any dtypes; one negotiation per dtype.
+    """Reduces tensors of static shapes and of the dtypes of `checks.REDUCIBLE`; one negotiation per dtype.
 
     `predivide` splits the averaging, as Horovod's `gradient_predivide_factor`: 1 / predivide before
     the sum and predivide / size after it.
     """
+    dtypes = [tensor.dtype for tensor in tensors]
+    tensors = [wide(tensor) for tensor in tensors]
     reduced: list[tf.Tensor] = list(tensors)
     outgoing: list[tf.Tensor] = []
     incoming: list[tf.Tensor] = []
     for dtype in sorted({tensor.dtype.name for tensor in tensors}):
         members = [i for i, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
         small = [i for i in members if tensors[i].shape.num_elements() < _SMALL]
-        large = [i for i in members if i not in small]
+        large = [i for i in members if tensors[i].shape.num_elements() >= _SMALL]
         sent = [tensors[i] for i in large]
         if small:
             sent.append(tf.concat([tf.reshape(tensors[i], [-1]) for i in small], 0))
@@ -56,7 +58,30 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
                 reduced[i] = tf.reshape(part, tensors[i].shape)
         for i, result in zip(large, results):
             reduced[i] = result
+    reduced = [of_dtype(tensor, dtype) for tensor, dtype in zip(reduced, dtypes)]
     return Dense(reduced, outgoing, incoming)
+
+
+def reduce_slices(slices: tf.IndexedSlices, op: Any, device: str, process_set: Any) -> tf.IndexedSlices:
+    """The IndexedSlices of all ranks, of the dtypes of `checks.REDUCIBLE`."""
+    # Identities: Horovod asks tensors of a graph for their names, which constants from outside have not.
+    slices = tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices), slices.dense_shape)
+    reduced = hvd.allreduce(wide(slices), device_sparse=device, op=op, process_set=process_set)
+    return of_dtype(reduced, slices.dtype)
+
+
+def wide(tensor: Any) -> Any:
+    """A tensor or IndexedSlices as float32 if it is bfloat16, for which Horovod has no op."""
+    return of_dtype(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+
+
+def of_dtype(tensor: Any, dtype: tf.DType) -> Any:
+    """A tensor or IndexedSlices in this dtype."""
+    if tensor.dtype == dtype:
+        return tensor
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(tensor.values, dtype), tensor.indices, tensor.dense_shape)
+    return tf.cast(tensor, dtype)
 
 
 def bytes_sent(nbytes: int, ranks: int) -> int:

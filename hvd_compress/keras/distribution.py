@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from .. import nonfinite
+from .. import checks, nonfinite
+from ..checkpoint.plan_state import path_of
 from ..reducer import Reducer, scale_local_gradient
 from ..settings import Settings
 from .aggregation import LocalGradientAggregation
@@ -61,6 +62,28 @@ class Distribution:
             for i in set(range(len(result))) - set(shared):
                 result[i] = scale_local_gradient(result[i], self.settings.process_set.size())
         return result
+
+    @checks.plain_errors
+    def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
+        """Refuses, before any exchange, what the optimizer would refuse after it, and in many lines.
+
+        Args:
+            gradients: One for each of `variables`, None where there is none.
+            variables: What is to be updated; at least one.
+            unknown: Those of `variables` that the optimizer was not built for.
+
+        Raises:
+            ValueError: No variable has a gradient (on this rank or, with another text, on another one), or there are
+                unknown variables.
+        """
+        if unknown:
+            raise ValueError(
+                f"the optimizer was built for other variables, {path_of(unknown[0])} is not among them: call "
+                "optimizer.build(variables) with all that it will ever update before the first step, or make a new one"
+            )
+        if all(gradient is None for gradient in gradients):
+            self.reducer.agree(gradients, variables)
+            raise ValueError("No gradients provided for any variable: the loss depends on none of them")
 
     def all_finite(self, reduced: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
         """Whether all reduced gradients are finite; a bool scalar, the same on all ranks.

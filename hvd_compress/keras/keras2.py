@@ -53,6 +53,9 @@ class Keras2Mixin(DistributedMixin):
         pairs = list(grads_and_vars)
         if not pairs:
             return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
+        known = getattr(self, "_index_dict", None) if getattr(self, "_built", False) else None
+        unknown = [v for _, v in pairs if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
+        self._hvdc.check([g for g, _ in pairs], [v for _, v in pairs], unknown)
         if self.__dict__.pop("_hvdc_pending", None) != _identity(pairs):
             if self._is_scaled:
                 raise RuntimeError(

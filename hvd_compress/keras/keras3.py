@@ -35,6 +35,8 @@ class Keras3Mixin(DistributedMixin):
                 "each rank's own gradients, and ranks would wait for each other for ever: wrap the other way round, "
                 "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
+        if len(grads) and not self._is_reduced:
+            self._check(list(grads), trainable_variables)
         if self._is_reduced or len(grads) == 0 or (aggregation is None and not skip):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
@@ -65,6 +67,20 @@ class Keras3Mixin(DistributedMixin):
             step()
         else:
             tf.cond(aggregation.is_step(), step, wait)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """As Keras's; with nothing to apply, does nothing."""
+        pairs = list(grads_and_vars)
+        return super().apply_gradients(pairs) if pairs else None  # type: ignore[misc]
+
+    def _check(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
+        variables, unknown = list(trainable_variables), []
+        known = getattr(self, "_trainable_variables_indices", None)
+        if self.built and known is not None:
+            unknown = [v for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
+        self._hvdc.check(grads, variables, unknown)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         # `_clip_gradients` is not told which variables the gradients belong to.

@@ -8,6 +8,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
+from .. import checks
 from ..auto.report import CompressionReport
 from ..compression import CompressionLike, policies, resolve
 from ..settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
@@ -99,10 +100,11 @@ def DistributedOptimizer(
         )
     base = type(optimizer)
     mixin = _mixin(optimizer)
-    if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
-        raise ValueError(f"backward_passes_per_step must be a whole number, got {backward_passes_per_step!r}")
-    if backward_passes_per_step <= 0:
+    backward_passes_per_step = checks.whole("backward_passes_per_step", backward_passes_per_step, 0)
+    if backward_passes_per_step == 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    average_aggregated_gradients = checks.flag("average_aggregated_gradients", average_aggregated_gradients)
+    checks.text("name", name)
     if backward_passes_per_step > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(
             "backward_passes_per_step and the optimizer's gradient_accumulation_steps do the same: set only one"
@@ -207,6 +209,6 @@ def _mixin(optimizer: Any) -> Any:
 
             return Keras2Mixin
     raise TypeError(
-        f"optimizer must be an instance of a Keras optimizer, got {optimizer!r}: "
+        f"optimizer must be an instance of a Keras optimizer, got {checks.shown(optimizer)}: "
         "for example keras.optimizers.Adam(1e-3)"
     )

@@ -60,31 +60,47 @@ def _pack_pages(indices: tf.Tensor, n: int) -> list[tf.Tensor]:
     return [tf.reduce_sum(tf.cast(page == pages[:, None], tf.int32), 1), low]
 
 
-def unpack(packed: Sequence[tf.Tensor], n: int, k: int) -> tf.Tensor:
-    """The inverse of `pack`: int64 [k], ascending."""
+def unpack(packed: Sequence[tf.Tensor], n: int, k: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The inverse of `pack`: int64 [k], ascending, and whether these are `k` indices below `n`.
+
+    Of a damaged set, indices that are too large become n - 1, so that nothing is written where it must not be.
+    """
     if form(n, k) == "bitmap":
         rows, width = _bitmap_shape(n)
-        found = tf.where(_unpack_flags(tf.reshape(packed[0], [rows, width // 8])))[:, 0]
+        flags, count = _unpack_flags(tf.reshape(packed[0], [rows, width // 8]))
+        found = tf.where(flags)[:, 0]
         # Exactly k: a damaged bitmap must not change the shape of what follows.
-        return tf.ensure_shape(tf.concat([found, tf.zeros([k], tf.int64)], 0)[:k], [k])
+        found = tf.ensure_shape(tf.concat([found, tf.zeros([k], tf.int64)], 0)[:k], [k])
+        return _below(found, n, count == k)
     return _unpack_pages(list(packed), n)
 
 
 @compiled
-def _unpack_flags(packed: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(bitpack.unpack([packed], 1), [-1]) > 0
+def _unpack_flags(packed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    count = tf.reduce_sum(tf.cast(tf.raw_ops.PopulationCount(x=packed), tf.int32))
+    return tf.reshape(bitpack.unpack([packed], 1), [-1]) > 0, count
 
 
 @compiled
-def _unpack_pages(packed: list[tf.Tensor], n: int) -> tf.Tensor:
+def _below(found: tf.Tensor, n: int, good: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.minimum(found, n - 1), good & tf.reduce_all(found < n)
+
+
+@compiled
+def _unpack_pages(packed: list[tf.Tensor], n: int) -> tuple[tf.Tensor, tf.Tensor]:
     low = tf.cast(packed[-1], tf.int64)
     if n <= PAGE:
-        return low
+        return tf.minimum(low, n - 1), tf.reduce_all(low < n)
+    # In 64 bits, as damaged counts may add up to anything.
+    good = tf.reduce_all(packed[0] >= 0) & (
+        tf.reduce_sum(tf.cast(packed[0], tf.int64)) == tf.constant(low.shape[0], tf.int64)
+    )
     ends = tf.cumsum(packed[0])
     position = tf.range(low.shape[0], dtype=tf.int32)
     # How many pages have ended before this position.
     page = tf.reduce_sum(tf.cast(ends[:, None] <= position, tf.int32), 0)
-    return tf.cast(page, tf.int64) * PAGE + low
+    found = tf.cast(page, tf.int64) * PAGE + low
+    return tf.minimum(found, n - 1), good & tf.reduce_all(found < n)
 
 
 def _bitmap_shape(n: int) -> tuple[int, int]:

@@ -135,17 +135,21 @@ def strided_indices(rows: tf.Tensor) -> tf.Tensor:
 def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
     """Puts each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, else zero.
 
-    Sums over the ranks, in order, into float32 [n], and multiplies by `scale`.
+    Sums over the ranks, in order, into float32 [n], and multiplies by `scale`. A row that a block has not is written
+    nowhere and makes all of it NaN.
     """
-    depth = stride_blocks(n, ranks[0][0].shape[0])
-    return unstrided(_spread([tuple(pair) for pair in ranks], depth, scale), n)
+    return unstrided(_spread([tuple(pair) for pair in ranks], n, scale), n)
 
 
 @compiled
-def _spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], depth: int, scale: tf.Tensor) -> tf.Tensor:
+def _spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
+    k = ranks[0][0].shape[0]
+    depth, counts = stride_blocks(n, k), strided_counts(n, k)
     row = tf.reshape(tf.range(depth, dtype=tf.int32), [depth, 1])
     total = None
     for values, rows in ranks:
-        put = tf.where(row == tf.cast(rows, tf.int32), values, 0.0)
+        rows = tf.cast(rows, tf.int32)
+        scale = tf.where(tf.reduce_all((rows >= 0) & (rows < counts)), scale, math.nan)
+        put = tf.where(row == rows, values, 0.0)
         total = put if total is None else total + put
     return total * scale

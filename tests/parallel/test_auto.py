@@ -170,9 +170,7 @@ def test_fidelity_is_that_of_the_gradients(training, rank, size):
 
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):
-    training = Training(
-        rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99"
-    )
+    training = Training(rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
     for _ in range(15):
         training.step()
     assert {bucket.chosen for bucket in training.plan.report()} == {"none"}

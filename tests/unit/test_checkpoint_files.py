@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvd_compress.checkpoint import files, plan_state, resume
 from hvd_compress.checkpoint.plan_state import Member, PlanState
@@ -170,6 +173,34 @@ def test_a_changed_or_short_manifest_is_refused_or_found_not_to_match(directory)
         else:  # white space
             assert step == 7
             assert_same(read, written)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), max_size=4),
+    st.none() | st.integers(0, 10**6),
+    st.booleans(),
+)
+def test_random_damage_is_refused_or_means_nothing(flips, length, swapped):
+    with tempfile.TemporaryDirectory() as directory:
+        written = [state(0), state(1)]
+        save(directory, 7, written)
+        paths = [files.rank_path(directory, 1, rank, 2) for rank in range(2)]
+        content = bytearray(Path(paths[0]).read_bytes())
+        for where, bit in flips:
+            content[where % len(content)] ^= 1 << bit
+        Path(paths[0]).write_bytes(content if length is None else content[: length % (len(content) + 1)])
+        if swapped:
+            os.rename(paths[0], directory + "/0")
+            os.rename(paths[1], paths[0])
+            os.rename(directory + "/0", paths[1])
+        try:
+            _, read = load(directory, 2)
+        except ValueError as error:
+            assert len(str(error).splitlines()) == 1
+        else:  # a time stamp, say
+            assert not swapped
+            for one, other in zip(read, written):
+                assert_same(one, other)
 
 
 @pytest.mark.parametrize("who", ["manifest", "rank"])

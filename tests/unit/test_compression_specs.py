@@ -35,13 +35,59 @@ COMPRESSORS = st.one_of(
     st.builds(Compression.hybrid, ratio=ratios, bits=bits),
 )
 
+phases = st.dictionaries(st.integers(0, 10**9), st.floats(0.0, 1.0), max_size=4)
+AUTOS = st.builds(
+    Compression.auto,
+    candidates=st.lists(COMPRESSORS.filter(lambda c: not c.per_tensor), min_size=1, max_size=4),
+    target=st.floats(0.0, 1.0),
+    warmup_steps=st.integers(0, 10**9),
+    phases=phases.map(lambda found: sorted(found.items())),
+    max_slowdown=st.floats(0.0, 1.0),
+    probe_every=st.integers(1, 10**9),
+)
 
-@given(COMPRESSORS)
+
+@given(COMPRESSORS | AUTOS)
 def test_every_spec_parses_back(compressor):
     again = parse(str(compressor))
     assert again == compressor and hash(again) == hash(compressor)
     assert str(again) == str(compressor) == compressor.spec
     assert "\n" not in compressor.spec
+
+
+names = st.sampled_from(
+    ["auto", "topk", "quantize", "hybrid", "randomk", "block_sparse", "int8", "none", "onebit"]
+)
+keys = st.sampled_from(
+    [
+        "ratio",
+        "bits",
+        "candidates",
+        "phases",
+        "target",
+        "clip",
+        "seed",
+        "rounding",
+        "unbiased",
+        "block",
+        "probe_every",
+    ]
+)
+values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(
+    ["none", "nan", "inf", "true", "(int8|"]
+)
+arguments = st.lists(st.builds("{}={}".format, keys, values), max_size=3).map(",".join)
+GARBAGE = st.text(max_size=30) | st.builds("{}:{}".format, names, arguments | st.text(max_size=20))
+
+
+@given(GARBAGE)
+def test_garbage_gives_one_line_or_a_compressor(spec):
+    try:
+        compressor = parse(spec)
+    except ValueError as error:
+        assert len(str(error).splitlines()) == 1 and str(error).isprintable()
+    else:
+        assert parse(str(compressor)) == compressor
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"])

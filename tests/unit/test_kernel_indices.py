@@ -5,6 +5,7 @@ import pytest
 import reference
 import tensorflow as tf
 
+from hvd_compress import payload
 from hvd_compress.kernels import indices
 
 SIZES = [1, 2, 63, 64, 65, 1023, 1024, 1025, 65535, 65536, 65537, 200000]
@@ -29,8 +30,8 @@ def test_round_trip_and_size(n):
         assert sum(part.numpy().nbytes for part in packed) == reference.index_bytes(n, k)
         for part, spec in zip(packed, indices.specs(n, k)):
             assert (part.shape, part.dtype) == (spec.shape, spec.dtype)
-        unpacked = indices.unpack(packed, n, k)
-        assert unpacked.dtype == tf.int64 and unpacked.shape == [k]
+        unpacked, good = indices.unpack(packed, n, k)
+        assert good and unpacked.dtype == tf.int64 and unpacked.shape == [k]
         np.testing.assert_array_equal(unpacked, chosen)
 
 
@@ -56,7 +57,18 @@ def test_pages_hold_16_bits_per_index_and_the_count_of_each_page():
     assert low.numpy().tolist() == [0, 65535, 0, 1]
 
 
-def test_a_damaged_bitmap_keeps_its_shape():
-    n, k = 1024, 500
-    for byte in (0, 255):
-        assert indices.unpack([tf.fill([128], tf.constant(byte, tf.uint8))], n, k).shape == [k]
+@pytest.mark.parametrize(("n", "k"), [(1024, 500), (1000, 500), (1000, 3), (70000, 9), (70000, 30000)])
+def test_what_is_damaged_keeps_its_shape_and_bounds_and_is_noticed(n, k):
+    packed = indices.pack(tf.range(k, dtype=tf.int64), n)
+    for value in (0, 255):
+        for part, i in zip(packed, range(len(packed))):
+            filled = tf.bitcast(
+                tf.fill([part.shape[0] * part.dtype.size], tf.constant(value, tf.uint8)), tf.uint8
+            )
+            spec = [indices.specs(n, k)[i]]
+            damaged = [*packed[:i], payload.split(filled, spec)[0], *packed[i + 1 :]]
+            unpacked, good = indices.unpack(damaged, n, k)
+            assert unpacked.shape == [k]
+            assert (unpacked.numpy() < n).all() and (unpacked.numpy() >= 0).all()
+            # Zeros are indices, though not distinct ones; of two pages, the first has any; the others are wrong.
+            assert bool(good) == (part.dtype == tf.uint16 and (value == 0 or n > indices.PAGE))
