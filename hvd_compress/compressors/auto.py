@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds, Shape, check_whole
+from ..formats import CANDIDATES, Part
+from ..formats.base import Shape, check_whole
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 
-CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
 
@@ -94,13 +95,19 @@ class Auto(BuiltinCompressor):
         """The target that holds in a step."""
         return [target for first, target in self.targets() if first <= step][-1]
 
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """Not defined: it differs from step to step.
+    def parts(self, shape: Shape) -> list[Part]:
+        """Not defined: they differ from step to step.
 
         Raises:
             ValueError: Always.
         """
         raise _not_alone()
+
+    def default_of(self, field: dataclasses.Field[Any]) -> Any:
+        """The default as it is kept: candidates are named by strings and kept as compressors."""
+        from ..compression import Compression
+
+        return tuple(map(Compression.parse, CANDIDATES)) if field.name == "candidates" else field.default
 
     def encode(
         self,
