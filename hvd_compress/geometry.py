@@ -19,6 +19,10 @@ from typing import Any
 from . import traffic
 from .buckets import Bucket, Shape, runs
 
+# Defaults of `hvdc.DistributedOptimizer`.
+BUCKET_BYTES = 25 * 2**20
+MIN_COMPRESS_SIZE = 1024
+
 LARGEST = 2**20
 # Where small buckets are asked for, pieces are not cut smaller than this.
 SMALLEST = 2**12

@@ -12,9 +12,8 @@ import horovod.tensorflow as hvd
 
 from . import nonfinite
 from .compressors import Auto, Compressor, NoCompression
-
-BUCKET_BYTES = 25 * 2**20
-MIN_COMPRESS_SIZE = 1024
+from .geometry import BUCKET_BYTES as BUCKET_BYTES
+from .geometry import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ A compressor here is a `hvdc.Compressor` or a format (`hvd_compress.formats`): w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ _WORTH_A_COLLECTIVE = 2**18
 
 def payload_bytes(compressor: Any, shapes: Sequence[Shape]) -> int:
     """Bytes that tensors of these shapes become."""
-    return sum(int(compressor.wire_bytes(shape)) for shape in shapes)
+    return sum(count * int(compressor.wire_bytes(shape)) for shape, count in Counter(shapes).items())
 
 
 def flagged_bytes(nbytes: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from ..formats import CANDIDATES, Part
+from ..formats import Part
 from ..formats.base import Shape, check_whole
+from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
@@ -40,10 +41,10 @@ class Auto(BuiltinCompressor):
 
     name: ClassVar[str] = "auto"
     candidates: Sequence[Any] = CANDIDATES
-    target: float = 0.01
+    target: float = TARGET
     warmup_steps: int = 10
     phases: Sequence[Any] = ()
-    max_slowdown: float = 0.02
+    max_slowdown: float = MAX_SLOWDOWN
     probe_every: int = 50
 
     def __post_init__(self) -> None:

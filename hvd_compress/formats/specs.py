@@ -13,6 +13,9 @@ from .base import Format
 
 # What `auto` chooses from, unless it is told otherwise.
 CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
+# The share of a bucket's energy that it wants through, and what that may cost: see `compressors.auto`.
+TARGET = 0.01
+MAX_SLOWDOWN = 0.02
 # Shorter names of some.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("quantize", {"bits": 8}),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..formats.sizes import block_count as block_count
 from ..formats.sizes import block_size
 
 

@@ -63,3 +63,10 @@ def usage(option: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Shows on standard error that something takes a while."""
+    with errors().status(what):
+        yield
