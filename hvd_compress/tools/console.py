@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,12 +50,55 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return found
 
 
-def progress(show: bool = True) -> Progress:
-    """A progress bar on standard error, with the time so far; nothing where it is not to `show`."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(), console=errors(), transient=True, disable=not show,
-    )  # fmt: skip
+class Steps:
+    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every two seconds.
+
+    A context manager.
+    """
+
+    def __init__(self, what: str, total: int, show: bool = True) -> None:
+        """Prepare.
+
+        Args:
+            what: Is under way.
+            total: How many steps there will be.
+            show: Whether to show anything; False on all ranks but one.
+        """
+        self._what, self._total, self._show = what, total, show
+        self._done = -1
+        self._said = time.monotonic()
+        console = errors()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), console=console, transient=True, disable=not (show and console.is_terminal),
+        )  # fmt: skip
+        self._lines = show and not console.is_terminal
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def step(self, name: str = "") -> None:
+        """The next step begins."""
+        self._done += 1
+        self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
+        if self._lines and time.monotonic() - self._said > 2.0:
+            self._said = time.monotonic()
+            click.echo(f"hvd-compress: {self._what} {self._done}/{self._total} {name}".rstrip(), err=True)
+
+
+def under_horovodrun(example: str) -> None:
+    """Whether this process is one of several that horovodrun has started.
+
+    Raises:
+        click.UsageError: It is not; `example` shows how to.
+    """
+    if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
+        raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,4 +68,33 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     figure.suptitle(
         f"{units.show_count(work.numel)} parameters, backward pass {units.show_seconds(work.backward)} (predicted)"
     )
+    _save(figure, path)
+
+
+def bench(path: Path, result: Mapping[str, Any]) -> None:
+    """Measured totals, a bar per compressor with its quartiles, and what was predicted if it was.
+
+    Raises:
+        click.ClickException: It cannot be drawn or written.
+    """
+    plt = _pyplot()
+    rows = result["compressors"]
+    names = [row["compressor"] for row in rows]
+    totals = [1e3 * row["total"]["median"] for row in rows]
+    spread = [
+        [1e3 * (row["total"]["median"] - row["total"]["low"]) for row in rows],
+        [1e3 * (row["total"]["high"] - row["total"]["median"]) for row in rows],
+    ]
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    bars = axes.barh(
+        names, totals, xerr=spread, color=["gray" if name == "none" else "tab:blue" for name in names]
+    )
+    axes.bar_label(bars, [f"{total:.3g} ms" for total in totals], padding=4)
+    if "predicted" in rows[0]:
+        axes.plot([1e3 * row["predicted"] for row in rows], names, "k|", markersize=14, label="predicted")
+        axes.legend()
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("ms per exchange, median and quartiles")
+    axes.set_title(f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks")
     _save(figure, path)
