@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, host_memory
+from . import agreement, host_memory, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .plan import Plan
@@ -68,6 +68,7 @@ class Reducer:
                 agreement.check(name, self.settings, gradients, variables)
                 plan = Plan(name, self.settings, gradients, variables)
             plan_state.take_pending(self, plan)
+            tuning.settings(self.settings)
             self.plans[key] = plan
             self._functions[key] = tf.function(lambda gradients: Step(plan, gradients).run(), autograph=False)
         if tf.executing_eagerly():

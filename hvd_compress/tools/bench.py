@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ..cost import Calibration
+from ..cost.calibration import COLLECTIVES
+from ..geometry import LARGEST
 from . import console, timing, units
 from .models import MODELS, of_size
 from .network import calibrated
@@ -40,41 +41,28 @@ Examples:
     help="How often each is timed.",
 )
 @click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
-@click.option(
-    "--calibration", type=click.Path(path_type=Path), help="Show what `plan` predicts with it, too."
-)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
-    calibration: Path | None, plot: Path | None, as_json: bool,
+    plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time the exchange of a model's gradients with every compressor.
 
     Runs under horovodrun; rank 0 prints. All take turns in each round; medians, of the slowest worker. The total is
-    one step's exchange with residuals, without a backward pass that would hide some of it. Encode, wire and decode
-    are timed in steps of their own; they overlap, so that they need not add up to the total. The error is that of
-    one step alone, ||sent - exact|| / ||exact||, before the residual makes up for it.
+    one step's exchange with residuals, without a backward pass that would hide some of it. Encode and decode are the
+    kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,
+    ||sent - exact|| / ||exact||, before the residual makes up for it. Predicted is what `plan` says with a calibration
+    that is made here.
     """
     console.under_horovodrun(EXAMPLE)
     if model is not None and params is not None:
         raise click.UsageError("Give either --model or --params.")
     shapes = of_size(params) if params else MODELS[model or "resnet50"]()
-    known = None
-    if calibration is not None:
-        with console.usage("--calibration"):
-            known = Calibration.load(calibration)
-            network = calibrated(known, None)
     specs = tuple(dict.fromkeys(["none", *(specs or SPECS)]))
     result = measure(shapes, specs, rounds, bucket_bytes)
     if result is None:  # another rank prints
         return
-    if known is not None:
-        work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)
-        for row in result["compressors"]:
-            predicted = forecast(row["compressor"], work, network, result["ranks"]).step
-            row["predicted"] = predicted
-            row["prediction_error"] = predicted / row["total"]["median"] - 1.0
     if plot is not None:
         from . import plots
 
@@ -85,9 +73,8 @@ def bench(
     out = console.output()
     out.print(_table(result))
     out.print(advice(result))
-    if known is not None:
-        errors = [abs(row["prediction_error"]) for row in result["compressors"]]
-        out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
+    errors = [abs(row["predicted"] / row["total"]["median"] - 1.0) for row in result["compressors"]]
+    out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
     if plot is not None:
         out.print(f"plot: {plot}")
 
@@ -100,6 +87,7 @@ def measure(
     import numpy as np
     import tensorflow as tf
 
+    from ..cost.calibrate import calibrate
     from . import exchange
 
     hvd.init()
@@ -107,44 +95,43 @@ def measure(
     methods = {spec: exchange.Method(spec, variables, bucket_bytes) for spec in specs}
     errors: dict[str, float] = {}
     exact: list[Any] = []
-    split: dict[str, Any] = {}
-    with console.Steps("measuring", len(specs) + 2 * rounds, hvd.rank() == 0) as steps:
+    with console.Steps("measuring", 2 * len(specs) + len(COLLECTIVES) + rounds, hvd.rank() == 0) as steps:
         for spec, method in methods.items():  # no compression is the first one
-            steps.step(spec)
+            steps.step(f"first step of {spec}")
             reduced = method.run()
             exact = exact or reduced
             errors[spec] = exchange.relative_error(reduced, exact)
-            method.timed()
-            exchange.barrier()
+            method.run()
+        piece = max(method.piece for method in methods.values()) or LARGEST
+        calibration = calibrate(specs, elements=piece, watch=steps.step)
         times = timing.interleave(
             {spec: method.run for spec, method in methods.items()}, rounds, exchange.barrier,
-            lambda: steps.step("totals"),
+            lambda: steps.step("rounds"),
         )  # fmt: skip
-        found: dict[str, list[Any]] = {spec: [] for spec in specs}
-        for _ in range(rounds):
-            steps.step("parts")
-            for spec, method in methods.items():
-                exchange.barrier()
-                found[spec].append(method.timed().numpy())
-        for spec in specs:
-            split[spec] = np.median(exchange.slowest(found[spec], "parts"), 0).tolist()
         slowest = exchange.slowest([times[spec] for spec in specs], "times").tolist()
     if hvd.rank() != 0:
         return None
+    work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)
     totals = {spec: timing.summary(row) for spec, row in zip(specs, slowest)}
     rows = []
     for spec in specs:
         sent, plain = methods[spec].plan.bytes_sent()
-        encode, wire, decode = split[spec]
-        if spec == "none":  # nothing but the wire
-            wire = totals[spec]["median"]
+        predicted = forecast(spec, work, calibrated(calibration, None), hvd.size())
+        total = totals[spec]["median"]
         rows.append(
             {
-                "compressor": spec, "encode": encode, "wire": wire, "decode": decode, "total": totals[spec],
-                "speedup": totals["none"]["median"] / totals[spec]["median"], "sent": sent, "ratio": plain / sent,
+                "compressor": spec,
+                "encode": predicted.encode,
+                "wire": max(0.0, total - predicted.encode - predicted.decode),
+                "decode": predicted.decode,
+                "total": totals[spec],
+                "speedup": totals["none"]["median"] / total,
+                "sent": sent,
+                "ratio": plain / sent,
                 "error": errors[spec],
+                "predicted": predicted.step,
             }
-        )  # fmt: skip
+        )
     parameters = int(sum(np.prod(shape) for shape in shapes))
     return {"params": parameters, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
 
@@ -163,13 +150,13 @@ def _table(result: dict[str, Any]) -> Any:
                 units.show_bytes(row["sent"]),
                 f"{row['ratio']:.3g}",
                 f"{row['error']:.2g}" if row["error"] else "",
-                *([units.show_seconds(row["predicted"])] if "predicted" in row else []),
+                units.show_seconds(row["predicted"]),
             ]
         )
     columns = [
         "compressor", "encode", "wire", "decode", "total", "quartiles", "speedup", "sent", "ratio", "error",
+        "predicted",
     ]  # fmt: skip
-    columns += ["predicted"] if "predicted" in result["compressors"][0] else []
     title = f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks, medians of {result['rounds']}"
     return console.table(title, columns, rows)
 

@@ -16,9 +16,9 @@ except ImportError as error:
     sys.exit(f"hvd-compress needs {error.name}: pip install 'hvd_compress[tools]'")
 
 from ..version import __version__
-from . import bench, calibrate, plan
+from . import bench, calibrate, plan, tune
 
-COMMANDS: tuple[click.Command, ...] = (plan.plan, calibrate.calibrate, bench.bench)
+COMMANDS: tuple[click.Command, ...] = (plan.plan, calibrate.calibrate, bench.bench, tune.tune)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

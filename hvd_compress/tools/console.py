@@ -85,6 +85,10 @@ class Steps:
     def step(self, name: str = "") -> None:
         """The next step begins."""
         self._done += 1
+        self.say(name)
+
+    def say(self, name: str) -> None:
+        """What is being done in this step."""
         self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
         if self._lines and time.monotonic() - self._said > 2.0:
             self._said = time.monotonic()

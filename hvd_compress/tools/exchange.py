@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,15 +10,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..auto import clock
-from ..auto.chooser import Stamps
 from ..buckets import Shape
 from ..compression import Compression
-from ..exchange.common import Group
-from ..plan import LayoutState, Plan
+from ..plan import Plan
 from ..reducer import Reducer
 from ..settings import Settings
-from ..step import Crossed, Step
 
 
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
@@ -44,8 +41,6 @@ class Method:
 
     Attributes:
         run: One step's exchange, residuals updated; returns the averaged gradients.
-        timed: The same; returns float64 [3] on the host, this rank's seconds of encoding, of what was on its way,
-            and of decoding.
     """
 
     def __init__(self, spec: str, variables: Sequence[tf.Variable], bucket_bytes: int | None = None) -> None:
@@ -54,44 +49,17 @@ class Method:
         self.run = tf.function(
             lambda: self._reducer([v.value() for v in variables], variables), autograph=False
         )
-        self.timed = tf.function(
-            lambda: _TimedStep(self.plan, [v.value() for v in variables]).parts(), autograph=False
-        )
 
     @property
     def plan(self) -> Plan:
         """There after the first `run`."""
         return self._reducer.last_plan("the plan")
 
-
-class _TimedStep(Step):
-    """A step that takes the time of what happens to each compressed bucket."""
-
-    def parts(self) -> tf.Tensor:
-        self._stamps: list[Stamps] = []
-        reduced = [tensor for tensor in self.run() if tensor is not None]
-        zeros = tf.zeros([3], tf.float64)
-        with tf.device("CPU"), tf.control_dependencies(reduced):
-            found = [zeros]
-            free = tf.constant(0.0, tf.float64)  # when the wire is free
-            for stamp in self._stamps:
-                begin = tf.maximum(stamp.sent, free)
-                parts = [stamp.sent - stamp.begun, stamp.arrived - begin, stamp.done - stamp.arrived]
-                found.append(tf.maximum(tf.stack(parts), 0.0))
-                free = tf.maximum(free, stamp.arrived)
-            return tf.add_n(found)
-
-    def _exchange(self, compressor: Any, pieces: Any, state: LayoutState, index: int) -> tuple[Crossed, Any]:
-        begun = clock.stamp(pieces)
-        with tf.control_dependencies([begun]):
-            pieces = [tf.identity(piece) for piece in pieces]
-        found, incoming = super()._exchange(compressor, pieces, state, index)
-        stamps = [clock.stamp([found.outgoing]), clock.stamp([incoming]), clock.stamp(found.pieces)]
-        self._stamps.append(Stamps(begun, *stamps))
-        return found, incoming
-
-    def _group(self, what: str) -> Group:
-        return super()._group(f"timed_{what}")
+    @property
+    def piece(self) -> int:
+        """Elements of the pieces that are encoded; 0 where nothing is."""
+        shapes = [section.layout.shapes[0] for section in self.plan.sections]
+        return max((math.prod(shape) for shape in shapes), default=0)
 
 
 def relative_error(reduced: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]) -> float:

@@ -72,7 +72,7 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
 
 
 def bench(path: Path, result: Mapping[str, Any]) -> None:
-    """Measured totals, a bar per compressor with its quartiles, and what was predicted if it was.
+    """Measured totals, a bar per compressor with its quartiles, and what was predicted.
 
     Raises:
         click.ClickException: It cannot be drawn or written.
@@ -90,9 +90,8 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
         names, totals, xerr=spread, color=["gray" if name == "none" else "tab:blue" for name in names]
     )
     axes.bar_label(bars, [f"{total:.3g} ms" for total in totals], padding=4)
-    if "predicted" in rows[0]:
-        axes.plot([1e3 * row["predicted"] for row in rows], names, "k|", markersize=14, label="predicted")
-        axes.legend()
+    axes.plot([1e3 * row["predicted"] for row in rows], names, "k|", markersize=14, label="predicted")
+    axes.legend()
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("ms per exchange, median and quartiles")
