@@ -16,6 +16,8 @@ from rich.table import Table
 
 # Under horovodrun, and in scripts, the output is a pipe, whose width rich takes for 80.
 _PIPE_WIDTH = 140
+# Seconds between lines of progress there.
+_SILENCE = 4.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
 
@@ -51,7 +53,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 class Steps:
-    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every two seconds.
+    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every few seconds.
 
     A context manager.
     """
@@ -90,7 +92,7 @@ class Steps:
     def say(self, name: str) -> None:
         """What is being done in this step."""
         self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
-        if self._lines and time.monotonic() - self._said > 2.0:
+        if self._lines and time.monotonic() - self._said > _SILENCE:
             self._said = time.monotonic()
             click.echo(f"hvd-compress: {self._what} {self._done}/{self._total} {name}".rstrip(), err=True)
 

@@ -20,7 +20,7 @@ from .trial import Run, run
 
 # A run that takes so many times as long as the one without compression is ended.
 _HOPELESS = 1.5
-_STARTUP = 10.0  # seconds more, for compiling kernels
+_STARTUP = 60.0  # seconds more, for starting and compiling kernels
 
 
 @click.command(
@@ -59,7 +59,7 @@ Examples:
 )
 @click.option("--metric-regex", help="Find the metric in the output: the last match's first group.")
 @click.option(
-    "--time-limit", type=units.SECONDS, help="Of a run.  [default: 1.5 times the first one, and 10 s]"
+    "--time-limit", type=units.SECONDS, help="Of a run.  [default: 1.5 times the first one, and 1 min]"
 )
 @click.option(
     "--compressor",
@@ -114,9 +114,7 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
     out = console.output()
     out.print(_table(rows, baseline, best, tuner.metric_name(found)))
     if best is baseline:
-        out.print(
-            "Nothing that was tried is faster without compression's accuracy suffering: leave it as it is."
-        )
+        out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
         gain = baseline["step"] / best["step"]
         out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
