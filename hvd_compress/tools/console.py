@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 # Under horovodrun, and in scripts, the output is a pipe, whose width rich takes for 80.
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 160
 # Seconds between lines of progress there.
 _SILENCE = 4.0
 
