@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import formats
-from ..formats.base import is_summed
+from ..formats.base import Format, is_summed
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
@@ -94,7 +94,7 @@ class CostModel:
         """How many there are."""
         return self.topology.ranks
 
-    def patterns(self, compressor: str | Compressor) -> tuple[str, ...]:
+    def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
         chosen = _parse(compressor)
         if is_summed(chosen, [(1,)]):
@@ -103,7 +103,7 @@ class CostModel:
 
     def predict(
         self,
-        compressor: str | Compressor,
+        compressor: str | Format | Compressor,
         nbytes: float,
         pattern: str | None = None,
         form: str = "full",
@@ -112,7 +112,7 @@ class CostModel:
         """The time of one bucket's exchange.
 
         Args:
-            compressor: A compressor or its spec string.
+            compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
             pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest that is possible.
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
@@ -146,7 +146,7 @@ class CostModel:
         return min(found, key=lambda prediction: prediction.total)
 
     def _predict(
-        self, compressor: Compressor, nbytes: float, payload: int, pattern: str, form: str
+        self, compressor: Format | Compressor, nbytes: float, payload: int, pattern: str, form: str
     ) -> Prediction:
         if self.ranks == 1:
             return Prediction(compressor.spec, pattern, payload, 0.0, 0.0, 0.0)
@@ -158,7 +158,7 @@ class CostModel:
             compressor.spec, pattern, payload, encode, _wire(topology, pattern, payload), decode
         )
 
-    def _kernels(self, compressor: Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
+    def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
         n, cost = self.ranks, self.cost_of(compressor)
         if pattern == "allreduce":
             return cost.encoding(nbytes), cost.decoding(nbytes, 1)
@@ -168,7 +168,7 @@ class CostModel:
         first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
         return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
 
-    def cost_of(self, compressor: str | Compressor) -> KernelCost:
+    def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
         """What this compressor's kernels cost.
 
         Raises:
@@ -183,7 +183,7 @@ class CostModel:
         )
 
 
-def bits_per_element(compressor: str | Compressor) -> float:
+def bits_per_element(compressor: str | Format | Compressor) -> float:
     """The bits of values that a compressor sends per element of the gradient, with neither headers nor indices."""
     chosen: Any = _parse(compressor)
     known = {"onebit": 1, "fp16": 16, "bf16": 16}
@@ -191,7 +191,7 @@ def bits_per_element(compressor: str | Compressor) -> float:
     return float(bits * getattr(chosen, "ratio", 1.0))
 
 
-def _parse(compressor: str | Compressor) -> Any:
+def _parse(compressor: str | Format | Compressor) -> Any:
     """A compressor as it is; of a spec string the format, for which no TensorFlow is needed."""
     return formats.parse(compressor) if isinstance(compressor, str) else compressor
 

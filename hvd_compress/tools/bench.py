@@ -72,7 +72,7 @@ def bench(
         return
     out = console.output()
     out.print(_table(result))
-    out.print(advice(result))
+    out.print(advice(result), soft_wrap=True)
     errors = [abs(row["predicted"] / row["total"]["median"] - 1.0) for row in result["compressors"]]
     out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
     if plot is not None:

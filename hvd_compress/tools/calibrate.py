@@ -64,9 +64,11 @@ def calibrate(
     out = console.output()
     out.print(_links(found, rate))
     out.print(_kernels(found))
-    out.print(_advice(found, rate))
+    out.print(_advice(found, rate), soft_wrap=True)
     if output is not None:
-        out.print(f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.")
+        out.print(
+            f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.", soft_wrap=True
+        )
 
 
 def as_fields(found: Calibration, rate: float | None) -> dict[str, Any]:

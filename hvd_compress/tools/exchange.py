@@ -14,7 +14,7 @@ from ..buckets import Shape
 from ..compression import Compression
 from ..plan import Plan
 from ..reducer import Reducer
-from ..settings import Settings
+from ..settings import BUCKET_BYTES, Settings
 
 
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
@@ -44,8 +44,7 @@ class Method:
     """
 
     def __init__(self, spec: str, variables: Sequence[tf.Variable], bucket_bytes: int | None = None) -> None:
-        sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-        self._reducer = Reducer(Settings(Compression.parse(spec), **sizes))
+        self._reducer = Reducer(Settings(Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES))
         self.run = tf.function(
             lambda: self._reducer([v.value() for v in variables], variables), autograph=False
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..cost import Calibration, KernelCost, Link, Ring, Star, Topology, Tree, TwoLevel
 from ..cost.calibration import Measured
 from ..cost.defaults import KERNELS
 
-SHAPES = {"ring": Ring, "star": Star, "tree": Tree}
+SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,9 +114,9 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     for case in cases:
         out.print(_table(case))
         for line in advice.of_case(case, network):
-            out.print(line)
+            out.print(line, soft_wrap=True)
         out.print()
-    out.print(_source(found is not None, missing, network_options["calibration"]))
+    out.print(_source(found is not None, missing, network_options["calibration"]), soft_wrap=True)
     if plot is not None:
         out.print(f"plot: {plot}")
 

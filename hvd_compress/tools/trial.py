@@ -140,3 +140,4 @@ def _end(process: subprocess.Popen[str]) -> None:
     _, alive = psutil.wait_procs(family, timeout=5)
     for survivor in alive:
         survivor.kill()
+    psutil.wait_procs(alive, timeout=10)

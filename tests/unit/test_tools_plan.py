@@ -172,13 +172,13 @@ def test_json_and_table_agree():
     assert none["step"] == prediction.forecast("none", work, Network(10e9, 50e-6), 8).step
     for case in found["cases"]:
         for each in (*case["compressors"], case["auto"]):
-            assert each["speedup"] == pytest.approx(none["step"] / each["step"]) or case["ranks"] == 16
+            assert each["speedup"] == case["compressors"][0]["step"] / each["step"]
             assert each["step"] >= 0.12
         assert sum(bucket["bytes"] for bucket in case["auto"]["buckets"]) >= 4 * 25_600_000
     table = invoke(*PLAN)
     assert table.exit_code == 0
     assert "Compression stops paying at" in table.output and "auto would take" in table.output
-    assert "one server core, not yours" in table.output.replace("\n", " ")
+    assert "one server core, not yours" in table.output
 
 
 def test_two_levels_cost_less_than_one_ring():

@@ -71,13 +71,16 @@ def test_the_fastest_within_the_loss_is_found_and_the_study_goes_on(tune):
     assert found["baseline"]["step"] == pytest.approx(0.1) and found["baseline"]["metric"] == 1.0
     by_spec = {row["compression"]: row for row in found["trials"]}
     assert by_spec["hybrid:ratio=0.01,bits=4"]["step"] == pytest.approx(0.02)
-    assert by_spec["hybrid:ratio=0.01,bits=4"]["excess"] == pytest.approx(0.5 - 0.02)
+    assert by_spec["hybrid:ratio=0.01,bits=4"]["loss_increase"] == pytest.approx(0.5)
     assert found["best"]["compression"] == "int8"  # hybrid is faster but loses too much
     assert found["line"] == 'hvdc.DistributedOptimizer(optimizer, compression="int8")'
     count = len(tune.runs())
     second = json.loads(tune("--trials", "8", "--json").stdout)
     assert second["trials"][:4] == found["trials"]
     assert len(second["trials"]) == 8 and len(tune.runs()) <= count + 4
+    # What is allowed may change.
+    more = json.loads(tune("--trials", "8", "--json", "--max-loss-increase", "1").stdout)
+    assert more["best"]["compression"].startswith("hybrid")
     third = tune("--trials", "8")
     assert third.exit_code == 0 and "Write into the script:" in third.output
     assert "loses too much" in third.output
@@ -143,6 +146,12 @@ def test_what_is_wrong_is_said(tune, script, options, status, message):
     assert message in result.output
 
 
+def test_what_failed_as_a_whole_does_not_count(tune):
+    assert tune("--trials", "2", script="raise SystemExit(1)").exit_code == 1
+    found = json.loads(tune("--trials", "2", "--json").stdout)
+    assert [row["compression"] for row in found["trials"]] == ["none", "int8"]
+
+
 def test_a_study_belongs_to_its_runs(tune):
     assert tune("--trials", "2").exit_code == 0
     other = tune("--trials", "2", "--metric", "loss")
@@ -176,7 +185,9 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path):
     pid = tmp_path / "pid"
     found = run([sys.executable, "-c", code, str(pid)], {}, 3.0, None)
     assert found.status == "late" and found.seconds < 60
-    assert not psutil.pid_exists(int(pid.read_text()))
+    number = int(pid.read_text())
+    # Where nobody collects orphans a zombie remains.
+    assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
 def test_settings_are_known_specs():
