@@ -61,7 +61,7 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
         xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step", title=units.show_rate(network.rate)
     )
     right.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
-    right.minorticks_off()
+    right.xaxis.minorticks_off()
     for axes in (left, right):
         axes.grid(True, which="both", alpha=0.2)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
