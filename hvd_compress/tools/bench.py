@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,14 @@ Examples:
     help="How often each is timed.",
 )
 @click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write it there as JSON."
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
-    plot: Path | None, as_json: bool,
+    output: Path | None, plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time the exchange of a model's gradients with every compressor.
 
@@ -63,6 +67,8 @@ def bench(
     result = measure(shapes, specs, rounds, bucket_bytes)
     if result is None:  # another rank prints
         return
+    if output is not None:
+        console.write(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if plot is not None:
         from . import plots
 

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -40,6 +41,18 @@ def print_json(result: Any) -> None:
         ValueError: It holds a number that JSON has not, such as infinity.
     """
     click.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a result to a file.
+
+    Raises:
+        click.ClickException: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
