@@ -62,7 +62,7 @@ def test_calibrate(horovodrun, tmp_path):
 
 
 def test_bench(horovodrun, tmp_path):
-    plot = tmp_path / "bench.png"
+    plot, output = tmp_path / "bench.png", tmp_path / "bench.json"
     command = [
         "-m",
         "hvd_compress.tools.cli",
@@ -73,10 +73,13 @@ def test_bench(horovodrun, tmp_path):
         "3",
         "--plot",
         str(plot),
+        "-o",
+        str(output),
     ]
     result = horovodrun(2, [*command, *SPECS, "--json"], timeout=200)
     assert result.returncode == 0
     found = json.loads(only_rank_0(result))
+    assert json.loads(output.read_text()) == found
     rows = {row["compressor"]: row for row in found["compressors"]}
     assert list(rows) == ["none", "int8", "randomk:ratio=0.01"] and found["ranks"] == 2
     assert rows["none"]["error"] == 0.0 and 0.0 < rows["int8"]["error"] < 0.1
