@@ -57,7 +57,7 @@ def is_on() -> bool:
 
 def tell(**facts: Any) -> None:
     """Prints a line for `hvd-compress tune` on rank 0."""
-    if hvd.rank() == 0:
+    if hvd.is_initialized() and hvd.rank() == 0:
         # In one write, so that nothing that other threads print gets into it.
         os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
 
