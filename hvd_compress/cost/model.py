@@ -187,7 +187,7 @@ def bits_per_element(compressor: str | Format | Compressor) -> float:
     """The bits of values that a compressor sends per element of the gradient, with neither headers nor indices."""
     chosen: Any = _parse(compressor)
     known = {"onebit": 1, "fp16": 16, "bf16": 16}
-    bits = getattr(chosen, "bits", known.get(chosen.name, 32))
+    bits = getattr(chosen, "bits", known.get(getattr(chosen, "name", ""), 32))
     return float(bits * getattr(chosen, "ratio", 1.0))
 
 
