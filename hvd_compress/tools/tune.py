@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,8 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
     has seen, or from the output (--metric-regex). Make the script short: an epoch or two. Call it again with the same
     study to go on.
     """
+    # So that what runs is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     path = study or Path(f"tune-{script.stem}.log")
     chosen = kinds or search.KINDS
     tuner = Tuner(script, arguments, **options)
