@@ -16,7 +16,9 @@ VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="u
 
 EXAMPLES = ["scikit-learn", "matplotlib"]
 TOPOLOGY = ["networkx"]
-TEST = [*TOPOLOGY, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn", "psutil"]
+# The command hvd-compress. psutil: Horovod needs it, too.
+TOOLS = ["click>=8.1", "rich", "matplotlib", "optuna>=4", "psutil"]
+TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn"]
 # The formatter changes from one minor release to the next.
 DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
@@ -30,6 +32,14 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["hvd_compress*"]),
     python_requires=">=3.9",
+    entry_points={"console_scripts": ["hvd-compress=hvd_compress.tools.cli:main"]},
     install_requires=["numpy", "packaging"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "topology": TOPOLOGY, "bench": BENCH, "dev": DEV},
+    extras_require={
+        "examples": EXAMPLES,
+        "test": TEST,
+        "tools": TOOLS,
+        "topology": TOPOLOGY,
+        "bench": BENCH,
+        "dev": DEV,
+    },
 )

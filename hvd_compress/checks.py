@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,27 +12,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-_LONGEST = 100
+from .shown import shown
+
 # What Horovod's allreduce takes, but for bfloat16, which is summed as float32.
 REDUCIBLE = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def shown(value: Any) -> str:
-    """`value` in one line of an error: not too long, and without addresses, which differ from rank to rank."""
-    if isinstance(value, (list, tuple, set)):
-        found = f"[{', '.join(map(shown, value))}]"
-    elif isinstance(value, dict):
-        found = f"{{{', '.join(f'{shown(key)}: {shown(item)}' for key, item in value.items())}}}"
-    elif tf.is_tensor(value) or isinstance(
-        value, (np.ndarray, tf.Variable)
-    ):  # their values are each rank's own
-        found = f"a {type(value).__name__} of {tf.as_dtype(value.dtype).name} {tf.TensorShape(value.shape)}"
-    else:
-        found = repr(value)
-    text = " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", found).split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
 
 
 def plain_errors(function: F) -> F:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from .checks import shown
+from .shown import shown
 
 
 class Payload:

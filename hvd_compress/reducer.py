@@ -9,11 +9,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, checks, host_memory
+from . import agreement, checks, host_memory, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .plan import Plan
 from .settings import Settings
+from .shown import shown
 from .step import Step, plain_name
 
 _instances = itertools.count()
@@ -69,6 +70,7 @@ class Reducer:
             with tf.init_scope():
                 plan = Plan(name, self.settings, gradients, variables)
             plan_state.take_pending(self, plan)
+            tuning.settings(self.settings)
             self.plans[key] = plan
             self._functions[key] = tf.function(lambda gradients: Step(plan, gradients).run(), autograph=False)
         if tf.executing_eagerly():
@@ -113,7 +115,7 @@ def _tensor(gradient: Any, variable: Any) -> Any:
         return tf.convert_to_tensor(gradient, variable.dtype)
     except (TypeError, ValueError):
         path = plan_state.path_of(variable)
-        raise TypeError(f"the gradient of {path} must be a tensor, got {checks.shown(gradient)}") from None
+        raise TypeError(f"the gradient of {path} must be a tensor, got {shown(gradient)}") from None
 
 
 def check_not_in_xla() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,10 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from . import checks, nonfinite
-from .checks import shown
 from .compressors import Auto, Compressor, NoCompression
-
-BUCKET_BYTES = 25 * 2**20
-MIN_COMPRESS_SIZE = 1024
+from .geometry import BUCKET_BYTES as BUCKET_BYTES
+from .geometry import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
+from .shown import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,24 @@ class Settings:
         if isinstance(compressor, NoCompression):
             return False
         return compressor.error_feedback if self.error_feedback is None else self.error_feedback
+
+
+def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
+    """What a user means by `bucket_bytes`: where it is None, what the environment variable says, else 25 MiB.
+
+    Raises:
+        ValueError: The environment variable holds no whole number from 1 on.
+    """
+    if bucket_bytes is not None:
+        return bucket_bytes
+    text = os.environ.get("HVD_COMPRESS_BUCKET_BYTES", "").strip()
+    if not text:
+        return BUCKET_BYTES
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"environment variable HVD_COMPRESS_BUCKET_BYTES must be a whole number from 1 on, got {text!r}"
+        )
+    return int(text)
 
 
 def _checked_groups(groups: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import nonfinite, residual, tracing
+from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
 from .compressors import Auto, Compressor, Seeds
@@ -94,6 +94,7 @@ class Step:
             for i, tensor in results.items():
                 reduced[i] = tensor
             plan.step.assign_add(1)
+            tuning.step(plan.name)
         return reduced
 
     def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any]:

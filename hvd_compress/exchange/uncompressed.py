@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .allreduce import ring_bytes
+from ..traffic import ring_bytes as bytes_sent  # noqa: F401  (what each rank sends)
 from .common import Group
 
 # Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.
@@ -82,8 +82,3 @@ def of_dtype(tensor: Any, dtype: tf.DType) -> Any:
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(tensor.values, dtype), tensor.indices, tensor.dense_shape)
     return tf.cast(tensor, dtype)
-
-
-def bytes_sent(nbytes: int, ranks: int) -> int:
-    """What each rank of a ring sends to reduce `nbytes`."""
-    return ring_bytes(nbytes, ranks)

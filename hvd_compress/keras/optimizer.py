@@ -11,7 +11,8 @@ import horovod.tensorflow as hvd
 from .. import checks
 from ..auto.report import CompressionReport
 from ..compression import CompressionLike, policies, resolve
-from ..settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
+from ..settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
+from ..shown import shown
 from .distribution import Distribution, OptimizerSettings
 from .optimizer_state import innermost
 
@@ -33,7 +34,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     *,
     min_compress_size: int = MIN_COMPRESS_SIZE,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
     residual_dtype: str = "float32",
@@ -69,7 +70,8 @@ def DistributedOptimizer(
         scale_local_gradients: Divide the gradients of local variables (`register_local_var`) by the size.
         min_compress_size: Tensors of fewer elements, and all of fewer than two dimensions (bias, batch
             normalization), are reduced uncompressed. 0 compresses everything.
-        bucket_bytes: Gradients are compressed and sent in buckets of up to this many bytes of float32.
+        bucket_bytes: Gradients are compressed and sent in buckets of up to this many bytes of float32. None takes the
+            environment variable `HVD_COMPRESS_BUCKET_BYTES`, and where that is not set, 25 MiB.
         error_feedback: Keep what compression loses in a residual and add it to the next step's gradient. None
             does so where the compressor calls for it.
         residual_decay: Multiplies the residual each step, 0 to 1.
@@ -126,7 +128,7 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
         min_compress_size=min_compress_size,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         error_feedback=error_feedback,
         residual_decay=residual_decay,
         residual_dtype=residual_dtype,
@@ -209,6 +211,6 @@ def _mixin(optimizer: Any) -> Any:
 
             return Keras2Mixin
     raise TypeError(
-        f"optimizer must be an instance of a Keras optimizer, got {checks.shown(optimizer)}: "
+        f"optimizer must be an instance of a Keras optimizer, got {shown(optimizer)}: "
         "for example keras.optimizers.Adam(1e-3)"
     )

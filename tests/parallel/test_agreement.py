@@ -140,6 +140,16 @@ def test_environment(rank, monkeypatch):
     assert "environment variable HVD_COMPRESS: rank 0 has int8, rank 1 has onebit;" in str(info.value)
 
 
+def test_environment_of_buckets(rank, monkeypatch):
+    monkeypatch.setenv("HVD_COMPRESS_BUCKET_BYTES", str((rank + 1) * 2**20))
+    with pytest.raises(ValueError) as info:
+        hvdc.DistributedOptimizer(KERASES["keras"].optimizers.SGD(1.0)).apply_gradients(
+            [(tf.zeros([40, 50]), tf.Variable(tf.zeros([40, 50])))]
+        )
+    text = "environment variable HVD_COMPRESS_BUCKET_BYTES: rank 0 has 1048576, rank 1 has 2097152;"
+    assert text in str(info.value)
+
+
 def test_what_was_trained_before(rank, monkeypatch):
     """It is part of the names of collectives: with other names, ranks would not find each other."""
     with monkeypatch.context() as patch:

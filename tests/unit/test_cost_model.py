@@ -1,6 +1,7 @@
 """Predictions against sums by hand."""
 
 import pytest
+import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.cost import CostModel, KernelCost, Link, TwoLevel
@@ -95,6 +96,36 @@ def test_every_compressor_has_a_prediction_without_calibration(spec):
         prediction = CostModel(link=LINK, ranks=ranks).predict(spec, nbytes=SIZE)
         assert 0 < prediction.wire < prediction.total or spec == "none"
         assert prediction.payload == hvdc.Compression.parse(spec).wire_bytes(SIZE // 4)
+
+
+class Bytes(hvdc.Compressor):
+    """A user's own: a byte per element."""
+
+    def compress(self, tensor):
+        return tf.cast(tf.round(tensor), tf.int8), None
+
+    def decompress(self, payload, ctx):
+        return tf.cast(payload, tf.float32)
+
+
+class Halves(Bytes):
+    """Of which the payload may be summed, and is of 32 bits."""
+
+    summable = True
+
+    def compress(self, tensor):
+        return tensor[: tensor.shape[0] // 2], None
+
+
+def test_a_users_own_compressor():
+    model = CostModel(LINK, 2, kernels={"Bytes": KernelCost(encode=1e-9), "Halves": KernelCost()})
+    prediction = model.predict(Bytes(), 4000)
+    assert (prediction.compressor, prediction.pattern) == ("Bytes", "allgather")
+    assert prediction.payload == 1000 and prediction.wire == pytest.approx(1e-4 + 1000 * 8e-9)
+    assert prediction.encode == pytest.approx(4000e-9)
+    assert model.predict(Bytes(), 4000, form="k_bit").payload == 4000
+    summed = model.predict(Halves(), 4000)
+    assert summed.payload == 2000 and summed.pattern == "allreduce"
 
 
 def test_more_bandwidth_favours_less_compression():

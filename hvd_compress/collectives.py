@@ -17,6 +17,7 @@ from .exchange import choice, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
 from .reducer import check_not_in_xla
+from .shown import shown
 
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
 
@@ -100,9 +101,7 @@ def grouped_allreduce(
     compressor = resolve(compression)
     op = handle_average_backwards_compatibility(op, average)
     if not isinstance(op, type(hvd.Average)) or op not in _OPS:
-        raise ValueError(
-            f"op must be one of Horovod's, such as hvd.Average or hvd.Sum, got {checks.shown(op)}"
-        )
+        raise ValueError(f"op must be one of Horovod's, such as hvd.Average or hvd.Sum, got {shown(op)}")
     prescale_factor = checks.number("prescale_factor", prescale_factor)
     postscale_factor = checks.number("postscale_factor", postscale_factor)
     for what, value in (("name", name), ("device_dense", device_dense), ("device_sparse", device_sparse)):
@@ -116,7 +115,7 @@ def grouped_allreduce(
         or isinstance(tensors, (str, bytes, Mapping))
         or not isinstance(tensors, Iterable)
     ):
-        raise TypeError(f"tensors must be a list of tensors, got {checks.shown(tensors)}")
+        raise TypeError(f"tensors must be a list of tensors, got {shown(tensors)}")
     tensors = [_tensor(tensor) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)
     chosen = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
@@ -186,7 +185,7 @@ def _tensor(value: Any) -> Any:
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-            raise TypeError(f"tensor must be a tensor, got {checks.shown(value)}") from None
+            raise TypeError(f"tensor must be a tensor, got {shown(value)}") from None
     checks.reducible("tensor", value.dtype)
     return value
 

@@ -1,0 +1,136 @@
+"""What all subcommands print with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Under horovodrun, and in scripts, the output is a pipe, whose width rich takes for 80.
+_PIPE_WIDTH = 160
+# Seconds between lines of progress there.
+_SILENCE = 4.0
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
+
+
+def output() -> Console:
+    """The console on standard output, wide enough for tables where that is a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def errors() -> Console:
+    """The console on standard error: progress and notes, so that standard output holds the result alone."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(result: Any) -> None:
+    """Prints a result as JSON, indented.
+
+    Raises:
+        ValueError: It holds a number that JSON has not, such as infinity.
+    """
+    click.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a result to a file.
+
+    Raises:
+        click.ClickException: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with its first column to the left and the others, numbers, to the right."""
+    found = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        found.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+class Steps:
+    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every few seconds.
+
+    A context manager.
+    """
+
+    def __init__(self, what: str, total: int, show: bool = True) -> None:
+        """Prepare.
+
+        Args:
+            what: Is under way.
+            total: How many steps there will be.
+            show: Whether to show anything; False on all ranks but one.
+        """
+        self._what, self._total, self._show = what, total, show
+        self._done = -1
+        self._said = time.monotonic()
+        console = errors()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), console=console, transient=True, disable=not (show and console.is_terminal),
+        )  # fmt: skip
+        self._lines = show and not console.is_terminal
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def step(self, name: str = "") -> None:
+        """The next step begins."""
+        self._done += 1
+        self.say(name)
+
+    def say(self, name: str) -> None:
+        """What is being done in this step."""
+        self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
+        if self._lines and time.monotonic() - self._said > _SILENCE:
+            self._said = time.monotonic()
+            click.echo(f"hvd-compress: {self._what} {self._done}/{self._total} {name}".rstrip(), err=True)
+
+
+def under_horovodrun(example: str) -> None:
+    """Whether this process is one of several that horovodrun has started.
+
+    Raises:
+        click.UsageError: It is not; `example` shows how to.
+    """
+    if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
+        raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
+
+
+@contextlib.contextmanager
+def usage(option: str) -> Iterator[None]:
+    """What a ValueError in here says is wrong with this option: status 2, one line."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Shows on standard error that something takes a while."""
+    with errors().status(what):
+        yield
