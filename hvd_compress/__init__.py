@@ -15,6 +15,7 @@ from .cost import CostModel, Link
 from .cost.calibrate import calibrate
 from .keras import callbacks
 from .keras.optimizer import DistributedOptimizer
+from .monitor.profile import profile
 from .payload import Payload
 from .sensitivity import sensitivity
 from .tape import DistributedGradientTape
@@ -34,6 +35,7 @@ __all__ = [
     "callbacks",
     "grouped_allreduce",
     "load_residuals",
+    "profile",
     "save_residuals",
     "sensitivity",
 ]

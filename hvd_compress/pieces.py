@@ -50,6 +50,10 @@ class WholeTensors:
         """Which gradients lie in the chosen pieces, at least in part."""
         return list(chosen)
 
+    def elements_in(self, chosen: range) -> dict[int, int]:
+        """How many elements of which gradient (by its position in the whole list) lie in the chosen pieces."""
+        return {self.bucket.members[i]: self.bucket.sizes[i] for i in chosen}
+
     def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
         """The chosen ones of the gradients as float32."""
         return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chosen]
@@ -148,6 +152,15 @@ class FlatPieces:
     def reaching_into(self, chosen: range) -> list[int]:
         """Which gradients lie in the chosen pieces, at least in part."""
         return [i for i, spans in enumerate(self._spans) if any(span[0] in chosen for span in spans)]
+
+    def elements_in(self, chosen: range) -> dict[int, int]:
+        """How many elements of which gradient (by its position in the whole list) lie in the chosen pieces."""
+        found: dict[int, int] = {}
+        for i, spans in zip(self.bucket.members, self._spans):
+            elements = sum(last - first for piece, _, first, last in spans if piece in chosen)
+            if elements:
+                found[i] = elements
+        return found
 
     def beginning_in(self, chosen: range) -> list[int]:
         """Which gradients begin in the chosen pieces."""

@@ -19,6 +19,7 @@ from .buckets import Bucket
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression
 from .exchange import choice, uncompressed
+from .monitor.recorder import Recorder
 from .pieces import LARGEST, SMALLEST, FlatPieces, WholeTensors
 from .settings import Settings
 
@@ -62,6 +63,7 @@ class Plan:
         paths: The variables' paths or names.
         step: How many steps were made, int64.
         turns: How often the plan is part of a graph, by graph.
+        recorder: Of what is measured in each step; None while nobody watches. Read when a step is traced.
         named: What is saved besides the sections' states: variables whose values are alike on all ranks.
     """  # keeps no reference to the variables: they may go before it does
 
@@ -101,6 +103,7 @@ class Plan:
             b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
         ]
         self.chooser = self._new_chooser() if self.chosen else None
+        self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.named = {"step": self.step}
         if self.chooser is not None:

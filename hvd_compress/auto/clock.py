@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
+
+from .. import tracing
 
 
 def stamp(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -14,7 +18,26 @@ def stamp(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     with tf.device("CPU"):
         seen = [tf.identity(first) for first in firsts]
         with tf.control_dependencies(seen):
-            return tf.timestamp()
+            now, _ = _now()
+            return now(tf.constant(0.0, tf.float64))
+
+
+@functools.cache
+def _now() -> tuple[Any, tf.Variable]:
+    """A function that returns the time plus its argument (0) and may run at any point of a step; and its variable.
+
+    TensorFlow lets operations with side effects (reading a clock is one) wait for each other in the order in which they
+    were traced, and with them the exchanges of all buckets. But not those that only read a variable.
+    """
+    with tf.init_scope(), tf.device("CPU"):
+        zero = tracing.variable(tf.constant(0.0, tf.float64), "hvdc_clock")
+
+        def now(begin: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([begin]):
+                return tf.timestamp() + zero.read_value() + begin
+
+        function = tf.function(now, autograph=False)
+        return function.get_concrete_function(tf.TensorSpec([], tf.float64)), zero
 
 
 def between(start: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
