@@ -13,7 +13,7 @@ import tensorflow as tf
 from . import agreement, host_memory
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
-from .monitor.recorder import Loss, Recorder
+from .monitor.recorder import Loss, Recorder, measure_link
 from .plan import Plan
 from .settings import Settings
 from .step import Step, plain_name
@@ -79,6 +79,7 @@ class Reducer:
             with tf.init_scope():
                 agreement.check(name, self.settings, gradients, variables)
                 plan = Plan(name, self.settings, gradients, variables)
+                plan.link = measure_link(process_set)
             plan_state.take_pending(self, plan)
             self.plans[key] = plan
         plan = self.plans[key]

@@ -152,6 +152,9 @@ class Session:
                 "variables": len(self._plan.shapes),
             },
             "settings": settings_of(settings),
+            "link": None
+            if self._plan.link is None
+            else {"latency_ms": 1e3 * self._plan.link[0], "ns_per_byte": 1e9 * self._plan.link[1]},
             "buckets": [bucket._asdict() for bucket in self.buckets],
             "versions": {
                 "hvd_compress": __version__,

@@ -16,9 +16,9 @@ except ImportError as error:
     sys.exit(f"hvd-compress needs {error.name}: pip install 'hvd_compress[tools]'")
 
 from ..version import __version__
-from . import plan
+from . import doctor, plan, report
 
-COMMANDS: tuple[click.Command, ...] = (plan.plan,)
+COMMANDS: tuple[click.Command, ...] = (plan.plan, doctor.doctor, report.report)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

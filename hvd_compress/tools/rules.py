@@ -22,10 +22,10 @@ _WARM_UP = 5
 _FEWEST = 20
 _WINDOWS = 10
 # Of a step, that is worth a word, and milliseconds below which nothing is.
-_MUCH, _SHARE = 0.5, 0.05
-_FIXED_MS = 10.0
-# A collective of Horovod's takes at least its scheduling cycle.
-_CYCLE_MS = 1.0
+_MUCH, _SHARE = 0.5, 0.2
+_FIXED_MS = 20.0
+# A link's latency that counts by itself.
+_FAR_MS = 30.0
 _SMALL_BUCKET = 256 * 1024
 
 
@@ -112,39 +112,39 @@ def residual_grows(run: Run) -> str | None:
 
 
 def communication_dominates(run: Run) -> str | None:
-    """More than half of a step is waiting for the exchange, and not for a slow rank."""
+    """More than half of a step is waiting for the exchange: for bytes, or for a link of high latency."""
     step, exposed = _late(run.fastest("step_ms")), _late(run.fastest("exposed_ms"))
     if step is None or exposed is None:
         return None
     total, wait = float(np.median(step)), float(np.median(exposed))
     if wait < _MUCH * total or wait < _FIXED_MS:
         return None
+    latency, per_byte = link_of(run)
+    # Else it is the processor that is busy.
+    if _median(run, "bytes") * per_byte < 0.25 * total and latency < _FAR_MS:
+        return None
     wire = _median(run, "wire_ms")
     return (
         f"of a step's {total:.1f} ms, {wait:.1f} ms ({wait / total:.0%}) are spent waiting for the exchange after the last "
-        f"gradient is there, {wire:.1f} ms on the wire; each rank sends {_median(run, 'bytes') / 1e6:.3g} MB per step, "
-        f"compressed {_median(run, 'ratio'):.1f} times"
+        f"gradient is there; {wire:.1f} ms are on the wire; each rank sends {_median(run, 'bytes') / 1e6:.3g} MB per step, "
+        f"compressed {_median(run, 'ratio'):.1f} times, {_rate(per_byte)}"
     )
 
 
 def compression_costs(run: Run) -> str | None:
     """Encoding and decoding take longer than the bytes that they save would."""
-    link = link_of(run)
-    if link is None:
-        return None
-    latency, per_byte = link
+    _, per_byte = link_of(run)
     cost = _median(run, "encode_ms") + _median(run, "decode_ms")
     step = _median(run, "step_ms")
     sent, ratio = _median(run, "bytes"), _median(run, "ratio")
-    if not ratio > 1.05 or cost < max(_SHARE * step, 2.0):
+    if not ratio > 1.05 or len(run.first.steps["step"]) < _FEWEST + _WARM_UP:
         return None
     saved = (ratio - 1.0) * sent * per_byte
-    if cost < 1.25 * saved:
+    if cost < 1.25 * saved or cost - saved < max(_SHARE * step, 5.0):
         return None
-    rate = f"{1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "more than can be measured here"
     return (
         f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} ms on the wire: "
-        f"{(ratio - 1.0) * sent / 1e6:.3g} MB less at {rate}"
+        f"{(ratio - 1.0) * sent / 1e6:.3g} MB less {_rate(per_byte)}"
     )
 
 
@@ -162,7 +162,7 @@ def slow_rank(run: Run) -> str | None:
     slowest = int(own.argmax())
     others = float(np.median(np.delete(own, slowest)))
     late = own[slowest] - others
-    if late < 0.15 * total or late < 0.2 * others or late < 2.0:
+    if late < _SHARE * total or late < 0.25 * others or late < 5.0:
         return None
     waits = np.delete(_trimmed(exposed.T), slowest)
     return (
@@ -278,28 +278,28 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def link_of(run: Run) -> tuple[float, float] | None:
-    """Milliseconds per collective and per byte, as this run's buckets show them; None where they do not.
+def link_of(run: Run) -> tuple[float, float]:
+    """Milliseconds per collective and per byte sent, measured when the run began, else as its buckets show them.
 
-    The wire's time is that of the rank that came last. What is a collective's own time is subtracted: that of the
-    bucket that takes least, but not more than a bucket of few bytes would; the rest is for the bytes.
+    The latter is the least time per byte of any bucket: at least what the link takes.
     """
-    points = []
-    for name, columns in run.first.buckets.items():
-        times = [rank.buckets[name]["wire_ms"] for rank in run.ranks if name in rank.buckets]
-        length = min(map(len, times))
-        wire = np.min([t[:length] for t in times], 0)[_WARM_UP:]
-        nbytes = columns["bytes"][:length][_WARM_UP:]
-        if len(wire) >= _FEWEST and np.nanmedian(nbytes) > 0:
-            points.append((float(np.nanmedian(nbytes)), float(np.nanpercentile(wire, 25))))
-    if not points:
-        return None
-    nbytes, wire = np.array(points).T
-    small = nbytes <= 0.1 * nbytes.max()
-    latency = float(min(wire[small].mean() if small.any() else _CYCLE_MS, wire[nbytes.argmax()]))
-    large = ~small
-    rest = float(np.maximum(wire[large] - latency, 0.0).sum())
-    return latency, rest / float(nbytes[large].sum())
+    link = run.meta.get("link")
+    if link:
+        return link["latency_ms"], 1e-6 * link["ns_per_byte"]
+    latency, per_byte = [], []
+    for name in run.first.buckets:
+        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
+        length = min(len(columns["bytes"]) for columns in mine)
+        wire = np.min([columns["wire_ms"][:length] for columns in mine], 0)[_WARM_UP:]
+        nbytes = mine[0]["bytes"][:length][_WARM_UP:]
+        if len(wire) and np.median(nbytes) > 0:
+            latency.append(float(np.percentile(wire, 25)))
+            per_byte.append(latency[-1] / float(np.median(nbytes)))
+    return min(latency, default=0.0), min(per_byte, default=0.0)
+
+
+def _rate(per_byte: float) -> str:
+    return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
 
 
 def _backlog(run: Run) -> np.ndarray | None:
