@@ -133,7 +133,8 @@ class Step:
         pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
         found = []
         for outgoing, incoming in pairs:
-            ready, arrived = clock.stamp(outgoing), clock.stamp(incoming)
+            ready = clock.stamp(outgoing)
+            arrived = clock.stamp(incoming, ready)
             found.append((Stamps(ready, ready, arrived, arrived), self._nothing_lost()))
         return found
 
@@ -232,7 +233,9 @@ class Step:
 
     def _stamps(self, found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """When a bucket was encoded, had arrived, and was decoded."""
-        return clock.stamp([found.outgoing]), clock.stamp([incoming]), clock.stamp(found.pieces)
+        sent = clock.stamp([found.outgoing])
+        arrived = clock.stamp([incoming], sent)
+        return sent, arrived, clock.stamp(found.pieces, arrived)
 
     def _exchange(
         self, compressor: Compressor, pieces: list[tf.Tensor], state: LayoutState, index: int

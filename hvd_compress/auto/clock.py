@@ -11,12 +11,16 @@ import tensorflow as tf
 from .. import tracing
 
 
-def stamp(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host."""
+def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
+    """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host.
+
+    Not before the stamp `after` was taken: TensorFlow may look at the clock later than it could.
+    """
     # On a GPU a tensor is there once an element of it can be read on the host: kernels are only enqueued before.
     firsts = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
     with tf.device("CPU"):
         seen = [tf.identity(first) for first in firsts]
+        seen += [] if after is None else [after]
         with tf.control_dependencies(seen):
             now, _ = _now()
             return now(tf.constant(0.0, tf.float64))
