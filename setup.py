@@ -35,6 +35,11 @@ setup(
     entry_points={"console_scripts": ["hvd-compress=hvd_compress.tools.cli:main"]},
     install_requires=["numpy", "packaging"],
     extras_require={
-        "examples": EXAMPLES, "test": TEST, "tools": TOOLS, "topology": TOPOLOGY, "bench": BENCH, "dev": DEV,
-    },  # fmt: skip
+        "examples": EXAMPLES,
+        "test": TEST,
+        "tools": TOOLS,
+        "topology": TOPOLOGY,
+        "bench": BENCH,
+        "dev": DEV,
+    },
 )

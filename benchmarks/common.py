@@ -6,9 +6,7 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +18,9 @@ try:
     from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"the benchmarks need {error.name}: pip install -e .[bench]")
+
+from hvd_compress.tools import timing
+from hvd_compress.tools.timing import summary as summary
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -38,43 +39,16 @@ def interleave(
     before: Callable[[], Any] = lambda: None,
     show: bool = True,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, all functions in turn in every round, so that drift hits them alike.
-
-    Args:
-        functions: By name; each must wait for its own results.
-        rounds: How often each is timed.
-        before: Called before each timing, for example a barrier.
-        show: Whether to draw a progress bar.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in progress(range(rounds), "rounds", show):
-        for name, function in functions.items():
-            before()
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def barrier() -> None:
-    """Waits for all workers."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    hvd.allreduce(tf.zeros([1]), name="barrier").numpy()
+    """As `timing.interleave`, with a progress bar if it is to `show`."""
+    bar = iter(progress(range(rounds), "rounds", show))
+    found = timing.interleave(functions, rounds, before, lambda: next(bar))
+    next(bar, None)  # ends it
+    return found
 
 
 def progress(items: Iterable[Any], what: str, show: bool = True) -> Iterable[Any]:
     """The items, with a progress bar on standard error."""
     return tqdm(items, desc=what, disable=not show, leave=False, mininterval=1.0, file=sys.stderr)
-
-
-def summary(times: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    if len(times) < 2:
-        return {"median": times[0], "low": times[0], "high": times[0]}
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
 
 
 def milliseconds(stats: Mapping[str, float]) -> str:

@@ -15,13 +15,13 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
-import numpy as np
-from models import MODELS
+
+from hvd_compress.tools.models import MODELS
 
 STOCK = {"horovod none": "none", "horovod fp16": "fp16"}
 SPECS = [
@@ -66,22 +66,12 @@ def memory(what: str) -> int:
     raise KeyError(what)
 
 
-def gradients(shapes: Sequence[tuple[int, ...]], rank: int) -> list[np.ndarray]:
-    """Heavy-tailed values of another magnitude in each layer, as gradients are."""
-    random = np.random.default_rng(rank)
-    return [
-        (random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes
-    ]
-
-
 def main() -> None:
     args = arguments()
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    import hvd_compress as hvdc
-    from hvd_compress.reducer import Reducer
-    from hvd_compress.settings import Settings
+    from hvd_compress.tools.exchange import Method, barrier, gradients
 
     hvd.init()
     shapes = MODELS[args.model]()
@@ -101,20 +91,9 @@ def main() -> None:
 
         return reduce
 
-    def ours(spec: str) -> tuple[Callable[[], Any], Reducer]:
-        sizes = {} if args.bucket_bytes is None else {"bucket_bytes": args.bucket_bytes}
-        reducer = Reducer(Settings(hvdc.Compression.parse(spec), **sizes))
-
-        @tf.function
-        def reduce() -> list[tf.Tensor]:
-            return reducer([v.value() for v in variables], variables)
-
-        return reduce, reducer
-
     methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
-    reducers: dict[str, Reducer] = {}
-    for spec in args.specs:
-        methods[spec], reducers[spec] = ours(spec)
+    ours = {spec: Method(spec, variables, args.bucket_bytes) for spec in args.specs}
+    methods |= {spec: method.run for spec, method in ours.items()}
 
     show = hvd.rank() == 0
     facts: dict[str, dict[str, float]] = {}
@@ -124,20 +103,19 @@ def main() -> None:
         method()
         first = time.perf_counter() - start
         method()
-        common.barrier()
+        barrier()
         sent = bytes_out(interface)
         method()
-        common.barrier()
+        barrier()
         facts[name] = {
             "first": first,
             "sent": bytes_out(interface) - sent,
             "memory": memory("VmHWM") - resident,
         }
-        if name in reducers:
-            (plan,) = reducers[name].plans.values()
-            facts[name]["predicted_sent"] = plan.bytes_sent()[0]
+        if name in ours:
+            facts[name]["predicted_sent"] = ours[name].plan.bytes_sent()[0]
 
-    times = common.interleave(methods, args.rounds, common.barrier, show)
+    times = common.interleave(methods, args.rounds, barrier, show)
     # The slowest worker of each round.
     names = list(methods)
     slowest = hvd.allreduce(

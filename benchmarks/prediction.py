@@ -83,6 +83,7 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.host_memory import keep_freed_memory
+    from hvd_compress.tools.exchange import barrier
 
     hvd.init()
     keep_freed_memory()
@@ -102,7 +103,7 @@ def main() -> None:
         run = exchange(spec, pattern, size)
         run()
         run()
-        times = common.interleave({spec: run}, args.rounds, common.barrier, show=False)
+        times = common.interleave({spec: run}, args.rounds, barrier, show=False)
         slowest = hvd.allreduce(tf.constant(times[spec], tf.float64), op=hvd.Max, name="times").numpy()
         predicted = model.predict(spec, size, pattern=pattern)
         rows.append((spec, pattern, size, float(np.median(slowest)), predicted))

@@ -51,6 +51,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     from tensorflow import keras
 
     import hvd_compress as hvdc
+    from hvd_compress.tools.exchange import barrier
 
     keras.utils.set_random_seed(seed)
     model = build_model()  # the same weights on all workers, by the seed
@@ -80,7 +81,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     seconds, steps, first_step = 0.0, 0, 0.0
     for _ in range(args.max_epochs):
         order = random.permutation(len(x))
-        common.barrier()
+        barrier()
         start = time.perf_counter()
         for first in range(0, len(x) - args.batch_size + 1, args.batch_size):
             batch = order[first : first + args.batch_size]

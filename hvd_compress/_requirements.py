@@ -1,4 +1,4 @@
-"""Looks for TensorFlow and Horovod before anything else does, and says what to do if one is missing."""
+"""Looks for TensorFlow and Horovod before what needs them is loaded, and says what to do if one is missing."""
 
 import importlib
 from importlib.util import find_spec

@@ -105,7 +105,10 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
         "the version of Horovod": horovod.__version__,
-        "the environment variable HVD_COMPRESS": os.environ.get("HVD_COMPRESS", "").strip() or "no value",
+        **{
+            f"the environment variable {name}": os.environ.get(name, "").strip() or "no value"
+            for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES")
+        },
         "compression": settings.compressor.spec,
         "policy": str({pattern: compressor.spec for pattern, compressor in settings.policy}),
     }

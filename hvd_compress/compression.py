@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 import os
-import re
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Union
 
 import horovod.tensorflow as hvd
 
@@ -26,6 +23,7 @@ from .compressors import (
     RandomK,
     TopK,
 )
+from .formats import specs
 
 CompressionLike = Union[Compressor, str, type, None]
 
@@ -35,9 +33,9 @@ _CLASSES: dict[str, type] = {
         NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, Auto,
     )
 }  # fmt: skip
-# A comma that is not inside of parentheses.
-_COMMA = re.compile(r",(?![^(]*\))")
-_PRESETS: dict[str, Compressor] = {"int8": Quantize(8), "int4": Quantize(4)}
+_PRESETS: dict[str, Compressor] = {
+    alias: _CLASSES[name](**arguments) for alias, (name, arguments) in specs.PRESETS.items()
+}
 
 
 class Compression:
@@ -71,26 +69,6 @@ class Compression:
             ValueError: The name, an argument or a value is not known or not valid.
         """
         return _parse(spec)
-
-
-def spec_of(compressor: Any) -> str:
-    """The spec string of a built-in compressor: its name and the arguments that are not defaults."""
-    for name, preset in _PRESETS.items():
-        if compressor == preset:
-            return name
-    arguments = [
-        f"{field.name}={_show(getattr(compressor, field.name))}"
-        for field in dataclasses.fields(compressor)
-        if getattr(compressor, field.name) != _default(compressor, field)
-    ]
-    return compressor.name + (":" + ",".join(arguments) if arguments else "")
-
-
-def _default(compressor: Any, field: Any) -> Any:
-    """The default as the compressor keeps it: candidates are named by strings and kept as compressors."""
-    if isinstance(compressor, Auto) and field.name == "candidates":
-        return tuple(map(_parse, field.default))
-    return field.default
 
 
 def resolve(compression: CompressionLike) -> Compressor:
@@ -165,55 +143,8 @@ def _instance(cls: type) -> Compressor:
 
 
 def _parse(spec: str) -> Compressor:
-    name, _, rest = spec.strip().partition(":")
-    name = name.strip()
-    if name in _PRESETS:
-        if rest.strip():
-            raise ValueError(f"compressor {name!r} takes no arguments, got {rest.strip()!r} in {spec!r}")
-        return _PRESETS[name]
-    if name not in _CLASSES:
-        known = sorted([*_CLASSES, *_PRESETS])
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown compressor {name!r}: {hint}Known are {', '.join(known)}")
-    fields = {field.name: field for field in dataclasses.fields(_CLASSES[name])}
-    arguments: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in _COMMA.split(rest))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if key not in fields:
-            takes = ", ".join(fields) or "no arguments"
-            raise ValueError(f"compressor {name!r} has no argument {key!r} (in {spec!r}): it takes {takes}")
-        if not equals:
-            raise ValueError(f"argument {key!r} in {spec!r} has no value: write {key}=...")
-        if key in arguments:
-            raise ValueError(f"argument {key!r} stands twice in {spec!r}")
-        arguments[key] = _value(value)
-    missing = [
-        key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in arguments
-    ]
-    if missing:
-        example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
-        raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
-    return _CLASSES[name](**arguments)
-
-
-def _value(text: str) -> Any:
-    """An argument's value: none, true, false, a whole number, a number, (several|values), else the text itself."""
-    if text.startswith("(") and text.endswith(")"):
-        return tuple(part.strip() for part in text[1:-1].split("|") if part.strip())
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, tuple):
-        parts = (":".join(map(_show, part)) if isinstance(part, tuple) else _show(part) for part in value)
-        return f"({'|'.join(parts)})"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    if spec.strip() in _PRESETS:
+        return _PRESETS[spec.strip()]
+    cls, arguments = specs.split(spec, _CLASSES)
+    found: Compressor = cls(**arguments)
+    return found

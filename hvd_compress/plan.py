@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import buckets, tracing
+from . import buckets, geometry, tracing
 from .auto import report, start
 from .auto.chooser import Chooser
 from .auto.report import BucketReport
@@ -20,12 +20,8 @@ from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression
 from .exchange import choice, uncompressed
 from .monitor.recorder import Recorder
-from .pieces import LARGEST, SMALLEST, FlatPieces, WholeTensors
+from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
-
-# Into how many buckets a model is divided at least, unless they became smaller than so many bytes of float32.
-_BUCKETS = 4
-_SMALL_BUCKET = 2**20
 
 
 @dataclasses.dataclass
@@ -120,39 +116,25 @@ class Plan:
         return start.chooser(auto, self.settings, shapes)
 
     def _limit(self, members: Bucket) -> int:
-        """Bytes of float32 that cross at once at most.
-
-        Small models are divided, too, so that their last layers cross while the backward pass is at the first.
-        """
+        """Bytes of float32 that cross at once at most."""
         if self.settings.groups is not None:
             return sys.maxsize
-        # A little more than a quarter, for what pieces are filled up with.
-        return min(self.settings.bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * members.numel / _BUCKETS)))
+        return geometry.bucket_limit(self.settings.bucket_bytes, members.numel)
 
     def _layout(self, members: Bucket, compressor: Compressor) -> FlatPieces | WholeTensors:
         """The pieces in which the compressor sees these gradients."""
-        ranks = self.settings.process_set.size()
         if compressor.per_tensor:
             return WholeTensors(members)
-        limit = self._limit(members)
-
-        def pieces_for(owners: int) -> FlatPieces:
-            size = max(SMALLEST, min(LARGEST, limit // 4 // owners))
-            return FlatPieces(members, owners, compressor.alignment, size)
-
-        shared = pieces_for(ranks)
-        largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
         candidates = compressor.candidates if isinstance(compressor, Auto) else (compressor,)
-        scattered = any(choice.choose(c, largest, ranks) is choice.scatter_reduce for c in candidates)
-        return shared if scattered else pieces_for(1)
+        ranks = self.settings.process_set.size()
+        limit = self._limit(members)
+        flat = geometry.flat(members, candidates, compressor.alignment, limit, ranks)
+        return FlatPieces(flat.bucket, flat.multiple, flat.alignment, flat.largest)
 
     def _is_compressed(self, i: int, compressor: Compressor) -> bool:
         if isinstance(compressor, NoCompression) or not self.dtypes[i].is_floating:
             return False
-        size = math.prod(self.shapes[i])
-        if self.settings.min_compress_size == 0:
-            return size > 0
-        return len(self.shapes[i]) > 1 and size >= self.settings.min_compress_size
+        return geometry.is_compressed(self.shapes[i], self.settings.min_compress_size)
 
     def _new_state(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> LayoutState:
         def zeros(what: str, dtype: str) -> list[tf.Variable]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, host_memory
+from . import agreement, host_memory, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .monitor.recorder import Loss, Recorder, measure_link
@@ -81,6 +81,7 @@ class Reducer:
                 plan = Plan(name, self.settings, gradients, variables)
                 plan.link = measure_link(process_set)
             plan_state.take_pending(self, plan)
+            tuning.settings(self.settings)
             self.plans[key] = plan
         plan = self.plans[key]
         if (self._watched or Reducer.watch_all) and plan.recorder is None:
@@ -89,7 +90,9 @@ class Reducer:
             return Step(plan, gradients).run()
         traced = (key, plan.recorder is not None)
         if traced not in self._functions:
-            self._functions[traced] = tf.function(lambda gradients: Step(plan, gradients).run(), autograph=False)
+            self._functions[traced] = tf.function(
+                lambda gradients: Step(plan, gradients).run(), autograph=False
+            )
         return self._functions[traced](list(gradients))
 
     def watch(self, loss: Loss | None = None) -> bool:

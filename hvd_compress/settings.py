@@ -6,15 +6,15 @@ import dataclasses
 import fnmatch
 import math
 import numbers
+import os
 from typing import Any
 
 import horovod.tensorflow as hvd
 
 from . import nonfinite
 from .compressors import Auto, Compressor, NoCompression
-
-BUCKET_BYTES = 25 * 2**20
-MIN_COMPRESS_SIZE = 1024
+from .geometry import BUCKET_BYTES as BUCKET_BYTES
+from .geometry import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,24 @@ class Settings:
         if isinstance(compressor, NoCompression):
             return False
         return compressor.error_feedback if self.error_feedback is None else self.error_feedback
+
+
+def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
+    """What a user means by `bucket_bytes`: where it is None, what the environment variable says, else 25 MiB.
+
+    Raises:
+        ValueError: The environment variable holds no whole number from 1 on.
+    """
+    if bucket_bytes is not None:
+        return bucket_bytes
+    text = os.environ.get("HVD_COMPRESS_BUCKET_BYTES", "").strip()
+    if not text:
+        return BUCKET_BYTES
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"environment variable HVD_COMPRESS_BUCKET_BYTES must be a whole number from 1 on, got {text!r}"
+        )
+    return int(text)
 
 
 def _check_groups(groups: Any) -> None:

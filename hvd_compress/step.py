@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import nonfinite, residual, tracing
+from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
 from .compressors import Auto, Compressor, Seeds
@@ -109,6 +109,7 @@ class Step:
                     choices[b] = before[place]
                 self._recorder.record(step, committed, ready, *zip(*found), choices)
             plan.step.assign_add(1)
+            tuning.step(plan.name)
         return reduced
 
     # What is measured while somebody watches

@@ -14,7 +14,7 @@ from . import nonfinite
 from .auto.report import CompressionReport
 from .compression import CompressionLike, policies, resolve
 from .reducer import Reducer, scale_local_gradient
-from .settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
+from .settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 
 # A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
 _reducers: dict[Any, Reducer] = {}
@@ -33,7 +33,7 @@ def DistributedGradientTape(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     min_compress_size: int = MIN_COMPRESS_SIZE,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
     residual_dtype: str = "float32",
@@ -91,7 +91,7 @@ def DistributedGradientTape(
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
         min_compress_size=min_compress_size,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         error_feedback=error_feedback,
         residual_decay=residual_decay,
         residual_dtype=residual_dtype,

@@ -6,12 +6,12 @@ with XLA it takes as long, and two seconds before the first step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
+
+from .divisions import divided
 
 # What a step's measurements weigh one step later.
 FORGET = 0.6
@@ -20,8 +20,6 @@ AVERAGED = 0.3
 # How strongly the factors hold on to what they were, in observations: latency changes less often than bandwidth.
 _STIFF = (1.0, 0.05)
 _PER_STEP = 4.0
-# In how many parts buckets are divided where the choice changes between the first and the last.
-_DIVISIONS = 16
 _LIMIT = 1e4
 
 
@@ -135,7 +133,7 @@ def best(
     other = allowed & ~tf.constant(list(plain))
     mixed = tf.where(tf.reduce_any(other, -1, keepdims=True), other, allowed)
     fallback = tf.argmin(tf.where(mixed, seconds, tf.fill(seconds.shape, seconds.dtype.max)), -1, tf.int32)
-    options = tf.constant(_divided(buckets, candidates))  # [N, B]
+    options = tf.constant(divided(buckets, candidates))  # [N, B]
     possible = tf.reduce_any(tf.one_hot(options, candidates, True, False, dtype=tf.bool) & mixed, -1)
     options = tf.where(possible, options, fallback)
     # What is plain loses nothing and is always allowed.
@@ -143,18 +141,6 @@ def best(
     options = tf.concat([options, *all_plain], 0)
     prices = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
     return tf.gather(options, tf.argmin(prices))
-
-
-def _divided(buckets: int, candidates: int) -> np.ndarray:
-    """Choices of one candidate for the first buckets and another for the rest, int32 [N, B], each once."""
-    ends = sorted({round(buckets * i / _DIVISIONS) for i in range(1, _DIVISIONS)} - {0, buckets})
-    found = [[c] * buckets for c in range(candidates)]
-    found += [
-        [first] * end + [rest] * (buckets - end)
-        for end in ends
-        for first, rest in itertools.permutations(range(candidates), 2)
-    ]
-    return np.array(found, np.int32)
 
 
 def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:

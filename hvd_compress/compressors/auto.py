@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds, Shape, check_whole
+from ..formats import Part
+from ..formats.base import Shape, check_whole
+from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 
-CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
 
@@ -39,10 +41,10 @@ class Auto(BuiltinCompressor):
 
     name: ClassVar[str] = "auto"
     candidates: Sequence[Any] = CANDIDATES
-    target: float = 0.01
+    target: float = TARGET
     warmup_steps: int = 10
     phases: Sequence[Any] = ()
-    max_slowdown: float = 0.02
+    max_slowdown: float = MAX_SLOWDOWN
     probe_every: int = 50
 
     def __post_init__(self) -> None:
@@ -94,13 +96,19 @@ class Auto(BuiltinCompressor):
         """The target that holds in a step."""
         return [target for first, target in self.targets() if first <= step][-1]
 
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """Not defined: it differs from step to step.
+    def parts(self, shape: Shape) -> list[Part]:
+        """Not defined: they differ from step to step.
 
         Raises:
             ValueError: Always.
         """
         raise _not_alone()
+
+    def default_of(self, field: dataclasses.Field[Any]) -> Any:
+        """The default as it is kept: candidates are named by strings and kept as compressors."""
+        from ..compression import Compression
+
+        return tuple(map(Compression.parse, CANDIDATES)) if field.name == "candidates" else field.default
 
     def encode(
         self,

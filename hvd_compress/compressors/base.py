@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +12,9 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from .. import residual as _residual
+from ..formats import Format
+from ..formats.base import Shape, as_shape
 from ..payload import Payload
-
-Shape = tuple[int, ...]
 
 
 class Seeds(NamedTuple):
@@ -136,7 +135,7 @@ class Compressor(horovod_compression.Compressor):
 
     def wire_bytes(self, shape: int | Sequence[int]) -> int:
         """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
-        return _payload.nbytes(self.layout(_as_shape(shape)))
+        return _payload.nbytes(self.layout(as_shape(shape)))
 
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The static shapes and dtypes of the parts that `encode` makes of such a tensor.
@@ -169,31 +168,15 @@ def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
     return [tf.TensorSpec(part.shape, part.dtype) for part in parts]
 
 
-def is_summed(compressor: Compressor, shapes: Sequence[Shape]) -> bool:
-    """Whether the payloads of tensors of these shapes are summed as they are.
-
-    Not those of 16 bits, though they may be: sums would round at every rank.
-    """
-    layouts = [compressor.layout(shape) for shape in shapes]
-    return compressor.summable and all(len(part) == 1 and part[0].dtype == tf.float32 for part in layouts)
-
-
-class BuiltinCompressor(Compressor):
-    """A compressor that defines `layout`, `encode` and `decode_sum`; the rest follows.
+class BuiltinCompressor(Format, Compressor):
+    """A compressor of which the format says what it sends; it defines `encode` and `decode_sum`, the rest follows.
 
     The context is the tensor's shape, with whatever the compressor adds.
     """
 
-    @property
-    def spec(self) -> str:
-        """One line that `hvdc.Compression.parse` turns back into this compressor."""
-        from ..compression import spec_of
-
-        return spec_of(self)
-
-    def wire_bytes(self, shape: int | Sequence[int]) -> int:
-        """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
-        return super().wire_bytes(shape) if size_of(_as_shape(shape)) else 0
+    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
+        """The static shapes and dtypes of the parts that `encode` makes of such a tensor."""
+        return [tf.TensorSpec(part.shape, part.dtype) for part in self.parts(shape)]
 
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
         """Decodes one rank's parts to float32."""
@@ -255,65 +238,3 @@ def as_float32(tensor: Any, who: str) -> tuple[tf.Tensor, Shape, tf.DType]:
             "set its shape with tf.ensure_shape before"
         )
     return tf.cast(tensor, tf.float32), tuple(tensor.shape.as_list()), tensor.dtype
-
-
-def _as_shape(shape: int | Sequence[int]) -> Shape:
-    return (int(shape),) if isinstance(shape, int) else tuple(int(size) for size in shape)
-
-
-def size_of(shape: Shape) -> int:
-    """The number of elements of a tensor of this shape."""
-    return math.prod(shape)
-
-
-def check_ratio(ratio: float, who: str) -> float:
-    """`ratio` as a float.
-
-    Raises:
-        ValueError: It is not a number above 0 and at most 1.
-    """
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {ratio!r}")
-    return float(ratio)
-
-
-def check_whole(value: int, name: str, who: str, largest: float = math.inf, smallest: int = 1) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: It is not a whole number from `smallest` to `largest`.
-    """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not smallest <= value <= largest:
-        upto = "on" if largest == math.inf else f"to {largest}"
-        raise ValueError(f"{who}: {name} must be a whole number from {smallest} {upto}, got {value!r}")
-    return int(value)
-
-
-def check_flag(value: bool, name: str, who: str) -> bool:
-    """`value`, which is True or False.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{who}: {name} must be true or false, got {value!r}")
-    return value
-
-
-def check_seed(value: int, who: str) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: It is not a whole number of 32 bits.
-    """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not -(2**31) <= value < 2**31:
-        raise ValueError(f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {value!r}")
-    return int(value)
-
-
-def kept(ratio: float, n: int) -> int:
-    """How many of `n` elements a ratio keeps: ratio * n rounded up, at least one."""
-    # 0.07 * 100 is 7.000000000000001 and must give 7
-    return max(1, min(n, math.ceil(ratio * n * (1.0 - 1e-12))))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from .. import formats
 from .. import residual as _residual
-from ..kernels import indices, select
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_ratio, check_whole, kept
+from ..formats.base import Shape, kept
+from ..kernels import select
+from .base import BuiltinCompressor, Encoded, Seeds
 from .sparse import TopK, cleared, scattered_sum, taken
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSparse(BuiltinCompressor):
+class BlockSparse(formats.BlockSparse, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * m)) of the m blocks of `block` x `block` with the largest norms.
 
     A tensor is seen as a matrix of its last dimension by all the others (a kernel of 3 x 3 x 64 x 128 as
@@ -33,24 +34,7 @@ class BlockSparse(BuiltinCompressor):
         block: The side of a block, at least 1.
     """
 
-    name: ClassVar[str] = "block_sparse"
     sparse = True
-    per_tensor = True
-    ratio: float
-    block: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "block", check_whole(self.block, "block", self.name))
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """The blocks' values, then their indices."""
-        grid = self._grid(shape)
-        if grid is None:
-            return TopK(self.ratio).layout(shape)
-        m = math.prod(grid)
-        k = kept(self.ratio, m)
-        return [tf.TensorSpec([k, self.block * self.block], tf.float32), *indices.specs(m, k)]
 
     def encode(
         self,
@@ -62,7 +46,7 @@ class BlockSparse(BuiltinCompressor):
     ) -> Encoded:
         """Selects blocks by their norms; see `Compressor.encode`."""
         shape = tuple(gradient.shape.as_list())
-        grid = self._grid(shape)
+        grid = self.grid(shape)
         if grid is None:
             return TopK(self.ratio).encode(gradient, seeds, residual, decay, keep)
         x = _residual.add(gradient, residual, decay)
@@ -79,21 +63,12 @@ class BlockSparse(BuiltinCompressor):
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the blocks, rank after rank, to zeros."""
-        grid = self._grid(ctx)
+        grid = self.grid(ctx)
         if grid is None:
             return TopK(self.ratio).decode_sum(ranks, ctx, scale)
         return self._matrix(scattered_sum(ranks, math.prod(grid), scale), ctx)
 
     def _matrix(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:
-        rows, columns = self._grid(shape) or (0, 0)
+        rows, columns = self.grid(shape) or (0, 0)
         tiles = tf.reshape(tiles, [rows, columns, self.block, self.block])
         return tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), shape)
-
-    def _grid(self, shape: Sequence[Any]) -> tuple[int, int] | None:
-        """Rows and columns of blocks, or None where they do not fit."""
-        if len(shape) < 2:
-            return None
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        if rows % self.block or columns % self.block:
-            return None
-        return rows // self.block, columns // self.block

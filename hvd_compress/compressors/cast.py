@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
+from .. import formats
+from ..formats.base import Shape
 from ..kernels.compile import compiled, fed_back
 from ..payload import WideSum
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, size_of
+from .base import BuiltinCompressor, Encoded, Seeds
 
 
-class _Cast(BuiltinCompressor):
+class _Cast(formats.casts.Cast, BuiltinCompressor):
     """Sends each value as `wire_dtype`. The rounding error is not kept."""
 
     error_feedback = False
-    summable = True
-    wire_dtype: ClassVar[tf.DType]
+
+    @property
+    def wire_dtype(self) -> tf.DType:
+        """What is sent."""
+        return tf.as_dtype(self.wire_type)
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Casts a floating point tensor of any shape, as Horovod's do; others pass unchanged."""
@@ -28,10 +33,6 @@ class _Cast(BuiltinCompressor):
     def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
         """Casts back to the original dtype."""
         return tf.cast(payload, ctx)
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """One part: the values."""
-        return [tf.TensorSpec([size_of(shape)], self.wire_dtype)]
 
     def encode(
         self,
@@ -69,14 +70,11 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Te
 
 
 @dataclasses.dataclass(frozen=True)
-class NoCompression(_Cast):
+class NoCompression(formats.NoCompression, _Cast):
     """Sends gradients as they are.
 
     Wire size: n times the size of the dtype (4 bytes for float32). Error: none.
     """
-
-    name: ClassVar[str] = "none"
-    wire_dtype: ClassVar[tf.DType] = tf.float32
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Returns the tensor unmodified."""
@@ -88,27 +86,21 @@ class NoCompression(_Cast):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float16(_Cast):
+class Float16(formats.Float16, _Cast):
     """Casts to IEEE 754 half precision.
 
     Wire size: 2 n bytes. Error: |error| <= 2**-11 |x| for 2**-14 <= |x| <= 65504 (IEEE 754-2019,
     table 3.5: 11 bits of precision); larger values overflow to infinity, as in Horovod's fp16.
     """
 
-    name: ClassVar[str] = "fp16"
-    wire_dtype: ClassVar[tf.DType] = tf.float16
-
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16(_Cast):
+class BFloat16(formats.BFloat16, _Cast):
     """Casts to bfloat16: float32's range, 8 bits of precision.
 
     Wire size: 2 n bytes (in stock Horovod, which has no bfloat16 op, 4 n). Error:
     |error| <= 2**-8 |x| (Kalamkar et al. 2019, arXiv 1905.12322).
     """
-
-    name: ClassVar[str] = "bf16"
-    wire_dtype: ClassVar[tf.DType] = tf.bfloat16
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Casts; stock Horovod, which has no bfloat16, sums the payload as float32."""

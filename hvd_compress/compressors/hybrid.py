@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import tensorflow as tf
 
+from .. import formats
+from ..formats.base import Shape, kept, size_of
 from ..kernels import select
-from .base import Encoded, Seeds, Shape, check_ratio, check_whole, kept, size_of
-from .quantize import Quantize, decode_blocks, encode_blocks
-from .sparse import Strided, select_strided
+from .base import BuiltinCompressor, Encoded, Seeds
+from .quantize import decode_blocks, encode_blocks
+from .sparse import select_strided
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Strided):
+class Hybrid(formats.Hybrid, BuiltinCompressor):  # type: ignore[override]
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
     Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
@@ -30,18 +31,7 @@ class Hybrid(Strided):
         bits: 1 to 8.
     """
 
-    name: ClassVar[str] = "hybrid"
-    ratio: float
-    bits: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """Each block's row, then the parts of the quantized values."""
-        rows = self.rows_of(size_of(shape))
-        return [rows, *Quantize(self.bits).layout(tuple(rows.shape))]
+    sparse = True
 
     def encode(
         self,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import tensorflow as tf
 
+from .. import formats
+from ..formats.base import Shape
+from ..formats.quantized import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, size_of
-
-BLOCK = 1024
+from .base import BuiltinCompressor, Encoded, Seeds
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(BuiltinCompressor):
+class OneBit(formats.OneBit, BuiltinCompressor):
     """Each value becomes its sign; a block's signs share one magnitude, its mean |x|.
 
     Update rule: x is decoded as sign(x) * mean|block|, with sign(0) = +1 (Seide et al. 2014; scaled as
@@ -28,16 +28,6 @@ class OneBit(BuiltinCompressor):
     1 - ||x||_1^2 / (b ||x||_2^2) (Karimireddy et al. 2019, Lemma 8), and is fed back. Blocks of one
     magnitude are exact (a last block that is not full: to float32 rounding); zero blocks too.
     """
-
-    name: ClassVar[str] = "onebit"
-    alignment = BLOCK
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """The magnitude of each block, then the signs."""
-        n = size_of(shape)
-        block = blocks.block_size(n, BLOCK)
-        rows = blocks.block_count(n, block)
-        return [tf.TensorSpec([rows, 1], tf.float32), tf.TensorSpec([rows, block // 8], tf.uint8)]
 
     def encode(
         self,

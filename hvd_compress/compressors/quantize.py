@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Sequence
-from typing import ClassVar
 
 import tensorflow as tf
 
+from .. import formats
 from .. import residual as _residual
+from ..formats.base import Shape
+from ..formats.quantized import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_seed, check_whole, size_of
-
-# The fewer elements share a step, the fewer small ones round to zero beside an outlier; a block's header of
-# 8 bytes costs a quarter of a bit per element.
-BLOCK = 256
+from .base import BuiltinCompressor, Encoded, Seeds
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize(BuiltinCompressor):
+class Quantize(formats.Quantize, BuiltinCompressor):
     """Each value becomes the number of a level, `bits` wide; levels are evenly spaced per block.
 
     Update rule, for a block with minimum m and maximum M: step = (M - m) / (2**bits - 1), code =
@@ -49,39 +46,10 @@ class Quantize(BuiltinCompressor):
         seed: For stochastic rounding; each rank and step draws other noise from it.
     """
 
-    name: ClassVar[str] = "quantize"
-    # Whole blocks, whose parts begin at multiples of 64 bytes.
-    alignment = 16 * BLOCK
-    bits: int
-    rounding: str = "nearest"
-    clip: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"quantize: rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
-        if self.clip is not None:
-            bad = isinstance(self.clip, bool) or not isinstance(self.clip, numbers.Real)
-            if bad or not 0.0 < self.clip <= 100.0:
-                raise ValueError(
-                    f"quantize: clip must be None or a percentile above 0 and at most 100, got {self.clip!r}"
-                )
-        object.__setattr__(self, "seed", check_seed(self.seed, self.name))
-
     @property
     def error_feedback(self) -> bool:  # type: ignore[override]
         """True with nearest rounding."""
         return self.rounding == "nearest"
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """Step and base of each block, then the packed codes, a part per field of the width."""
-        n = size_of(shape)
-        block = blocks.block_size(n, BLOCK)
-        rows = blocks.block_count(n, block)
-        scale = tf.TensorSpec([rows, 1], tf.float32)
-        fields = bitpack.fields(self.bits)
-        return [scale, scale, *(tf.TensorSpec([rows, block * width // 8], tf.uint8) for width in fields)]
 
     def encode(
         self,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Callable, ClassVar
+from typing import Callable
 
 import tensorflow as tf
 
+from .. import formats
 from .. import residual as _residual
+from ..formats.base import Shape, kept, size_of
 from ..kernels import indices, noise, select
 from ..kernels.compile import compiled
-from .base import BuiltinCompressor, Encoded, Seeds, Shape, check_flag, check_ratio, check_seed, kept, size_of
+from .base import BuiltinCompressor, Encoded, Seeds
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(BuiltinCompressor):
+class TopK(formats.TopK, BuiltinCompressor):
     """Keeps exactly the k = max(1, ceil(ratio * n)) elements of largest magnitude.
 
     Wire size: 4 k bytes of values plus the indices: 2 k bytes (and 4 ceil(n / 65536) where n > 65536),
@@ -28,18 +29,7 @@ class TopK(BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    name: ClassVar[str] = "topk"
     sparse = True
-    ratio: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """The values, then the indices."""
-        n = size_of(shape)
-        k = kept(self.ratio, n)
-        return [tf.TensorSpec([k], tf.float32), *indices.specs(n, k)]
 
     def encode(
         self,
@@ -62,26 +52,8 @@ class TopK(BuiltinCompressor):
         return tf.reshape(scattered_sum(ranks, size_of(ctx), scale), ctx)
 
 
-class Strided(BuiltinCompressor):
-    """A compressor that keeps one element of each of k = max(1, ceil(ratio * n)) strided blocks."""
-
-    sparse = True
-    ratio: float
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Such that all blocks are of one size: 1 / ratio where that is whole, and 64 bytes for slices."""
-        size = round(1.0 / self.ratio)
-        return math.lcm(16, size) if abs(size * self.ratio - 1.0) < 1e-9 else 16
-
-    def rows_of(self, n: int) -> tf.TensorSpec:
-        """Each block's row, for `n` elements."""
-        k = kept(self.ratio, n)
-        return tf.TensorSpec([k], select.row_dtype(select.stride_blocks(n, k)))
-
-
 @dataclasses.dataclass(frozen=True)
-class BlockTopK(Strided):
+class BlockTopK(formats.BlockTopK, BuiltinCompressor):  # type: ignore[override]
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     Block j holds elements j, j + k, j + 2 k, ...: B = ceil(n / k) of them, spread over the whole vector, so
@@ -97,16 +69,7 @@ class BlockTopK(Strided):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    name: ClassVar[str] = "block_topk"
-    ratio: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """The values, then each block's row."""
-        rows = self.rows_of(size_of(shape))
-        return [tf.TensorSpec(rows.shape, tf.float32), rows]
+    sparse = True
 
     def encode(
         self,
@@ -128,7 +91,7 @@ class BlockTopK(Strided):
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(Strided):
+class RandomK(formats.RandomK, BuiltinCompressor):  # type: ignore[override]
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     All ranks draw the same elements from a shared seed, another choice each step, so no index is sent
@@ -147,25 +110,12 @@ class RandomK(Strided):
         seed: From which the choice is drawn.
     """
 
-    name: ClassVar[str] = "randomk"
-    summable = True
-    ratio: float
-    unbiased: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "unbiased", check_flag(self.unbiased, "unbiased", self.name))
-        object.__setattr__(self, "seed", check_seed(self.seed, self.name))
+    sparse = True
 
     @property
     def error_feedback(self) -> bool:  # type: ignore[override]
         """False when unbiased."""
         return not self.unbiased
-
-    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
-        """The values."""
-        return [tf.TensorSpec([kept(self.ratio, size_of(shape))], tf.float32)]
 
     def encode(
         self,

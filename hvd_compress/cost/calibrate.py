@@ -41,6 +41,7 @@ def calibrate(
     compressors: Sequence[CompressionLike] = CANDIDATES,
     process_set: Any = hvd.global_process_set,
     elements: int = LARGEST,
+    watch: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
     """Measures the collectives between the ranks, and the compressors' kernels.
 
@@ -51,6 +52,7 @@ def calibrate(
         compressors: Whose kernels to time.
         process_set: Between which ranks.
         elements: Of the pieces of gradient on which kernels are timed.
+        watch: Called with the name of each collective and compressor before it is measured.
 
     Returns:
         The same calibration on every rank: of each time the slowest rank's counts.
@@ -62,16 +64,22 @@ def calibrate(
     if not process_set.included():
         raise ValueError("calibrate: this rank is not in the process set")
     group = common.Group(process_set, "hvdc_calibrate")
-    links = {name: _measure_link(name, group) for name in COLLECTIVES}
+    links, residuals = {}, {}
+    for name in COLLECTIVES:
+        watch(name)
+        links[name], residuals[name] = _measure_link(name, group)
     chosen = [resolve(compressor) for compressor in compressors]
     host_memory.keep_freed_memory()
     # Kernels cost what they cost on the slowest rank, or ranks would predict different times.
     call = _call_time()
-    local = np.array([_time_kernels(each, elements, group.size, call) for each in chosen], np.float64)
+    times = []
+    for each in chosen:
+        watch(each.spec)
+        times.append(_time_kernels(each, elements, group.size, call))
+    local = np.array(times, np.float64)
     slowest = _slowest(local, group, "_kernels")
-    return Calibration(
-        group.size, links, {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, slowest)}
-    )
+    kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, slowest)}
+    return Calibration(group.size, links, kernels, residuals)
 
 
 def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
@@ -80,11 +88,11 @@ def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
     return np.asarray(hvd.allreduce(tf.constant(values), op=hvd.Max, **group.keywords(phase)))
 
 
-def _measure_link(name: str, group: common.Group) -> Link:
-    """Alpha and beta of one collective, as those of a ring."""
+def _measure_link(name: str, group: common.Group) -> tuple[Link, float]:
+    """Alpha and beta of one collective, as those of a ring, and the residual of the fit."""
     n = group.size
     if n == 1:
-        return Link(0.0, 0.0)
+        return Link(0.0, 0.0), 0.0
     sizes: list[int] = []
     seconds: list[float] = []
     for size in _SIZES:
@@ -101,7 +109,9 @@ def _measure_link(name: str, group: common.Group) -> Link:
     per_message, per_byte = fit(sizes, seconds)
     messages = getattr(Ring(Link(1.0, 0.0), n), name)(0)
     share = getattr(Ring(Link(0.0, 1.0), n), name)(1)
-    return Link(per_message / messages, per_byte / share)
+    fitted = per_message + per_byte * np.array(sizes)
+    residual = float(np.sqrt(np.mean(np.square(fitted / np.array(seconds) - 1.0))))
+    return Link(per_message / messages, per_byte / share), residual
 
 
 def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:

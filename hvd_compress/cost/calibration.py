@@ -49,11 +49,14 @@ class Calibration:
         ranks: Between how many it was measured.
         links: Each collective's alpha and beta, as a ring's.
         kernels: By the compressor's spec string; the slowest rank's.
+        residuals: How far each collective's alpha and beta are from what was measured: the root mean square of
+            the relative errors over all sizes.
     """
 
     ranks: int
     links: Mapping[str, Link]
     kernels: Mapping[str, KernelCost]
+    residuals: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def model(self) -> CostModel:
         """The cost model of this network and these kernels."""
@@ -101,11 +104,12 @@ class Calibration:
             check_count("calibration", "ranks", fields["ranks"])
             links = {name: Link(**fields["links"][name]) for name in COLLECTIVES}
             kernels = {spec: _kernel_cost(spec, cost) for spec, cost in fields["kernels"].items()}
+            residuals = {name: float(value) for name, value in fields.get("residuals", {}).items()}
         except KeyError as error:
             raise refuse(f"{error.args[0]} is missing") from None
         except (AttributeError, TypeError, ValueError) as error:
             raise refuse(str(error)) from None
-        return cls(fields["ranks"], links, kernels)
+        return cls(fields["ranks"], links, kernels, residuals)
 
 
 def _kernel_cost(spec: str, fields: Mapping[str, Any]) -> KernelCost:

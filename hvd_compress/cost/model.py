@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-from ..compression import Compression
-from ..compressors import Compressor
-from ..compressors.base import is_summed
+from .. import formats
+from ..formats.base import Format, is_summed
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
 from .topology import Ring, Star, Topology, Tree
+
+if TYPE_CHECKING:
+    from ..compressors import Compressor
 
 _SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
 FORMS = ("full", "alpha_beta", "bandwidth", "k_bit")
@@ -92,7 +94,7 @@ class CostModel:
         """How many there are."""
         return self.topology.ranks
 
-    def patterns(self, compressor: str | Compressor) -> tuple[str, ...]:
+    def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
         chosen = _parse(compressor)
         if is_summed(chosen, [(1,)]):
@@ -100,17 +102,23 @@ class CostModel:
         return ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
 
     def predict(
-        self, compressor: str | Compressor, nbytes: float, pattern: str | None = None, form: str = "full"
+        self,
+        compressor: str | Format | Compressor,
+        nbytes: float,
+        pattern: str | None = None,
+        form: str = "full",
+        payload: int | None = None,
     ) -> Prediction:
         """The time of one bucket's exchange.
 
         Args:
-            compressor: A compressor or its spec string.
+            compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
             pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest that is possible.
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
                 that of summing; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
+            payload: Bytes that the bucket becomes; default: what a flat one becomes.
 
         Returns:
             Seconds for each part. On a single rank there is nothing to exchange, and all are zero.
@@ -129,14 +137,17 @@ class CostModel:
                 f"CostModel.predict: {chosen.spec} between {self.ranks} ranks crosses as "
                 f"{' or '.join(possible)}, not as {pattern!r}"
             )
-        found = [self._predict(chosen, nbytes, each, form) for each in ([pattern] if pattern else possible)]
+        if payload is None:
+            payload = chosen.wire_bytes(max(1, round(nbytes / 4))) if nbytes else 0
+        if form == "k_bit":
+            payload = round(nbytes / 32 * bits_per_element(chosen))
+        some = [pattern] if pattern else possible
+        found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
         return min(found, key=lambda prediction: prediction.total)
 
-    def _predict(self, compressor: Compressor, nbytes: float, pattern: str, form: str) -> Prediction:
-        elements = max(1, round(nbytes / 4))
-        payload = compressor.wire_bytes(elements) if nbytes else 0
-        if form == "k_bit":
-            payload = round(nbytes / 32 * bits_per_element(compressor))
+    def _predict(
+        self, compressor: Format | Compressor, nbytes: float, payload: int, pattern: str, form: str
+    ) -> Prediction:
         if self.ranks == 1:
             return Prediction(compressor.spec, pattern, payload, 0.0, 0.0, 0.0)
         topology = self.topology
@@ -147,7 +158,7 @@ class CostModel:
             compressor.spec, pattern, payload, encode, _wire(topology, pattern, payload), decode
         )
 
-    def _kernels(self, compressor: Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
+    def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
         n, cost = self.ranks, self.cost_of(compressor)
         if pattern == "allreduce":
             return cost.encoding(nbytes), cost.decoding(nbytes, 1)
@@ -157,7 +168,7 @@ class CostModel:
         first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
         return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
 
-    def cost_of(self, compressor: str | Compressor) -> KernelCost:
+    def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
         """What this compressor's kernels cost.
 
         Raises:
@@ -172,16 +183,17 @@ class CostModel:
         )
 
 
-def bits_per_element(compressor: str | Compressor) -> float:
+def bits_per_element(compressor: str | Format | Compressor) -> float:
     """The bits of values that a compressor sends per element of the gradient, with neither headers nor indices."""
     chosen: Any = _parse(compressor)
-    dtype = getattr(chosen, "wire_dtype", None)
-    bits = getattr(chosen, "bits", 1 if chosen.name == "onebit" else 8 * dtype.size if dtype else 32)
+    known = {"onebit": 1, "fp16": 16, "bf16": 16}
+    bits = getattr(chosen, "bits", known.get(chosen.name, 32))
     return float(bits * getattr(chosen, "ratio", 1.0))
 
 
-def _parse(compressor: str | Compressor) -> Compressor:
-    return Compression.parse(compressor) if isinstance(compressor, str) else compressor
+def _parse(compressor: str | Format | Compressor) -> Any:
+    """A compressor as it is; of a spec string the format, for which no TensorFlow is needed."""
+    return formats.parse(compressor) if isinstance(compressor, str) else compressor
 
 
 def _wire(topology: Topology, pattern: str, payload: float) -> float:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from .. import payload as _payload
 from ..compressors import Compressor, Encoded
+from ..traffic import allgather as bytes_sent  # noqa: F401  (what each rank sends)
 from . import coding, common
-from .common import Group, Reduced, Shape, Share
+from .common import Group, Reduced, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
@@ -32,9 +32,3 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
 
 def _join(encoded: Sequence[Encoded], finite: tf.Tensor) -> tf.Tensor:
     return common.with_flag([part for e in encoded for part in e.parts], finite)
-
-
-def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
-    """What each rank of a ring sends: n - 1 payloads."""
-    nbytes = sum(_payload.nbytes(compressor.layout(shape)) for shape in shapes)
-    return (ranks - 1) * common.flagged_bytes(nbytes)

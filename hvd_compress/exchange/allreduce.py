@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .. import payload as _payload
 from ..compressors import Compressor
-from .common import Group, Reduced, Shape, Share, all_of, factor
+from ..traffic import allreduce as bytes_sent  # noqa: F401  (what each rank sends)
+from .common import Group, Reduced, Share, all_of, factor
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
@@ -27,13 +25,3 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         pieces.append(compressor.decode_sum([[part]], e.ctx, times))
         start += value.shape[0]
     return Reduced(pieces, [e.residual for e in encoded], ok, outgoing, total)
-
-
-def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
-    """What each rank of a ring sends, the flag included."""
-    return ring_bytes(sum(_payload.nbytes(compressor.layout(shape)) for shape in shapes) + 4, ranks)
-
-
-def ring_bytes(nbytes: int, ranks: int) -> int:
-    """What each rank of a ring sends to allreduce `nbytes`: 2 (n - 1) / n of them."""
-    return round(2 * (ranks - 1) / ranks * nbytes)

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
+from ..formats.base import Shape as Shape
 from ..kernels.compile import compiled
+from ..traffic import flagged_bytes
 
-Shape = tuple[int, ...]
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
 AT_ONCE = 8
 
@@ -82,11 +83,6 @@ def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
     length = _payload.nbytes([tf.TensorSpec(part.shape, part.dtype) for part in parts])
     flag = tf.fill([flagged_bytes(length) - length], tf.cast(finite, tf.uint8))
     return _payload.join([*parts, flag])
-
-
-def flagged_bytes(nbytes: int) -> int:
-    """The length of a payload of `nbytes` with its flag: a multiple of 64, unless it is short."""
-    return nbytes + 1 if nbytes < 4096 else 64 * (nbytes // 64 + 1)
 
 
 def flag_of(payload: tf.Tensor) -> tf.Tensor:

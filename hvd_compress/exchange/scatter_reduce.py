@@ -15,15 +15,14 @@ has no loss of its own to keep: one residual serves both, and over all ranks not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from .. import payload as _payload
 from .. import residual
 from ..compressors import Compressor
+from ..traffic import scatter_reduce as bytes_sent  # noqa: F401  (what each rank sends)
 from . import common
-from .common import Group, Reduced, Shape, Share
+from .common import Group, Reduced, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
@@ -65,9 +64,3 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         piece = _payload.take(payloads[owner], layout, j * step)
         pieces.append(common.decode_sum(compressor, [piece], e.ctx, factor))
     return Reduced(pieces, residuals, ok, outgoing[-1], payloads[group.rank - 1])
-
-
-def bytes_sent(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
-    """What each rank sends: n - 1 payloads of 1 / n of the bucket, twice."""
-    part = len(shapes) // ranks * _payload.nbytes(compressor.layout(shapes[0]))
-    return 2 * (ranks - 1) * common.flagged_bytes(part)

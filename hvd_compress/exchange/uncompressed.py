@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .allreduce import ring_bytes
+from ..traffic import ring_bytes as bytes_sent  # noqa: F401  (what each rank sends)
 from .common import Group
 
 # Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.
@@ -57,8 +57,3 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         for i, result in zip(large, results):
             reduced[i] = result
     return Dense(reduced, outgoing, incoming)
-
-
-def bytes_sent(nbytes: int, ranks: int) -> int:
-    """What each rank of a ring sends to reduce `nbytes`."""
-    return ring_bytes(nbytes, ranks)

@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from .. import tuning
 from . import optimizer_state
 from .callback import Callback
 from .compression_monitor import CompressionMonitor as CompressionMonitor
@@ -78,6 +79,10 @@ class BroadcastGlobalVariablesCallback(Callback):
         """Broadcast after the first step, if it was too early before."""
         if not self.broadcast_done:
             self._broadcast(stepped=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Tell `hvd-compress tune` this rank's metrics, if it asked for them."""
+        tuning.metrics(logs)
 
     def _broadcast(self, stepped: bool) -> None:
         model = self.model
@@ -159,6 +164,7 @@ class MetricAverageCallback(Callback):
         ends = np.cumsum([array.size for array in arrays.values()])
         for (name, shape), part in zip(layout.items(), np.split(mean, ends[:-1])):
             logs[name] = part.reshape(shape) if shape else float(part[0])
+        tuning.metrics(logs)
 
 
 class LearningRateScheduleCallback(Callback):

@@ -147,7 +147,9 @@ class CompressionMonitor(Callback):
             return
         assert self._session is not None
         some, self._unwritten = self._unwritten, []
-        values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(some).items() if not np.isnan(x)}
+        values: dict[str, Any] = {
+            f"hvd_compress/{name}": x for name, x in means(some).items() if not np.isnan(x)
+        }
         for bucket, row in zip(self._session.buckets, bucket_means(some)):
             tag = f"hvd_compress/bucket_{bucket.name}"
             values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 
 from ..auto.report import CompressionReport
 from ..compression import CompressionLike, policies, resolve
-from ..settings import BUCKET_BYTES, MIN_COMPRESS_SIZE, Settings
+from ..settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings
 from .optimizer_state import innermost
 
@@ -32,7 +32,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     *,
     min_compress_size: int = MIN_COMPRESS_SIZE,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
     residual_dtype: str = "float32",
@@ -68,7 +68,8 @@ def DistributedOptimizer(
         scale_local_gradients: Divide the gradients of local variables (`register_local_var`) by the size.
         min_compress_size: Tensors of fewer elements, and all of fewer than two dimensions (bias, batch
             normalization), are reduced uncompressed. 0 compresses everything.
-        bucket_bytes: Gradients are compressed and sent in buckets of up to this many bytes of float32.
+        bucket_bytes: Gradients are compressed and sent in buckets of up to this many bytes of float32. None takes the
+            environment variable `HVD_COMPRESS_BUCKET_BYTES`, and where that is not set, 25 MiB.
         error_feedback: Keep what compression loses in a residual and add it to the next step's gradient. None
             does so where the compressor calls for it.
         residual_decay: Multiplies the residual each step, 0 to 1.
@@ -124,7 +125,7 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
         min_compress_size=min_compress_size,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=resolve_bucket_bytes(bucket_bytes),
         error_feedback=error_feedback,
         residual_decay=residual_decay,
         residual_dtype=residual_dtype,

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-
-def fields(bits: int) -> list[int]:
-    """The field widths that make up `bits`, widest first: 7 gives [4, 2, 1]."""
-    return [width for width in (8, 4, 2, 1) if bits & width]
+from ..formats.sizes import fields
 
 
 def pack(codes: tf.Tensor, bits: int) -> list[tf.Tensor]:

@@ -11,15 +11,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-
-def block_size(n: int, largest: int) -> int:
-    """The block length used for `n` elements: `largest`, or all of them rounded up to 8."""
-    return min(largest, 8 * math.ceil(max(n, 1) / 8))
-
-
-def block_count(n: int, block: int) -> int:
-    """The number of blocks of `block` elements that hold `n` elements."""
-    return math.ceil(n / block)
+from ..formats.sizes import block_count as block_count
+from ..formats.sizes import block_size
 
 
 def to_blocks(flat: tf.Tensor, block: int) -> tf.Tensor:

@@ -14,24 +14,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..formats.sizes import PAGE, ROW, bitmap_bytes
+from ..formats.sizes import index_form as form
 from . import bitpack
 from .compile import compiled
-
-PAGE = 65536
-_ROW = 1024  # bitmap bits packed as one row
-
-
-def form(n: int, k: int) -> str:
-    """`"pages"` or `"bitmap"`, whichever takes fewer bytes for `k` of `n` indices."""
-    return "bitmap" if _bitmap_bytes(n) < _pages_bytes(n, k) else "pages"
-
-
-def specs(n: int, k: int) -> list[tf.TensorSpec]:
-    """The tensors that `pack` returns for `k` of `n` indices."""
-    if form(n, k) == "bitmap":
-        return [tf.TensorSpec([_bitmap_bytes(n)], tf.uint8)]
-    low = tf.TensorSpec([k], tf.uint16)
-    return [low] if n <= PAGE else [tf.TensorSpec([math.ceil(n / PAGE)], tf.int32), low]
 
 
 def pack(indices: tf.Tensor, n: int) -> list[tf.Tensor]:
@@ -89,13 +75,5 @@ def _unpack_pages(packed: list[tf.Tensor], n: int) -> tf.Tensor:
 
 def _bitmap_shape(n: int) -> tuple[int, int]:
     """The bitmap's bits as rows and columns."""
-    bits = 8 * _bitmap_bytes(n)
-    return (1, bits) if n <= _ROW else (bits // _ROW, _ROW)
-
-
-def _bitmap_bytes(n: int) -> int:
-    return 8 * math.ceil(n / 64) if n <= _ROW else _ROW // 8 * math.ceil(n / _ROW)
-
-
-def _pages_bytes(n: int, k: int) -> int:
-    return 2 * k + (4 * math.ceil(n / PAGE) if n > PAGE else 0)
+    bits = 8 * bitmap_bytes(n)
+    return (1, bits) if n <= ROW else (bits // ROW, ROW)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..formats.sizes import row_dtype, stride_blocks
 from . import noise
 from .compile import compiled, fed_back
 
@@ -51,16 +52,6 @@ def _first_largest(values: tf.Tensor, labels: tf.Tensor | None, k: int) -> tf.Te
     # With NaN among the values there may be fewer; the shape must not follow from values.
     chosen = tf.concat([chosen, tf.zeros([k], tf.int64)], 0)[:k]
     return tf.ensure_shape(chosen, [k])
-
-
-def stride_blocks(n: int, k: int) -> int:
-    """Elements per block when `n` elements form `k` blocks with stride k: j, j + k, j + 2k, ..."""
-    return math.ceil(n / k)
-
-
-def row_dtype(rows: int) -> tf.DType:
-    """The shortest integer that holds one of `rows` rows."""
-    return tf.uint8 if rows <= 256 else tf.uint16 if rows <= 65536 else tf.int32
 
 
 def strided(flat: tf.Tensor, k: int) -> tf.Tensor:

@@ -79,7 +79,10 @@ class RunFiles:
 
 def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
     """A line of CSV for each step."""
-    milli = [1e3 * x for x in (steps.seconds, steps.exchange, steps.exposed, steps.encode, steps.wire, steps.decode)]
+    milli = [
+        1e3 * x
+        for x in (steps.seconds, steps.exchange, steps.exposed, steps.encode, steps.wire, steps.decode)
+    ]
     columns: list[Any] = [
         steps.step, ["" if epoch is None else epoch] * len(steps), [f"{t:.6f}" for t in steps.done], steps.loss,
         *milli, steps.bytes, steps.ratio, steps.error, steps.gradient_norm, steps.residual_norm,
@@ -92,9 +95,7 @@ def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:
     """A line of CSV for each step and bucket."""
     b = steps.buckets
     count = len(buckets)
-    compressors = [
-        _quoted(bucket.compressors[c]) for row in b.compressor for bucket, c in zip(buckets, row)
-    ]
+    compressors = [_quoted(bucket.compressors[c]) for row in b.compressor for bucket, c in zip(buckets, row)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(b.bytes > 0, b.plain / b.bytes, np.nan)
     columns: list[Any] = [
@@ -106,7 +107,9 @@ def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:
 
 
 def _lines(columns: list[Any]) -> str:
-    texts = [list(map(_text, column.tolist() if isinstance(column, np.ndarray) else column)) for column in columns]
+    texts = [
+        list(map(_text, column.tolist() if isinstance(column, np.ndarray) else column)) for column in columns
+    ]
     return "".join(",".join(row) + "\n" for row in zip(*texts))
 
 

@@ -152,12 +152,16 @@ def measure_link(process_set: Any) -> tuple[float, float] | None:
                 hvd.allreduce(tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", **keywords).numpy()
                 times.append(time.perf_counter() - begin)
             # The slowest rank's, so that all go on alike.
-            return float(hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", **keywords))
+            return float(
+                hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", **keywords)
+            )
 
         few, *more = _LINK_BYTES
         latency = per_byte = fastest(few)
         for nbytes in more:
-            per_byte = max(fastest(nbytes) - latency, 0.0) / uncompressed.bytes_sent(nbytes, process_set.size())
+            per_byte = max(fastest(nbytes) - latency, 0.0) / uncompressed.bytes_sent(
+                nbytes, process_set.size()
+            )
             if per_byte * max(more) > _PATIENCE:
                 break
         return latency, per_byte

@@ -172,7 +172,9 @@ class Session:
         """Reads the rest, closes the files."""
         with self._lock:
             self.read()
-            self._describe(finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+            self._describe(
+                finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            )
             if self._files is not None:
                 self._files.close()
 

@@ -38,7 +38,8 @@ def bucket_means(some: Sequence[Steps]) -> list[dict[str, float]]:
     found = []
     for b in range(tables["bytes"].shape[1]):
         row = {
-            _name(name): float(_mean(tables[name][:, b])) * (1e3 if name in _TIMES else 1.0) for name in _BUCKET
+            _name(name): float(_mean(tables[name][:, b])) * (1e3 if name in _TIMES else 1.0)
+            for name in _BUCKET
         }
         row["ratio"] = float(_mean(tables["plain"][:, b])) / row["bytes"] if row["bytes"] else float("nan")
         found.append(row)
@@ -74,7 +75,9 @@ def table(some: Sequence[Steps], first_step_seconds: float | None) -> str:
     for name, row in stats(some).items():
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    first = "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
+    first = (
+        "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
+    )
     lines = [f"{sum(map(len, some))} steps{first}"]
     for name, *numbers in cells:
         lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))

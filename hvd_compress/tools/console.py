@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 # Under horovodrun, and in scripts, the output is a pipe, whose width rich takes for 80.
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 160
+# Seconds between lines of progress there.
+_SILENCE = 4.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
 
@@ -48,12 +52,59 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return found
 
 
-def progress(show: bool = True) -> Progress:
-    """A progress bar on standard error, with the time so far; nothing where it is not to `show`."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(), console=errors(), transient=True, disable=not show,
-    )  # fmt: skip
+class Steps:
+    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every few seconds.
+
+    A context manager.
+    """
+
+    def __init__(self, what: str, total: int, show: bool = True) -> None:
+        """Prepare.
+
+        Args:
+            what: Is under way.
+            total: How many steps there will be.
+            show: Whether to show anything; False on all ranks but one.
+        """
+        self._what, self._total, self._show = what, total, show
+        self._done = -1
+        self._said = time.monotonic()
+        console = errors()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), console=console, transient=True, disable=not (show and console.is_terminal),
+        )  # fmt: skip
+        self._lines = show and not console.is_terminal
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def step(self, name: str = "") -> None:
+        """The next step begins."""
+        self._done += 1
+        self.say(name)
+
+    def say(self, name: str) -> None:
+        """What is being done in this step."""
+        self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
+        if self._lines and time.monotonic() - self._said > _SILENCE:
+            self._said = time.monotonic()
+            click.echo(f"hvd-compress: {self._what} {self._done}/{self._total} {name}".rstrip(), err=True)
+
+
+def under_horovodrun(example: str) -> None:
+    """Whether this process is one of several that horovodrun has started.
+
+    Raises:
+        click.UsageError: It is not; `example` shows how to.
+    """
+    if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
+        raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
 
 
 @contextlib.contextmanager
@@ -63,3 +114,10 @@ def usage(option: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Shows on standard error that something takes a while."""
+    with errors().status(what):
+        yield

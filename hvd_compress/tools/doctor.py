@@ -41,7 +41,9 @@ def summary(run: Run) -> str:
     compression = run.settings.get("compression", "unknown compression")
     first = run.meta.get("first_step_seconds")
     begun = "" if first is None else f", the first in {first:.1f} s"
-    return f"{run.path}: {compression}, {run.meta['ranks']} ranks ({len(run.ranks)} wrote), {steps} steps{begun}"
+    return (
+        f"{run.path}: {compression}, {run.meta['ranks']} ranks ({len(run.ranks)} wrote), {steps} steps{begun}"
+    )
 
 
 @click.command(epilog="Example: hvd-compress doctor logs/run-1")

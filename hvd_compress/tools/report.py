@@ -47,7 +47,8 @@ def page(run: Run) -> str:
         for f in found
     )
     plots = "".join(
-        f"<figure>{_svg(draw, run)}<figcaption>{_text(caption)}</figcaption></figure>" for caption, draw in _PLOTS
+        f"<figure>{_svg(draw, run)}<figcaption>{_text(caption)}</figcaption></figure>"
+        for caption, draw in _PLOTS
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -75,7 +76,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     head = f"<thead>{row(header, 'th')}</thead>" if any(header) else ""
-    return f'<div class="table"><table>{head}<tbody>{"".join(row(r, "td") for r in rows)}</tbody></table></div>'
+    return (
+        f'<div class="table"><table>{head}<tbody>{"".join(row(r, "td") for r in rows)}</tbody></table></div>'
+    )
 
 
 def _median(values: np.ndarray) -> str:
@@ -99,7 +102,9 @@ def _buckets(run: Run) -> tuple[Sequence[str], list[list[str]]]:
             f"{u} ({n / counts.sum():.0%})" if len(used) > 1 else str(u)
             for u, n in sorted(zip(used, counts), key=lambda pair: -pair[1])
         )
-        rows.append([name, f"{sizes.get(name, 0) / 1e6:.3g}", compressors, *(_median(values[c]) for c in columns)])
+        rows.append(
+            [name, f"{sizes.get(name, 0) / 1e6:.3g}", compressors, *(_median(values[c]) for c in columns)]
+        )
     return ("bucket", "MB", "compressor", *(f"{c.replace('_', ' ')}" for c in columns)), rows
 
 
@@ -144,7 +149,9 @@ def _svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
 
 
-def _thin(x: np.ndarray, y: np.ndarray, function: Callable[..., Any] = np.median) -> tuple[np.ndarray, np.ndarray]:
+def _thin(
+    x: np.ndarray, y: np.ndarray, function: Callable[..., Any] = np.median
+) -> tuple[np.ndarray, np.ndarray]:
     """At most so many points: the median of neighbours each, so that no line hides another."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
@@ -172,7 +179,9 @@ def _loss(axes: Axes, run: Run) -> None:
 
 def _time(axes: Axes, run: Run) -> None:
     for rank, color in zip(run.ranks, _COLORS):
-        axes.plot(*_thin(rank.steps["step"], rank.steps["step_ms"]), color=color, lw=1, label=f"rank {rank.number}")
+        axes.plot(
+            *_thin(rank.steps["step"], rank.steps["step_ms"]), color=color, lw=1, label=f"rank {rank.number}"
+        )
     _from_zero(axes, run.first.steps["step_ms"])
     axes.set(xlabel="step", ylabel="ms per step")
 
@@ -225,14 +234,27 @@ def _error(axes: Axes, run: Run) -> None:
     for (name, values), color in zip(run.first.buckets.items(), _COLORS * 100):
         if np.nanmax(np.nan_to_num(values["relative_error"]), initial=0.0) > 0.0:
             x, y = _thin(values["step"], values["relative_error"])
-            axes.plot(x, y, color=color, lw=1, marker=".", ms=3, label=f"bucket {name}" if len(run.first.buckets) <= 8 else None)
+            axes.plot(
+                x,
+                y,
+                color=color,
+                lw=1,
+                marker=".",
+                ms=3,
+                label=f"bucket {name}" if len(run.first.buckets) <= 8 else None,
+            )
     axes.set_ylim(bottom=0.0)
     axes.set(xlabel="step", ylabel="relative error")
 
 
 def _memory(axes: Axes, run: Run) -> None:
     for rank, color in zip(run.ranks, _COLORS):
-        axes.plot(*_thin(rank.steps["step"], rank.steps["memory_mb"]), color=color, lw=1.2, label=f"rank {rank.number}")
+        axes.plot(
+            *_thin(rank.steps["step"], rank.steps["memory_mb"]),
+            color=color,
+            lw=1.2,
+            label=f"rank {rank.number}",
+        )
     axes.set_ylim(bottom=0.0)
     axes.set(xlabel="step", ylabel="memory, MB")
 

@@ -62,7 +62,9 @@ def loss_diverges(run: Run) -> str | None:
     noise = _spread(loss) / np.sqrt(len(loss) / len(level))
     rise, fall = last - best, max(first - best, 0.0)
     if rise > max(0.5 * fall, 6.0 * noise, 0.2 * abs(best)) and last > best:
-        return f"the loss rises: {first:.4g} in the first steps, {best:.4g} at its best, {last:.4g} at the end"
+        return (
+            f"the loss rises: {first:.4g} in the first steps, {best:.4g} at its best, {last:.4g} at the end"
+        )
     peak = loss.max()
     scale = abs(first) + 1e-12
     if peak > first + 3.0 * scale and last > first - 0.02 * scale:
@@ -100,7 +102,10 @@ def residual_grows(run: Run) -> str | None:
     owed = _backlog(run)
     if owed is None:
         return None
-    middle, end = float(np.median(owed[len(owed) // 3 : 2 * len(owed) // 3])), float(np.median(owed[2 * len(owed) // 3 :]))
+    middle, end = (
+        float(np.median(owed[len(owed) // 3 : 2 * len(owed) // 3])),
+        float(np.median(owed[2 * len(owed) // 3 :])),
+    )
     if end < 8.0 or end < 1.25 * middle:
         return None
     residual = run.of_all("residual_norm")

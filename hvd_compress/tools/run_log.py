@@ -103,7 +103,9 @@ def load(path: str) -> Run:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoRun(f"{file} cannot be read: {type(error).__name__}: {error}") from None
     if version != FORMAT:
-        raise NoRun(f"{file} has format {version!r}, this version reads {FORMAT}: use the hvd_compress that wrote it")
+        raise NoRun(
+            f"{file} has format {version!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
+        )
     found = [_rank(directory, r) for r in range(ranks) if (directory / f"rank-{r}.csv").exists()]
     found = [rank for rank in found if len(rank.steps["step"])]
     if not found:

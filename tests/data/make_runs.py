@@ -51,7 +51,14 @@ def train(name: str, directory: str) -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    fault = {"compression": "int8", "learning_rate": 0.1, "width": 512, "batch": 256, "steps": 150, **RUNS[name]}
+    fault = {
+        "compression": "int8",
+        "learning_rate": 0.1,
+        "width": 512,
+        "batch": 256,
+        "steps": 150,
+        **RUNS[name],
+    }
     keras.utils.set_random_seed(7)
     model = keras.Sequential(
         [
@@ -121,7 +128,18 @@ def main() -> None:
         directory = Path(args.into) / name
         shutil.rmtree(directory, ignore_errors=True)
         horovodrun = str(Path(sys.executable).parent / "horovodrun")
-        command = [horovodrun, "--gloo", "-np", "2", sys.executable, __file__, name, "--into", str(directory), "--worker"]
+        command = [
+            horovodrun,
+            "--gloo",
+            "-np",
+            "2",
+            sys.executable,
+            __file__,
+            name,
+            "--into",
+            str(directory),
+            "--worker",
+        ]
         subprocess.run(command, check=True, timeout=300, cwd=ROOT)
         shutil.rmtree(directory / "tensorboard")
 

@@ -118,7 +118,9 @@ def test_watched(spec):
     graph = traced(spec, watched=True)
     check(graph, "ResourceScatterNdUpdate")
     # Clocks wait for what they time, and not for each other.
-    clocks = [op for op in graph.get_operations() if "PartitionedCall" in op.type and "now" in str(op.node_def)]
+    clocks = [
+        op for op in graph.get_operations() if "PartitionedCall" in op.type and "now" in str(op.node_def)
+    ]
     assert clocks and not any(c in clocks for op in clocks for c in op.control_inputs)
 
 

@@ -152,7 +152,9 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
 
     def fit(callbacks):
         kernel.utils.set_random_seed(3)
-        model = kernel.Sequential([kernel.layers.Input([40]), kernel.layers.Dense(50), kernel.layers.Dense(1)])
+        model = kernel.Sequential(
+            [kernel.layers.Input([40]), kernel.layers.Dense(50), kernel.layers.Dense(1)]
+        )
         optimizer = hvdc.DistributedOptimizer(kernel.optimizers.SGD(0.01), compression="int8")
         model.compile(optimizer, "mse", jit_compile=False)
         losses = []
@@ -197,9 +199,15 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
         assert sorted(events["hvd_compress/loss"]) == [2, 4, 6, 8]
         assert events["hvd_compress/loss"][2] == pytest.approx(expected[:2].mean(), rel=1e-4)
         assert events["hvd_compress/bucket_0/compressor"] == {2: "int8"}
-        assert {"ratio", "exchange_ms", "encode_ms", "wire_ms", "decode_ms", "relative_error", "residual_norm"} <= {
-            tag.split("/")[1] for tag in events
-        }
+        assert {
+            "ratio",
+            "exchange_ms",
+            "encode_ms",
+            "wire_ms",
+            "decode_ms",
+            "relative_error",
+            "residual_norm",
+        } <= {tag.split("/")[1] for tag in events}
 
 
 def scalars(directory):
@@ -219,7 +227,9 @@ def scalars(directory):
 
 def test_a_model_that_was_traced_before_is_traced_again(rank, tmp_path):
     model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50), keras.layers.Dense(1)])
-    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), "mse", jit_compile=False)
+    model.compile(
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), "mse", jit_compile=False
+    )
     x, y = np.ones((32, 40)), np.ones((32, 1))
     model.fit(x, y, batch_size=16, verbose=0)
     # On one rank only: its function is traced again, with the same collectives.
@@ -261,13 +271,18 @@ def test_profile_of_a_custom_loop(rank, tmp_path):
 
 
 def test_errors_say_what_is_wrong(tmp_path):
-    with pytest.raises(ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"):
+    with pytest.raises(
+        ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"
+    ):
         hvdc.callbacks.CompressionMonitor(tmp_path, update_freq=0)
     model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match="CompressionMonitor watches hvdc.DistributedOptimizer"):
         model.fit(
-            np.ones((4, 4)), np.ones((4, 1)), verbose=0, callbacks=[hvdc.callbacks.CompressionMonitor(tmp_path)]
+            np.ones((4, 4)),
+            np.ones((4, 1)),
+            verbose=0,
+            callbacks=[hvdc.callbacks.CompressionMonitor(tmp_path)],
         )
     with pytest.raises(RuntimeError, match="inside of `with hvdc.profile"):
         hvdc.profile().step()

@@ -5,6 +5,7 @@ import pytest
 import reference
 import tensorflow as tf
 
+from hvd_compress.formats.sizes import index_parts
 from hvd_compress.kernels import indices
 
 SIZES = [1, 2, 63, 64, 65, 1023, 1024, 1025, 65535, 65536, 65537, 200000]
@@ -27,7 +28,7 @@ def test_round_trip_and_size(n):
         k = len(chosen)
         packed = indices.pack(tf.constant(chosen, tf.int64), n)
         assert sum(part.numpy().nbytes for part in packed) == reference.index_bytes(n, k)
-        for part, spec in zip(packed, indices.specs(n, k)):
+        for part, spec in zip(packed, index_parts(n, k)):
             assert (part.shape, part.dtype) == (spec.shape, spec.dtype)
         unpacked = indices.unpack(packed, n, k)
         assert unpacked.dtype == tf.int64 and unpacked.shape == [k]

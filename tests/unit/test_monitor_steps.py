@@ -51,7 +51,9 @@ def test_times_bytes_and_errors():
 
 def test_losses_are_taken_out_of_the_running_mean():
     reader, idle = Reader(BUCKETS), (cell(0, 0, 0, 0), cell(0, 0, 0, 0, DENSE, 0))
-    steps = steps_of(row(0, 0, *idle, 20.0, 10), row(1, 0, *idle, 60.0, 20), row(2, 0, *idle, 65.0, 25), reader=reader)
+    steps = steps_of(
+        row(0, 0, *idle, 20.0, 10), row(1, 0, *idle, 60.0, 20), row(2, 0, *idle, 65.0, 25), reader=reader
+    )
     np.testing.assert_allclose(steps.loss, [2.0, 4.0, 1.0])
     reader.new_epoch()
     np.testing.assert_allclose(steps_of(row(3, 0, *idle, 50.0, 25), reader=reader).loss, [2.0])

@@ -160,7 +160,10 @@ def test_json():
         (lambda d: shutil.rmtree(d), "no such directory"),
         (lambda d: (d / "run.json").unlink(), "holds no run: it has no run.json"),
         (lambda d: (d / "run.json").write_text("{"), "run.json cannot be read"),
-        (lambda d: (d / "run.json").write_text('{"format": 99, "ranks": 2}'), "has format 99, this version reads 1"),
+        (
+            lambda d: (d / "run.json").write_text('{"format": 99, "ranks": 2}'),
+            "has format 99, this version reads 1",
+        ),
         (lambda d: [(d / f"rank-{r}.csv").unlink() for r in (0, 1)], "holds no steps"),
         (lambda d: (d / "rank-0.csv").write_text("a,b\n1,2\n"), "is damaged: it has no column 'step'"),
         (lambda d: rewrite(d / "rank-0.csv", "loss", lambda i, c: "x"), "is damaged: column 'loss'"),

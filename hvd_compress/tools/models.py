@@ -34,4 +34,10 @@ def bert_base() -> list[Shape]:
     return [*shapes, (768, 768), (768,)]
 
 
+def of_size(parameters: int) -> list[Shape]:
+    """Matrices of 1,024 columns and up to 1,024 rows, with so many parameters in all but for the last row."""
+    rows = max(1, round(parameters / 1024))
+    return [(min(1024, rows - first), 1024) for first in range(0, rows, 1024)]
+
+
 MODELS = {"mnist": mnist, "resnet50": resnet50, "bert_base": bert_base}

@@ -1,0 +1,43 @@
+"""Formats of `compressors.cast`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from .base import Format, Part, Shape, size_of
+
+
+class Cast(Format):
+    """Each value as `wire_type`."""
+
+    summable = True
+    wire_type: ClassVar[str]
+
+    def parts(self, shape: Shape) -> list[Part]:
+        """One part: the values."""
+        return [Part((size_of(shape),), self.wire_type)]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCompression(Cast):
+    """All as it is."""
+
+    name: ClassVar[str] = "none"
+    wire_type: ClassVar[str] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Float16(Cast):
+    """Half precision."""
+
+    name: ClassVar[str] = "fp16"
+    wire_type: ClassVar[str] = "float16"
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16(Cast):
+    """bfloat16."""
+
+    name: ClassVar[str] = "bf16"
+    wire_type: ClassVar[str] = "bfloat16"

@@ -1,0 +1,57 @@
+"""How many blocks, bits and bytes codes and indices take: numbers that kernels and formats share."""
+
+from __future__ import annotations
+
+import math
+
+from .base import Part
+
+PAGE = 65536  # of indices; see `kernels.indices`
+ROW = 1024  # bitmap bits packed as one row
+
+
+def block_size(n: int, largest: int) -> int:
+    """The block length used for `n` elements: `largest`, or all of them rounded up to 8."""
+    return min(largest, 8 * math.ceil(max(n, 1) / 8))
+
+
+def block_count(n: int, block: int) -> int:
+    """The number of blocks of `block` elements that hold `n` elements."""
+    return math.ceil(n / block)
+
+
+def fields(bits: int) -> list[int]:
+    """The field widths that make up `bits`, widest first: 7 gives [4, 2, 1]."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def stride_blocks(n: int, k: int) -> int:
+    """Elements per block when `n` elements form `k` blocks with stride k: j, j + k, j + 2k, ..."""
+    return math.ceil(n / k)
+
+
+def row_dtype(rows: int) -> str:
+    """The shortest integer that holds one of `rows` rows."""
+    return "uint8" if rows <= 256 else "uint16" if rows <= 65536 else "int32"
+
+
+def index_form(n: int, k: int) -> str:
+    """`"pages"` or `"bitmap"`, whichever takes fewer bytes for `k` of `n` indices; see `kernels.indices`."""
+    return "bitmap" if bitmap_bytes(n) < _pages_bytes(n, k) else "pages"
+
+
+def index_parts(n: int, k: int) -> list[Part]:
+    """What `k` of `n` indices become."""
+    if index_form(n, k) == "bitmap":
+        return [Part((bitmap_bytes(n),), "uint8")]
+    low = Part((k,), "uint16")
+    return [low] if n <= PAGE else [Part((math.ceil(n / PAGE),), "int32"), low]
+
+
+def bitmap_bytes(n: int) -> int:
+    """Bytes of a bitmap of `n` elements."""
+    return 8 * math.ceil(n / 64) if n <= ROW else ROW // 8 * math.ceil(n / ROW)
+
+
+def _pages_bytes(n: int, k: int) -> int:
+    return 2 * k + (4 * math.ceil(n / PAGE) if n > PAGE else 0)

@@ -1,0 +1,181 @@
+"""`hvd-compress bench`: every compressor on this very cluster."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..cost.calibration import COLLECTIVES
+from ..geometry import LARGEST
+from . import console, timing, units
+from .models import MODELS, of_size
+from .network import calibrated
+from .plan import SPECS
+from .prediction import BUCKET_BYTES, Workload, forecast
+
+EXAMPLE = "horovodrun -np 2 hvd-compress bench --model resnet50"
+_FEWEST_ROUNDS = 3
+
+
+@click.command(
+    epilog=f"""\b
+Examples:
+  {EXAMPLE} --plot bench.png
+  horovodrun -np 4 -H one:1,two:1,three:1,four:1 hvd-compress bench --params 110M -c none -c int8 --json"""
+)
+@click.option(
+    "--model", type=click.Choice(sorted(MODELS)), help="Whose gradients cross.  [default: resnet50]"
+)
+@click.option("--params", type=units.COUNT, help="A model of so many parameters, such as 25.6M, instead.")
+@click.option(
+    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(_FEWEST_ROUNDS),
+    default=9,
+    show_default=True,
+    help="How often each is timed.",
+)
+@click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the times.")
+@console.json_option
+def bench(
+    model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
+    plot: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time the exchange of a model's gradients with every compressor.
+
+    Runs under horovodrun; rank 0 prints. All take turns in each round; medians, of the slowest worker. The total is
+    one step's exchange with residuals, without a backward pass that would hide some of it. Encode and decode are the
+    kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,
+    ||sent - exact|| / ||exact||, before the residual makes up for it. Predicted is what `plan` says with a calibration
+    that is made here.
+    """
+    console.under_horovodrun(EXAMPLE)
+    if model is not None and params is not None:
+        raise click.UsageError("Give either --model or --params.")
+    shapes = of_size(params) if params else MODELS[model or "resnet50"]()
+    specs = tuple(dict.fromkeys(["none", *(specs or SPECS)]))
+    result = measure(shapes, specs, rounds, bucket_bytes)
+    if result is None:  # another rank prints
+        return
+    if plot is not None:
+        from . import plots
+
+        plots.bench(plot, result)
+    if as_json:
+        console.print_json(result)
+        return
+    out = console.output()
+    out.print(_table(result))
+    out.print(advice(result), soft_wrap=True)
+    errors = [abs(row["predicted"] / row["total"]["median"] - 1.0) for row in result["compressors"]]
+    out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
+    if plot is not None:
+        out.print(f"plot: {plot}")
+
+
+def measure(
+    shapes: list[tuple[int, ...]], specs: tuple[str, ...], rounds: int, bucket_bytes: int
+) -> dict[str, Any] | None:
+    """What `bench` measures; on rank 0, None on others. A collective call."""
+    import horovod.tensorflow as hvd
+    import numpy as np
+    import tensorflow as tf
+
+    from ..cost.calibrate import calibrate
+    from . import exchange
+
+    hvd.init()
+    variables = [tf.Variable(value) for value in exchange.gradients(shapes, hvd.rank())]
+    methods = {spec: exchange.Method(spec, variables, bucket_bytes) for spec in specs}
+    errors: dict[str, float] = {}
+    exact: list[Any] = []
+    with console.Steps("measuring", 2 * len(specs) + len(COLLECTIVES) + rounds, hvd.rank() == 0) as steps:
+        for spec, method in methods.items():  # no compression is the first one
+            steps.step(f"first step of {spec}")
+            reduced = method.run()
+            exact = exact or reduced
+            errors[spec] = exchange.relative_error(reduced, exact)
+            method.run()
+        piece = max(method.piece for method in methods.values()) or LARGEST
+        calibration = calibrate(specs, elements=piece, watch=steps.step)
+        times = timing.interleave(
+            {spec: method.run for spec, method in methods.items()}, rounds, exchange.barrier,
+            lambda: steps.step("rounds"),
+        )  # fmt: skip
+        slowest = exchange.slowest([times[spec] for spec in specs], "times").tolist()
+    if hvd.rank() != 0:
+        return None
+    work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)
+    totals = {spec: timing.summary(row) for spec, row in zip(specs, slowest)}
+    rows = []
+    for spec in specs:
+        sent, plain = methods[spec].plan.bytes_sent()
+        predicted = forecast(spec, work, calibrated(calibration, None), hvd.size())
+        total = totals[spec]["median"]
+        rows.append(
+            {
+                "compressor": spec,
+                "encode": predicted.encode,
+                "wire": max(0.0, total - predicted.encode - predicted.decode),
+                "decode": predicted.decode,
+                "total": totals[spec],
+                "speedup": totals["none"]["median"] / total,
+                "sent": sent,
+                "ratio": plain / sent,
+                "error": errors[spec],
+                "predicted": predicted.step,
+            }
+        )
+    parameters = int(sum(np.prod(shape) for shape in shapes))
+    return {"params": parameters, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
+
+
+def _table(result: dict[str, Any]) -> Any:
+    rows = []
+    for row in result["compressors"]:
+        total = row["total"]
+        rows.append(
+            [
+                row["compressor"],
+                *(units.show_seconds(row[part]) for part in ("encode", "wire", "decode")),
+                units.show_seconds(total["median"]),
+                f"{units.show_seconds(total['low'])} to {units.show_seconds(total['high'])}",
+                f"{row['speedup']:.2f}x",
+                units.show_bytes(row["sent"]),
+                f"{row['ratio']:.3g}",
+                f"{row['error']:.2g}" if row["error"] else "",
+                units.show_seconds(row["predicted"]),
+            ]
+        )
+    columns = [
+        "compressor", "encode", "wire", "decode", "total", "quartiles", "speedup", "sent", "ratio", "error",
+        "predicted",
+    ]  # fmt: skip
+    title = f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks, medians of {result['rounds']}"
+    return console.table(title, columns, rows)
+
+
+def advice(result: dict[str, Any]) -> str:
+    """What the table comes to."""
+    none, *others = result["compressors"]
+    base = none["total"]["median"]
+    if not others:
+        return f"Uncompressed, the exchange takes {units.show_seconds(base)}."
+    best = min(others, key=lambda row: row["total"]["median"])
+    if best["total"]["median"] >= base:
+        return "Nothing is faster than no compression on this network."
+    mild = [row for row in others if row["error"] < 0.2 and row["total"]["median"] < base]
+    careful = min(mild, key=lambda row: row["total"]["median"], default=None)
+    line = f"{best['compressor']} is the fastest: {best['speedup']:.2g} times as fast as no compression"
+    if careful is None or careful is best:
+        return line + "."
+    return (
+        f"{line}; {careful['compressor']} loses little (error {careful['error']:.2g}) and is "
+        f"{careful['speedup']:.2g} times as fast."
+    )

@@ -1,0 +1,99 @@
+"""What is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from . import units
+from .network import Network
+from .prediction import Workload, forecast
+
+_MOST_RANKS = 4096
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'hvd_compress[tools]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"the plot cannot be written to {path}: {error}") from None
+    _pyplot().close(figure)
+
+
+def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ranks: int) -> None:
+    """Step time against bandwidth between `ranks`, and against ranks up to 4,096, a line per compressor.
+
+    Raises:
+        click.ClickException: It cannot be drawn or written.
+    """
+    plt = _pyplot()
+    rates = network.rate * np.logspace(-2, 2, 41)
+    step = network.workers if network.shape == "two-level" else 1
+    counts = sorted({max(2 * step, step * round(2**power / step)) for power in range(1, 13)})
+    counts = [count for count in counts if count <= _MOST_RANKS]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for spec in specs:
+        style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
+        left.plot(
+            rates / 1e9, [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates], **style
+        )
+        right.plot(
+            counts, [1e3 * forecast(spec, work, network, count).step for count in counts], label=spec, **style
+        )
+    left.axvline(network.rate / 1e9, color="gray", linestyle=":")
+    left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="ms per step", title=f"{ranks} ranks")
+    right.set(
+        xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step", title=units.show_rate(network.rate)
+    )
+    right.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
+    right.xaxis.minorticks_off()
+    for axes in (left, right):
+        axes.grid(True, which="both", alpha=0.2)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.suptitle(
+        f"{units.show_count(work.numel)} parameters, backward pass {units.show_seconds(work.backward)} (predicted)"
+    )
+    _save(figure, path)
+
+
+def bench(path: Path, result: Mapping[str, Any]) -> None:
+    """Measured totals, a bar per compressor with its quartiles, and what was predicted.
+
+    Raises:
+        click.ClickException: It cannot be drawn or written.
+    """
+    plt = _pyplot()
+    rows = result["compressors"]
+    names = [row["compressor"] for row in rows]
+    totals = [1e3 * row["total"]["median"] for row in rows]
+    spread = [
+        [1e3 * (row["total"]["median"] - row["total"]["low"]) for row in rows],
+        [1e3 * (row["total"]["high"] - row["total"]["median"]) for row in rows],
+    ]
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    bars = axes.barh(
+        names, totals, xerr=spread, color=["gray" if name == "none" else "tab:blue" for name in names]
+    )
+    axes.bar_label(bars, [f"{total:.3g} ms" for total in totals], padding=4)
+    axes.plot([1e3 * row["predicted"] for row in rows], names, "k|", markersize=14, label="predicted")
+    axes.legend()
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("ms per exchange, median and quartiles")
+    axes.set_title(f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks")
+    _save(figure, path)

@@ -1,0 +1,297 @@
+"""How long a training step takes, predicted: the cost model, and buckets that queue behind the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import buckets, formats, geometry, traffic
+from ..auto.divisions import divided
+from ..buckets import Bucket, Shape
+from ..cost import CostModel, Prediction
+from ..formats import BlockSparse, BlockTopK, Format, Hybrid, NoCompression, OneBit, Quantize, RandomK, TopK
+from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
+from ..geometry import BUCKET_BYTES, MIN_COMPRESS_SIZE
+from .network import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        shapes: Of all gradients, first layer first.
+        backward: Seconds of the backward pass. Gradients become ready evenly in it, byte by byte, last layer first.
+        rest: Seconds of a step in which nothing can cross: forward pass, update.
+        bucket_bytes: Of float32.
+    """
+
+    shapes: tuple[Shape, ...]
+    backward: float = 0.0
+    rest: float = 0.0
+    bucket_bytes: int = BUCKET_BYTES
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return sum(map(math.prod, self.shapes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A bucket on its way.
+
+    Attributes:
+        nbytes: Of gradient, as float32.
+        shapes: Of its pieces.
+        ready: When its last gradient is there, as a share of the backward pass.
+        dense: Whether it is never compressed.
+    """
+
+    nbytes: int
+    shapes: tuple[Shape, ...]
+    ready: float
+    dense: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A step with one compressor, or with those that `auto` would choose.
+
+    Attributes:
+        compressor: Its spec string, or "auto".
+        step: Seconds.
+        exchange: Seconds of all buckets' exchanges, one after the other.
+        exposed: Seconds of it that the backward pass does not hide.
+        encode: Seconds of it.
+        wire: Seconds of it.
+        decode: Seconds of it.
+        sent: Bytes that each rank sends.
+        plain: Bytes that it would send uncompressed.
+        lost: The share of the energy of white noise that a step leaves to later ones; see `noise_lost`.
+        chosen: The compressor of each bucket.
+    """
+
+    compressor: str
+    step: float
+    exchange: float
+    exposed: float
+    encode: float
+    wire: float
+    decode: float
+    sent: int
+    plain: int
+    lost: float
+    chosen: tuple[tuple[int, str], ...]
+
+
+def makespan(waits: np.ndarray, exchange: np.ndarray) -> np.ndarray:
+    """As `auto.policy.makespan`, in NumPy: when the last bucket is there, [...], of [..., B] each.
+
+    The backward pass makes the gradients of one bucket after the other, each after another `waits` seconds;
+    meanwhile those before cross, one after the other, each in `exchange` seconds.
+    """
+    ready, crossed = np.cumsum(waits, -1), np.cumsum(exchange, -1)
+    latest: np.ndarray = np.max(ready - crossed + exchange, -1) + crossed[..., -1]
+    return latest
+
+
+@functools.lru_cache(maxsize=1024)
+def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int) -> list[Crossing]:
+    """The buckets of a step, in the order in which they cross, as `hvd_compress.plan` makes them.
+
+    Args:
+        work: What is trained.
+        candidates: The compressors that may be used; all buckets but the uncompressed ones are theirs.
+        ranks: Between how many.
+    """
+    plain = all(isinstance(candidate, NoCompression) for candidate in candidates)
+    everything = range(len(work.shapes))
+    chosen = [
+        i for i in everything if not plain and geometry.is_compressed(work.shapes[i], MIN_COMPRESS_SIZE)
+    ]
+    dense = [
+        Crossing(4 * bucket.numel, bucket.shapes, _ready(work, min(bucket.members)), True)
+        for bucket in _dense(work, [i for i in everything if i not in set(chosen)])
+    ]
+    if not chosen:
+        return dense
+    (members,) = buckets.assign(work.shapes, chosen, sys.maxsize)
+    limit = geometry.bucket_limit(work.bucket_bytes, members.numel)
+    layout: Any
+    if candidates[0].per_tensor:
+        layout = geometry.Whole(members)
+    else:
+        alignment = max(candidate.alignment for candidate in candidates)
+        layout = geometry.flat(members, candidates, alignment, limit, ranks)
+    # Elements up to the end of each piece, of all that are compressed.
+    sizes = [math.prod(shape) for shape in layout.shapes]
+    ends = np.minimum(np.cumsum(sizes), members.numel)
+    through = np.cumsum(members.sizes)
+    found = []
+    for pieces in layout.in_buckets(limit):
+        last = int(np.searchsorted(through, ends[pieces[-1]]))  # the gradient with which the bucket ends
+        shapes = tuple(layout.shapes[pieces.start : pieces.stop])
+        nbytes = 4 * sum(sizes[pieces.start : pieces.stop])
+        found.append(Crossing(nbytes, shapes, _ready(work, members.members[min(last, len(through) - 1)])))
+    # The uncompressed ones go before the last bucket.
+    return [*found[:-1], *dense, found[-1]]
+
+
+def _dense(work: Workload, members: Sequence[int]) -> list[Bucket]:
+    limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members))
+    return buckets.assign(work.shapes, members, limit)
+
+
+def _ready(work: Workload, first: int) -> float:
+    """The share of the backward pass after which the gradients from this position on are there."""
+    return sum(math.prod(shape) for shape in work.shapes[first:]) / work.numel
+
+
+def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
+    """A step with this compressor.
+
+    Raises:
+        ValueError: The spec string is not known, or what it costs, or the network does not fit the ranks.
+    """
+    model = CostModel(
+        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
+    )
+    compressor = formats.parse(spec)
+    crossing = crossings(work, (compressor,), ranks)
+    return _forecast(
+        spec, work, model, [_with(c, NoCompression() if c.dense else compressor, ranks) for c in crossing]
+    )
+
+
+def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
+    """A step with what `compression="auto"` would choose once its first steps are over.
+
+    By its own rule (`auto.policy.best`), with the shares of white noise for what candidates let through.
+    """
+    model = CostModel(
+        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
+    )
+    candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
+    crossing = crossings(work, candidates, ranks)
+    mine = [i for i, each in enumerate(crossing) if not each.dense]
+    chosen: list[Format] = [NoCompression()] * len(crossing)
+    if mine:
+        seconds = np.array(
+            [[_cost(model, _with(crossing[i], c, ranks)).total for c in candidates] for i in mine]
+        )
+        lost = np.array([noise_lost(candidate) for candidate in candidates])
+        ready = work.backward * np.array([crossing[i].ready for i in mine])
+        sizes = np.array([crossing[i].nbytes for i in mine], np.float64)
+        plain = [isinstance(candidate, NoCompression) for candidate in candidates]
+        picks = best(plain, np.diff(ready, prepend=0.0), seconds, lost, sizes)
+        for i, pick in zip(mine, picks):
+            chosen[i] = candidates[pick]
+    return _forecast("auto", work, model, [_with(c, chosen[i], ranks) for i, c in enumerate(crossing)])
+
+
+def best(
+    plain: Sequence[bool], waits: np.ndarray, seconds: np.ndarray, lost: np.ndarray, nbytes: np.ndarray
+) -> np.ndarray:
+    """As `auto.policy.best` with the default settings, in NumPy: the candidate for each bucket, [B].
+
+    Args:
+        plain: [C], whether candidates are no compression.
+        waits: [B], seconds.
+        seconds: [B, C], of each bucket's exchange.
+        lost: [C], shares of the energy that do not get through.
+        nbytes: [B], of gradient.
+    """
+    b, c = seconds.shape
+    allowed = (1.0 - lost >= TARGET) | (lost <= lost.min())
+    mixed = allowed & ~np.array(plain) if (allowed & ~np.array(plain)).any() else allowed
+    fallback = np.where(mixed, seconds, np.inf).argmin(-1)  # of each bucket the fastest one
+    options = divided(b, c)
+    options = np.where(mixed[options], options, fallback)
+    whole = [np.full((1, b), i, options.dtype) for i in range(c) if plain[i]]
+    options = np.concatenate([options, *whole])
+    missing = (lost[options] * nbytes).sum(-1) / nbytes.sum()
+    price = makespan(waits, seconds[np.arange(b), options]) * (1.0 + MAX_SLOWDOWN * missing)
+    found: np.ndarray = options[int(np.argmin(price))]
+    return found
+
+
+@functools.cache
+def noise_lost(compressor: Format) -> float:
+    """The share of the energy of white noise that one step loses, from samples; a gradient's is mostly less.
+
+    Quantizers of evenly spaced levels lose step^2 / 12 per element, signs with a common magnitude
+    1 - (mean |x|)^2 / mean x^2, sparse ones all that they leave out.
+    """
+    samples = np.random.default_rng(0).standard_normal(2**18)
+    ratio = getattr(compressor, "ratio", 1.0)
+    if isinstance(compressor, Quantize):
+        rows = samples.reshape(-1, 256)
+        return float(np.mean(np.square(np.ptp(rows, 1) / (2**compressor.bits - 1) / 12**0.5)))
+    if isinstance(compressor, OneBit):
+        return float(1.0 - np.mean(np.abs(samples)) ** 2 / np.mean(np.square(samples)))
+    if isinstance(compressor, RandomK):
+        return 1.0 - float(ratio)
+    if isinstance(compressor, (Hybrid, BlockTopK)):
+        block = round(1.0 / ratio)
+        rows = samples[: samples.size // block * block].reshape(-1, block)
+        return float(1.0 - np.mean(np.square(rows).max(1)) / block)
+    if isinstance(compressor, (TopK, BlockSparse)):
+        side = getattr(compressor, "block", 1)
+        energy = np.square(samples[: samples.size // side**2 * side**2]).reshape(-1, side**2).sum(1)
+        kept = np.sort(energy)[-max(1, round(ratio * energy.size)) :]
+        return float(1.0 - kept.sum() / energy.sum())
+    return 0.0
+
+
+class _Sent(NamedTuple):
+    """A bucket's exchange, but for what it costs."""
+
+    nbytes: int
+    ready: float
+    compressor: Format
+    payload: int
+    pattern: str
+    sent: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _with(crossing: Crossing, compressor: Format, ranks: int) -> _Sent:
+    pattern = traffic.choose(compressor, crossing.shapes, ranks)
+    if isinstance(compressor, NoCompression):
+        sent = traffic.ring_bytes(crossing.nbytes, ranks)
+    else:
+        sent = traffic.PATTERNS[pattern](compressor, crossing.shapes, ranks)
+    payload = traffic.payload_bytes(compressor, crossing.shapes)
+    return _Sent(crossing.nbytes, crossing.ready, compressor, payload, pattern, sent)
+
+
+def _cost(model: CostModel, one: _Sent) -> Prediction:
+    return model.predict(one.compressor, one.nbytes, one.pattern, payload=one.payload)
+
+
+def _forecast(name: str, work: Workload, model: CostModel, exchanges: Sequence[_Sent]) -> Forecast:
+    costs = [_cost(model, one) for one in exchanges]
+    waits = np.diff(work.backward * np.array([one.ready for one in exchanges]), prepend=0.0)
+    done = float(makespan(waits, np.array([cost.total for cost in costs])))
+    sizes = np.array([one.nbytes for one in exchanges], np.float64)
+    lost = np.array([noise_lost(one.compressor) for one in exchanges])
+    return Forecast(
+        compressor=name,
+        step=work.rest + done,
+        exchange=sum(cost.total for cost in costs),
+        exposed=done - work.backward,
+        encode=sum(cost.encode for cost in costs),
+        wire=sum(cost.wire for cost in costs),
+        decode=sum(cost.decode for cost in costs),
+        sent=sum(one.sent for one in exchanges),
+        plain=traffic.ring_bytes(4 * work.numel, model.ranks),
+        lost=float((lost * sizes).sum() / sizes.sum()),
+        chosen=tuple((one.nbytes, one.compressor.spec) for one in exchanges),
+    )

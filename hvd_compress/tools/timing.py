@@ -1,0 +1,41 @@
+"""Timing in turns, and medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    before: Callable[[], Any] = lambda: None,
+    watch: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each call, all functions in turn in every round, so that drift hits them alike.
+
+    Args:
+        functions: By name; each must wait for its own results.
+        rounds: How often each is timed.
+        before: Called before each timing, for example a barrier.
+        watch: Called before each round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        watch()
+        for name, function in functions.items():
+            before()
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(times) < 2:
+        return {"median": times[0], "low": times[0], "high": times[0]}
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}

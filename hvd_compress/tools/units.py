@@ -1,0 +1,148 @@
+"""Numbers with units, as people write them: 25.6M, 10gbit, 50us, 25MiB."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+_RATES = {
+    prefix + "bit": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BYTES = {
+    "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+}  # fmt: skip
+
+
+def parse_count(text: str) -> int:
+    """A whole number: 25600000, 25.6M.
+
+    Raises:
+        ValueError: It is none.
+    """
+    value = _parse(text.lower(), _COUNTS, text, "a number such as 25600000 or 25.6M (K, M, G)")
+    if value < 1 or value != round(value):
+        raise ValueError(f"{text!r} is not a whole number from 1 on")
+    return round(value)
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second: 10gbit, 500 Mbit/s, 1Gbps.
+
+    Raises:
+        ValueError: It is none.
+    """
+    # A capital B would be bytes.
+    bits = re.sub(r"(?<![a-zA-Z])([kKmMgGtT]?)b(?=ps$|/s$)", r"\1bit", text.strip())
+    short = re.sub(r"(/s|ps)$", "", bits)
+    value = _parse(short.lower(), _RATES, text, "a rate in bits per second, such as 10gbit or 500mbit")
+    if not value > 0:
+        raise ValueError(f"{text!r} is not a rate above 0")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds: 50us, 120ms, 1.5s, 10min; 0 needs no unit.
+
+    Raises:
+        ValueError: It is none.
+    """
+    known = {"": 0.0, **_SECONDS} if text.strip() == "0" else _SECONDS
+    return _parse(text.lower(), known, text, "a time such as 50us, 120ms, 1.5s or 10min")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes: 26214400, 25MiB, 10MB.
+
+    Raises:
+        ValueError: It is none.
+    """
+    value = _parse(text, {"": 1.0, **_BYTES}, text, "a size such as 10MB or 25MiB")
+    if value < 1:
+        raise ValueError(f"{text!r} is not a size from 1 byte on")
+    return round(value)
+
+
+def _parse(text: str, units: Mapping[str, float], original: str, what: str) -> float:
+    match = re.fullmatch(_NUMBER + r"\s*(\D*)", text.strip())
+    if match is None or match.group(2) not in units:
+        raise ValueError(f"{original!r} is not {what}")
+    value = float(match.group(1)) * units[match.group(2)]
+    if not math.isfinite(value):
+        raise ValueError(f"{original!r} is too large")
+    # 25.6 * 1e6 is 25600000.000000004 or so.
+    return round(value) if value >= 1 and abs(value - round(value)) < 1e-6 * value else value
+
+
+class _Type(click.ParamType):
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    ranks = tuple(parse_count(part) for part in text.split(","))
+    if min(ranks) < 2:
+        raise ValueError("ranks start from 2: a single one exchanges nothing")
+    return ranks
+
+
+def _parse_spec(text: str) -> str:
+    from .. import formats
+
+    if text.strip() == "auto":
+        raise ValueError("auto is no compressor, it chooses among some: name one of these, such as 'int8'")
+    return formats.parse(text).spec
+
+
+COUNT = _Type("count", parse_count)
+RATE = _Type("rate", parse_rate)
+SECONDS = _Type("time", parse_seconds)
+BYTES = _Type("bytes", parse_bytes)
+RANKS = _Type("ranks", _parse_ranks)
+SPEC = _Type("spec", _parse_spec)
+
+
+def show_rate(bits_per_second: float) -> str:
+    """Bits per second as text: 10 Gbit/s."""
+    return _show(
+        bits_per_second, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)), "bit/s"
+    )
+
+
+def show_bytes(nbytes: float) -> str:
+    """Bytes as text: 102 MB."""
+    return _show(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
+
+
+def show_seconds(seconds: float) -> str:
+    """Seconds as text: 12.3 ms."""
+    if not seconds:
+        return "0 s"
+    return _show(seconds, (("s", 1.0), ("ms", 1e-3)), "us", 1e-6)
+
+
+def show_count(count: float) -> str:
+    """A number as text: 25.6M."""
+    return _show(count, (("G", 1e9), ("M", 1e6), ("K", 1e3)), "").replace(" ", "")
+
+
+def _show(value: float, units: tuple[tuple[str, float], ...], smallest: str, scale: float = 1.0) -> str:
+    name, size = next(((name, size) for name, size in units if value >= size * 0.9995), (smallest, scale))
+    number = f"{value / size:.3g}"
+    number = f"{value / size:.0f}" if "e" in number else number
+    return f"{number} {name}".rstrip()

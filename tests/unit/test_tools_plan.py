@@ -1,0 +1,273 @@
+"""`hvd-compress plan`: its numbers against sums by hand, its output, its exit status."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from hvd_compress import formats
+from hvd_compress.auto import policy, start
+from hvd_compress.compression import Compression
+from hvd_compress.cost import Calibration, KernelCost, Link
+from hvd_compress.cost.defaults import KERNELS
+from hvd_compress.tools import advice, cli, prediction
+from hvd_compress.tools.models import MODELS, of_size
+from hvd_compress.tools.network import Network
+from hvd_compress.tools.prediction import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["plan", "--params", "25.6M", "--ranks", "8,16", "--bandwidth", "10gbit", "--backward", "120ms"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def queue(ready, seconds):
+    """When the last bucket has crossed, where each waits for its gradients and for the one before."""
+    free = 0.0
+    for at, long in zip(ready, seconds):
+        free = max(free, at) + long
+    return free
+
+
+def test_no_compression_by_hand():
+    # Four equal matrices of 4 MB: four buckets, each ready after another quarter of the backward pass.
+    work = Workload(((1024, 1024),) * 4, backward=0.04, rest=0.01)
+    found = prediction.forecast("none", work, Network(1e9, 1e-4), 4)
+    each = 2 * 3 * 1e-4 + 2 * 3 / 4 * 4 * 2**20 * 8e-9
+    assert [size for size, _ in found.chosen] == [4 * 2**20] * 4
+    assert found.exchange == pytest.approx(4 * each)
+    assert found.step == pytest.approx(0.01 + queue([0.01, 0.02, 0.03, 0.04], [each] * 4))
+    assert found.exposed == pytest.approx(found.step - 0.05)
+    assert found.sent == found.plain == round(1.5 * 4 * 4 * 2**20)
+    # On a fast link all but the last bucket hide.
+    fast = prediction.forecast("none", work, Network(100e9, 0.0), 4)
+    assert fast.step == pytest.approx(0.05 + 1.5 * 4 * 2**20 * 8e-11)
+
+
+def test_a_compressor_by_hand():
+    # One matrix and one bias, which is not compressed and crosses before the last bucket.
+    work = Workload(((1024, 256), (256,)), backward=0.01)
+    found = prediction.forecast("int8", work, Network(1e9, 1e-4), 2)
+    assert found.chosen == ((1024, "none"), (2**20, "int8"))
+    payload = 2**18 + 2**18 // 256 * 8
+    cost = KERNELS["quantize"]
+    dense = 2 * 1e-4 + 1024 * 8e-9
+    wire = 1e-4 + payload * 8e-9
+    encode = cost.call + 2**20 * cost.encode
+    decode = cost.call + 2**20 * (cost.decode + 2 * cost.decode_rank)
+    assert found.wire == pytest.approx(dense + wire)
+    assert (found.encode, found.decode) == (pytest.approx(encode), pytest.approx(decode))
+    ready = [0.01 * 256 / (2**18 + 256), 0.01]  # byte by byte, the last layer first
+    assert found.step == pytest.approx(queue(ready, [dense, encode + wire + decode]))
+    assert found.sent == 1024 + payload // 64 * 64 + 64
+
+
+def test_buckets_are_those_of_training():
+    from hvd_compress.plan import Plan
+    from hvd_compress.settings import Settings
+
+    class Set:
+        def __init__(self, ranks):
+            self.ranks = list(range(ranks))
+
+        def size(self):
+            return len(self.ranks)
+
+    shapes = [(700, 1000), (1000,), (1000, 3000), (3000,), (3000, 300), (300,)]
+    variables = [tf.zeros(shape) for shape in shapes]
+    for spec in ("none", "int4", "topk:ratio=0.01", "randomk:ratio=0.01", "block_sparse:ratio=0.1,block=4"):
+        for ranks in (2, 4, 8):
+            settings = Settings(Compression.parse(spec), process_set=Set(ranks), bucket_bytes=2**22)
+            plan = Plan("p", settings, variables, variables)
+            found = prediction.forecast(
+                spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks
+            )
+            assert found.sent == plan.bytes_sent()[0]
+            assert found.plain == plan.bytes_sent()[1]
+            expected = [4 * bucket.numel for bucket in plan.dense] + [
+                4 * sum(math.prod(s) for s in section.layout.shapes[p.start : p.stop])
+                for section, p in plan.buckets
+            ]
+            assert sorted(size for size, _ in found.chosen) == sorted(expected)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 7])
+def test_the_queue_is_that_of_auto(buckets):
+    waits, exchange = np.random.default_rng(buckets).exponential(1.0, (2, 50, buckets))
+    found = prediction.makespan(waits, exchange)
+    theirs = policy.makespan(tf.constant(waits, tf.float32), tf.constant(exchange, tf.float32))
+    np.testing.assert_allclose(found, theirs, rtol=1e-5)
+    by_hand = [queue(np.cumsum(waits[i]), exchange[i]) for i in range(50)]
+    np.testing.assert_allclose(found, by_hand, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_is_that_of_auto(seed):
+    random = np.random.default_rng(seed)
+    b = int(random.integers(1, 9))
+    seconds = random.exponential(1.0, (b, 4))
+    waits = random.exponential(0.5, b)
+    lost = np.array([0.0, 1e-4, 0.01, 0.92 if seed % 2 else 0.995])
+    nbytes = random.integers(1, 25, b) * 1e6
+    plain = [True, False, False, False]
+    found = prediction.best(plain, waits, seconds, lost, nbytes)
+
+    def f32(x):
+        return tf.constant(x, tf.float32)
+
+    table = f32(np.broadcast_to(lost, (b, 4)))
+    allowed = policy.admit(table, tf.ones([b], tf.int32), f32(0.01))
+    theirs = policy.best(allowed, plain, f32(waits), f32(seconds), table, f32(nbytes), 0.02)
+    np.testing.assert_array_equal(found, theirs)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01", "randomk:ratio=0.1",
+        "hybrid:ratio=0.01,bits=8",
+    ],
+)  # fmt: skip
+def test_what_noise_loses_is_what_the_compressor_loses(spec):
+    measured = start._lost(Compression.parse(spec), (2**17,))
+    assert prediction.noise_lost(formats.parse(spec)) == pytest.approx(measured, rel=0.05)
+
+
+def test_the_last_layers_hide_and_the_crossover_is_where_it_is_said_to_be():
+    work = Workload(tuple(of_size(25_600_000)), backward=0.12)
+    network = Network(10e9, 50e-6)
+    specs = ("none", "int8", "onebit")
+
+    def at(rate):
+        return tuple(prediction.forecast(spec, work, network, 8, rate) for spec in specs)
+
+    ranges = advice.ranges(at)
+    assert ranges[-1] == (None, "none")
+    limit = advice.stops_paying(ranges)
+    assert advice.best_of(at(limit * 1.01)).compressor == "none"
+    assert advice.best_of(at(limit * 0.99)).compressor != "none"
+    for (first, name), (_, after) in zip(ranges, ranges[1:]):
+        assert advice.best_of(at(first * 0.999)).compressor == name
+        assert advice.best_of(at(first * 1.001)).compressor == after
+
+
+def test_json_and_table_agree():
+    result = invoke(*PLAN, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.output)
+    assert [case["ranks"] for case in found["cases"]] == [8, 16]
+    assert found["params"] == 25_600_000 and found["kernels"] == "defaults"
+    none = found["cases"][0]["compressors"][0]
+    work = Workload(tuple(of_size(25_600_000)), backward=0.12)
+    assert none["step"] == prediction.forecast("none", work, Network(10e9, 50e-6), 8).step
+    for case in found["cases"]:
+        for each in (*case["compressors"], case["auto"]):
+            assert each["speedup"] == case["compressors"][0]["step"] / each["step"]
+            assert each["step"] >= 0.12
+        assert sum(bucket["bytes"] for bucket in case["auto"]["buckets"]) >= 4 * 25_600_000
+    table = invoke(*PLAN)
+    assert table.exit_code == 0
+    assert "Compression stops paying at" in table.output and "auto would take" in table.output
+    assert "one server core, not yours" in table.output
+
+
+def test_two_levels_cost_less_than_one_ring():
+    flat = json.loads(invoke(*PLAN, "-c", "none", "--json").output)
+    options = ["--topology", "two-level", "--workers-per-host", "8"]
+    two = json.loads(invoke(*PLAN, "-c", "none", *options, "--json").output)
+    assert two["topology"] == "two-level"
+    assert two["cases"][1]["compressors"][0]["exchange"] < flat["cases"][1]["compressors"][0]["exchange"]
+
+
+def test_a_calibration_brings_links_and_kernels(tmp_path):
+    path = tmp_path / "link.json"
+    links = {"allreduce": Link(1e-3, 8e-9), "allgather": Link(2e-3, 16e-9), "alltoall": Link(1e-3, 8e-9)}
+    Calibration(2, links, {"none": KernelCost(), "int8": KernelCost(0.0, 1e-9, 0.0, 0.0)}).save(path)
+    result = invoke(
+        "plan", "--params", "4M", "--calibration", str(path), "-c", "int8", "-c", "int4", "--json"
+    )
+    found = json.loads(result.output)
+    assert found["bandwidth"] == pytest.approx(1e9) and found["topology"] == "measured"
+    assert found["kernels_by_default"] == ["int4"]
+    (case,) = found["cases"]
+    assert case["ranks"] == 2
+    int8 = case["compressors"][1]
+    nbytes = sum(bucket["bytes"] for bucket in case["auto"]["buckets"])
+    assert int8["encode"] == pytest.approx(nbytes * 1e-9, rel=0.01)
+    # Each bucket is an allgather: its own link counts.
+    assert int8["wire"] == pytest.approx(4 * 2e-3 + nbytes / 4 * (1 + 8 / 256) * 16e-9, rel=0.01)
+
+
+def test_a_plot_is_drawn(tmp_path):
+    path = tmp_path / "plan.png"
+    result = invoke(*PLAN[:-2], "-c", "int8", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    broken = invoke(*PLAN, "-c", "int8", "--plot", str(tmp_path / "no" / "plan.png"))
+    assert broken.exit_code == 1 and "the plot cannot be written" in broken.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "Give either --params, such as --params 25.6M, or --model."),
+        (["plan", "--params", "5M"], "Give --bandwidth, such as --bandwidth 10gbit, or --calibration."),
+        (["plan", "--params", "5M", "--bandwidth", "1gbit"], "Give --ranks"),
+        ([*PLAN, "--bandwidth", "10GB"], "'10GB' is not a rate in bits per second"),
+        ([*PLAN, "-c", "int9"], "unknown compressor 'int9': did you mean 'int8'?"),
+        ([*PLAN, "-c", "auto"], "auto is no compressor"),
+        ([*PLAN, "--ranks", "1"], "ranks start from 2"),
+        ([*PLAN, "--calibration", "nowhere.json"], "the calibration nowhere.json cannot be read"),
+        ([*PLAN, "--topology", "two-level"], "--topology two-level and --workers-per-host go together."),
+        ([*PLAN, "--topology", "two-level", "--workers-per-host", "3"], "8 ranks do not fill hosts of 3 workers"),
+        (["bench"], "horovodrun -np 2 hvd-compress bench"),
+        (["calibrate"], "horovodrun -np 2 hvd-compress calibrate"),
+        (["plan", "--no-such"], "--no-such"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_status_2_and_one_clear_line(arguments, message, monkeypatch):
+    monkeypatch.delenv("HOROVOD_SIZE", raising=False)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    errors = [line for line in result.output.splitlines() if line.startswith("Error:")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.mark.parametrize("command", [command.name for command in cli.COMMANDS])
+def test_help_has_an_example(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"hvd-compress {command}" in result.output and "--json" in result.output
+
+
+def test_plan_starts_fast_and_without_tensorflow():
+    code = f"""
+import sys
+from hvd_compress.tools.cli import main
+try:
+    main({PLAN!r}, prog_name="hvd-compress")
+except SystemExit as stop:
+    assert stop.code == 0
+assert not [name for name in sys.modules if name.partition(".")[0] in ("tensorflow", "horovod", "keras", "optuna")]
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start_ = time.process_time(), os.times().children_user
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    # Of the processor's time: others may be busy. It takes about a third of this.
+    assert os.times().children_user - start_[1] < 1.5
+
+
+def test_models():
+    assert sum(math.prod(shape) for shape in MODELS["resnet50"]()) == 25_557_032
+    assert abs(sum(math.prod(shape) for shape in of_size(25_600_000)) - 25_600_000) < 1024

@@ -1,0 +1,210 @@
+"""`hvd-compress tune`, with a launcher that starts one process and scripts that take no time."""
+
+import json
+import re
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_compress import formats
+from hvd_compress.tools import cli, search
+from hvd_compress.tools.trial import Run, run
+from hvd_compress.tune_lines import MARK
+
+# Instead of horovodrun: drops its own options, and starts the command once, as rank 0.
+LAUNCHER = """
+import subprocess, sys
+command = sys.argv[1:]
+while command[0] in ("-np", "-H"):
+    command = command[2:]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+for line in process.stdout:
+    print("[0]<stdout>:" + line, end="", flush=True)
+sys.exit(process.wait())
+"""
+# Steps take the time that the setting's name decides, and so does the loss.
+SCRIPT = """
+import json, os, sys
+open(sys.argv[1], "a").write(os.environ["HVD_COMPRESS"] + "\\n")
+spec, size = os.environ["HVD_COMPRESS"], int(os.environ["HVD_COMPRESS_BUCKET_BYTES"])
+name = spec.partition(":")[0]
+step = {"none": 0.1, "int8": 0.05, "hybrid": 0.02}.get(name, 0.08) * (0.9 if size < 2**23 else 1.0)
+loss = {"none": 1.0, "int8": 1.01, "hybrid": 1.5}.get(name, 1.005)
+mark = "\\nhvd_compress-tune: "
+print("loss: 7.0")
+print(mark + json.dumps({"compression": spec, "bucket_bytes": size}))
+print(mark + json.dumps({"steps": [3.0] * 5 + [step] * 20}))
+print(mark + json.dumps({"metrics": {"loss": 2.0, "val_accuracy": 0.9 - (loss - 1) / 2}}))
+print(mark + json.dumps({"metrics": {"loss": loss, "val_accuracy": 0.9 - (loss - 1) / 2}}))
+print(f"final loss: {loss}")
+"""
+
+
+@pytest.fixture
+def tune(tmp_path):
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(LAUNCHER)
+
+    def start(*options, script=SCRIPT, study="study.log"):
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        return CliRunner().invoke(
+            cli.main,
+            ["tune", "-np", "2", "--launcher", f"{sys.executable} {launcher}", "--study", str(tmp_path / study),
+             *options, str(path), str(tmp_path / "runs")],
+        )  # fmt: skip
+
+    start.runs = lambda: (tmp_path / "runs").read_text().split()
+    start.path = tmp_path
+    return start
+
+
+def test_the_fastest_within_the_loss_is_found_and_the_study_goes_on(tune):
+    first = tune("--trials", "4", "--json")
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.stdout)
+    # No compression, then what is good in many cases.
+    assert tune.runs()[:3] == ["none", "int8", "hybrid:ratio=0.01,bits=4"]
+    assert len(found["trials"]) == 4
+    assert found["baseline"]["step"] == pytest.approx(0.1) and found["baseline"]["metric"] == 1.0
+    by_spec = {row["compression"]: row for row in found["trials"]}
+    assert by_spec["hybrid:ratio=0.01,bits=4"]["step"] == pytest.approx(0.02)
+    assert by_spec["hybrid:ratio=0.01,bits=4"]["loss_increase"] == pytest.approx(0.5)
+    assert found["best"]["compression"] == "int8"  # hybrid is faster but loses too much
+    assert found["line"] == 'hvdc.DistributedOptimizer(optimizer, compression="int8")'
+    count = len(tune.runs())
+    second = json.loads(tune("--trials", "8", "--json").stdout)
+    assert second["trials"][:4] == found["trials"]
+    assert len(second["trials"]) == 8 and len(tune.runs()) <= count + 4
+    # What is allowed may change.
+    more = json.loads(tune("--trials", "8", "--json", "--max-loss-increase", "1").stdout)
+    assert more["best"]["compression"].startswith("hybrid")
+    third = tune("--trials", "8")
+    assert third.exit_code == 0 and "Write into the script:" in third.output
+    assert "loses too much" in third.output
+
+
+def test_what_was_run_is_not_run_again(tune):
+    assert tune("--trials", "14", "-c", "onebit").exit_code == 0
+    runs = tune.runs()
+    assert set(runs) == {"none", "onebit"}
+    assert len(runs) <= 2 * len(search.BUCKETS) < 14
+
+
+def test_more_may_be_better(tune):
+    result = tune("--trials", "3", "--metric", "val_accuracy", "--json", "--max-loss-increase", "0.3")
+    found = json.loads(result.stdout)
+    assert found["best"]["compression"] == "hybrid:ratio=0.01,bits=4"
+    assert [row["metric"] for row in found["trials"]] == pytest.approx([0.9, 0.895, 0.65])
+    strict = tune(
+        "--trials", "3", "--metric", "val_accuracy", "--json", "--max-loss-increase", "0.1", study="2"
+    )
+    assert json.loads(strict.stdout)["best"]["compression"] == "int8"
+
+
+def test_the_metric_may_be_printed(tune):
+    result = tune("--trials", "3", "--metric-regex", r"loss: ([0-9.]+)", "--json")
+    assert [row["metric"] for row in json.loads(result.stdout)["trials"]] == [1.0, 1.01, 1.5]
+
+
+def test_what_takes_too_long_is_ended(tune):
+    script = SCRIPT + "\nimport time\ntime.sleep(0 if name == 'none' else 600)\n"
+    start = time.monotonic()
+    result = tune("--trials", "2", "--time-limit", "3s", "--json", script=script)
+    assert time.monotonic() - start < 60
+    assert [row["status"] for row in json.loads(result.stdout)["trials"]] == ["done", "too slow"]
+
+
+def test_one_setting_that_fails_is_no_end(tune):
+    script = "import os\nif os.environ['HVD_COMPRESS'] == 'int8': raise SystemExit(3)\n" + SCRIPT
+    result = tune("--trials", "3", "--json", "--max-loss-increase", "1", script=script)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["status"] for row in found["trials"]] == ["done", "failed", "done"]
+    assert found["best"]["compression"] == "hybrid:ratio=0.01,bits=4"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "status", "message"),
+    [
+        ("raise SystemExit('boom')", [], 1, "the script fails without compression:\nboom"),
+        ("print('hello')", [], 1, "the script made too few steps with hvdc.DistributedOptimizer"),
+        (SCRIPT, ["--metric", "val_loss"], 1, "no metric 'val_loss': the script has loss, val_accuracy"),
+        (SCRIPT, ["--metric-regex", "nothing ([0-9])"], 1, "matches nothing in the output"),
+        (SCRIPT, ["--metric-regex", "loss"], 2, "has no group"),
+        (SCRIPT, ["--metric-regex", "("], 2, "is no regular expression"),
+        (SCRIPT, ["--launcher", "no-such-program"], 1, "no-such-program was not found"),
+        (SCRIPT.replace('"compression": spec', '"compression": "onebit"'), [], 1, "sets compression to onebit itself"),
+        (SCRIPT.replace('"bucket_bytes": size', '"bucket_bytes": 7'), [], 1, "sets bucket_bytes to 7 itself"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(tune, script, options, status, message):
+    result = tune("--trials", "2", *options, script=script)
+    assert result.exit_code == status
+    assert message in result.output
+
+
+def test_what_failed_as_a_whole_does_not_count(tune):
+    assert tune("--trials", "2", script="raise SystemExit(1)").exit_code == 1
+    found = json.loads(tune("--trials", "2", "--json").stdout)
+    assert [row["compression"] for row in found["trials"]] == ["none", "int8"]
+
+
+def test_a_study_belongs_to_its_runs(tune):
+    assert tune("--trials", "2").exit_code == 0
+    other = tune("--trials", "2", "--metric", "loss")
+    assert other.exit_code == 2 and "it is of another metric, None: name another file" in other.output
+    (tune.path / "text").write_text("no study\n")
+    broken = tune(study="text")
+    assert broken.exit_code == 2 and "is no study of `hvd-compress tune`" in broken.output
+
+
+def test_what_a_run_says():
+    found, pattern = Run(), re.compile("loss=([0-9.]+)")
+    for line in [
+        "[0]<stdout>:1/10 loss=0.5\n", f"[0]<stdout>:{MARK}" + '{"steps": [1, 2]}\n', f"x {MARK}" + '{"steps": [3]}\n',
+        f"{MARK}broken\n", f"{MARK}" + '{"compression": "int8", "bucket_bytes": 5}\n',
+        f"{MARK}" + '{"compression": "int4", "bucket_bytes": 6}\n', "loss=0.25\n", "\n",
+    ]:  # fmt: skip
+        found.hear(line, pattern)
+    assert found.steps == [1, 2, 3] and found.printed == 0.25
+    assert (found.compression, found.bucket_bytes) == ("int8", 5)  # the first optimizer's
+    assert found.tail == ["1/10 loss=0.5", "loss=0.25"]
+    assert Run(steps=list(range(100))).usual_steps() == list(range(10, 100))
+    assert Run(steps=list(range(8))).usual_steps() == list(range(2, 8))
+
+
+def test_a_run_that_is_ended_leaves_nothing(tmp_path):
+    import psutil
+
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    inner = f"[sys.executable, '-c', {child!r}, sys.argv[1]]"
+    code = f"import subprocess, sys; subprocess.run({inner}, start_new_session=True)"
+    pid = tmp_path / "pid"
+    found = run([sys.executable, "-c", code, str(pid)], {}, 3.0, None)
+    assert found.status == "late" and found.seconds < 60
+    number = int(pid.read_text())
+    # Where nobody collects orphans a zombie remains.
+    assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+
+
+def test_settings_are_known_specs():
+    class Trial:
+        """Takes the last of all choices."""
+
+        def __init__(self, kind):
+            self.kind = kind
+
+        def suggest_categorical(self, name, choices):
+            return self.kind if name == "compressor" else choices[-1]
+
+        def suggest_float(self, name, low, high, log):
+            return 0.0345678
+
+    for kind in search.KINDS:
+        setting = search.propose(Trial(kind), search.KINDS)
+        assert formats.parse(setting.compression).name == kind
+        assert setting.compression in setting.line() and "bucket_bytes=52428800" in setting.line()
+    assert search.is_maximized("val_accuracy") and not search.is_maximized("val_loss")
