@@ -93,5 +93,5 @@ class profile:
         return summary.table(self._some, self.first_step_seconds)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The numbers of `summary`: by quantity, then "mean", "std", "p50", "p90", "p99" and "max"; none without steps."""
+        """The numbers of `summary`: by quantity, then "mean", "std", "p50", "p90", "p99" and "max"."""
         return summary.stats(self._some) if self._some else {}

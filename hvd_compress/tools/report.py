@@ -43,7 +43,8 @@ def page(run: Run) -> str:
     """The page, HTML with everything in it: no other file, no network."""
     found = doctor.examine(run)
     findings = "".join(
-        f'<div class="finding"><strong>{_text(f.problem)}</strong><p>{_text(f.figures)}</p><p>{_text(f.advice)}</p></div>'
+        f'<div class="finding"><strong>{_text(f.problem)}</strong><p>{_text(f.figures)}</p>'
+        f"<p>{_text(f.advice)}</p></div>"
         for f in found
     )
     plots = "".join(

@@ -8,19 +8,27 @@ things are compiled, are left out. Where there is too little to judge by, a rule
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from .figures import (
+    FEWEST,
+    WARM_UP,
+    backlog,
+    beginning,
+    late,
+    link_of,
+    median,
+    rate,
+    spread,
+    trimmed,
+    windows,
+)
 from .run_log import Run
 
-# Steps that are not looked at: they compile, connect, and warm up.
-_WARM_UP = 5
-_FEWEST = 20
-_WINDOWS = 10
 # Of a step, that is worth a word, and milliseconds below which nothing is.
 _MUCH, _SHARE = 0.5, 0.2
 _FIXED_MS = 20.0
@@ -53,13 +61,13 @@ def loss_diverges(run: Run) -> str | None:
     if bad.any():
         return f"the loss is not finite from step {step[bad][0]:.0f} on ({bad.sum()} of {len(loss)} steps)"
     lost = 1.0 - run.of_all("finite").min(0)
-    if len(lost) >= _FEWEST and lost[-len(lost) // 5 :].mean() > 0.5:
+    if len(lost) >= FEWEST and lost[-len(lost) // 5 :].mean() > 0.5:
         return f"gradients are not finite in {lost.sum():.0f} of {len(lost)} steps, and in most of the last fifth"
-    if len(loss) < _FEWEST:
+    if len(loss) < FEWEST:
         return None
-    level = _windows(loss)
-    first, best, last = _beginning(loss), level.min(), level[-1]
-    noise = _spread(loss) / np.sqrt(len(loss) / len(level))
+    level = windows(loss)
+    first, best, last = beginning(loss), level.min(), level[-1]
+    noise = spread(loss) / np.sqrt(len(loss) / len(level))
     rise, fall = last - best, max(first - best, 0.0)
     if rise > max(0.5 * fall, 6.0 * noise, 0.2 * abs(best)) and last > best:
         return (
@@ -69,7 +77,8 @@ def loss_diverges(run: Run) -> str | None:
     scale = abs(first) + 1e-12
     if peak > first + 3.0 * scale and last > first - 0.02 * scale:
         return (
-            f"the loss jumped from {first:.4g} to {peak:.4g} at step {step[loss.argmax()]:.0f} and is no lower than at "
+            f"the loss jumped from {first:.4g} to {peak:.4g} at step {step[loss.argmax()]:.0f} and is no "
+            "lower than at "
             f"the beginning at the end ({last:.4g})"
         )
     return None
@@ -79,16 +88,16 @@ def loss_oscillates(run: Run) -> str | None:
     """The loss goes up and down, by as much as it ever fell, and does not get lower."""
     loss = run.losses
     loss = loss[np.isfinite(loss)]
-    if len(loss) < 2 * _FEWEST:
+    if len(loss) < 2 * FEWEST:
         return None
-    first, late = _beginning(loss), loss[len(loss) // 2 :]
-    swing, level = float(np.median(np.abs(np.diff(late)))), float(np.median(late))
+    first, half = beginning(loss), loss[len(loss) // 2 :]
+    swing, level = float(np.median(np.abs(np.diff(half)))), float(np.median(half))
     scale = abs(first) + 1e-12
     wide = swing > 0.5 * scale and level > first - 0.3 * scale
-    windows = _windows(late)
-    rises = float(np.maximum(np.diff(windows), 0.0).sum())
-    error = _spread(late) / np.sqrt(len(late) / len(windows))
-    slow = rises > 0.3 * scale and rises > 10.0 * error and windows[-1] > windows[0] - 0.5 * rises
+    parts = windows(half)
+    rises = float(np.maximum(np.diff(parts), 0.0).sum())
+    error = spread(half) / np.sqrt(len(half) / len(parts))
+    slow = rises > 0.3 * scale and rises > 10.0 * error and parts[-1] > parts[0] - 0.5 * rises
     if not (wide or slow):
         return None
     return (
@@ -99,7 +108,7 @@ def loss_oscillates(run: Run) -> str | None:
 
 def residual_grows(run: Run) -> str | None:
     """The residual is many gradients large and still grows."""
-    owed = _backlog(run)
+    owed = backlog(run)
     if owed is None:
         return None
     middle, end = (
@@ -111,14 +120,15 @@ def residual_grows(run: Run) -> str | None:
     residual = run.of_all("residual_norm")
     last = residual[:, ~np.isnan(residual).any(0)][:, -1].max()
     return (
-        f"the residual is {end:.3g} times as large as a step's gradient in the last third of the run, {middle:.3g} times in "
+        f"the residual is {end:.3g} times as large as a step's gradient in the last third of the run, "
+        f"{middle:.3g} times in "
         f"the middle third, and grows (its norm is {last:.4g} at the end)"
     )
 
 
 def communication_dominates(run: Run) -> str | None:
     """More than half of a step is waiting for the exchange: for bytes, or for a link of high latency."""
-    step, exposed = _late(run.fastest("step_ms")), _late(run.fastest("exposed_ms"))
+    step, exposed = late(run.fastest("step_ms")), late(run.fastest("exposed_ms"))
     if step is None or exposed is None:
         return None
     total, wait = float(np.median(step)), float(np.median(exposed))
@@ -126,30 +136,33 @@ def communication_dominates(run: Run) -> str | None:
         return None
     latency, per_byte = link_of(run)
     # Else it is the processor that is busy.
-    if _median(run, "bytes") * per_byte < 0.25 * total and latency < _FAR_MS:
+    if median(run, "bytes") * per_byte < 0.25 * total and latency < _FAR_MS:
         return None
-    wire = _median(run, "wire_ms")
+    wire = median(run, "wire_ms")
     return (
-        f"of a step's {total:.1f} ms, {wait:.1f} ms ({wait / total:.0%}) are spent waiting for the exchange after the last "
-        f"gradient is there; {wire:.1f} ms are on the wire; each rank sends {_median(run, 'bytes') / 1e6:.3g} MB per step, "
-        f"compressed {_median(run, 'ratio'):.1f} times, {_rate(per_byte)}"
+        f"of a step's {total:.1f} ms, {wait:.1f} ms ({wait / total:.0%}) are spent waiting for the "
+        "exchange after the last "
+        f"gradient is there; {wire:.1f} ms are on the wire; each rank sends "
+        f"{median(run, 'bytes') / 1e6:.3g} MB per step, "
+        f"compressed {median(run, 'ratio'):.1f} times, {rate(per_byte)}"
     )
 
 
 def compression_costs(run: Run) -> str | None:
     """Encoding and decoding take longer than the bytes that they save would."""
     _, per_byte = link_of(run)
-    cost = _median(run, "encode_ms") + _median(run, "decode_ms")
-    step = _median(run, "step_ms")
-    sent, ratio = _median(run, "bytes"), _median(run, "ratio")
-    if not ratio > 1.05 or len(run.first.steps["step"]) < _FEWEST + _WARM_UP:
+    cost = median(run, "encode_ms") + median(run, "decode_ms")
+    step = median(run, "step_ms")
+    sent, ratio = median(run, "bytes"), median(run, "ratio")
+    if not ratio > 1.05 or len(run.first.steps["step"]) < FEWEST + WARM_UP:
         return None
     saved = (ratio - 1.0) * sent * per_byte
     if cost < 1.25 * saved or cost - saved < max(_SHARE * step, 5.0):
         return None
     return (
-        f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} ms on the wire: "
-        f"{(ratio - 1.0) * sent / 1e6:.3g} MB less {_rate(per_byte)}"
+        f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} "
+        "ms on the wire: "
+        f"{(ratio - 1.0) * sent / 1e6:.3g} MB less {rate(per_byte)}"
     )
 
 
@@ -159,20 +172,21 @@ def slow_rank(run: Run) -> str | None:
         return None
     step, exposed = run.of_all("step_ms"), run.of_all("exposed_ms")
     known = ~(np.isnan(step) | np.isnan(exposed)).any(0)
-    if known.sum() < _FEWEST + _WARM_UP:
+    if known.sum() < FEWEST + WARM_UP:
         return None
-    step, exposed = step[:, known][:, _WARM_UP:], exposed[:, known][:, _WARM_UP:]
-    own = _trimmed((step - exposed).T)  # what each rank takes by itself, the exchange left out
-    total = float(_trimmed(step.T).mean())
+    step, exposed = step[:, known][:, WARM_UP:], exposed[:, known][:, WARM_UP:]
+    own = trimmed((step - exposed).T)  # what each rank takes by itself, the exchange left out
+    total = float(trimmed(step.T).mean())
     slowest = int(own.argmax())
     others = float(np.median(np.delete(own, slowest)))
-    late = own[slowest] - others
-    if late < _SHARE * total or late < 0.25 * others or late < 5.0:
+    behind = own[slowest] - others
+    if behind < _SHARE * total or behind < 0.25 * others or behind < 5.0:
         return None
-    waits = np.delete(_trimmed(exposed.T), slowest)
+    waits = np.delete(trimmed(exposed.T), slowest)
     return (
-        f"rank {run.ranks[slowest].number} takes {own[slowest]:.1f} ms of its own per step, the others {others:.1f} ms; they "
-        f"wait {waits.mean():.1f} ms for the exchange, it waits {_trimmed(exposed.T)[slowest]:.1f} ms (a step takes "
+        f"rank {run.ranks[slowest].number} takes {own[slowest]:.1f} ms of its own per step, the others "
+        f"{others:.1f} ms; they "
+        f"wait {waits.mean():.1f} ms for the exchange, it waits {trimmed(exposed.T)[slowest]:.1f} ms (a step takes "
         f"{total:.1f} ms)"
     )
 
@@ -198,7 +212,8 @@ def small_buckets(run: Run) -> str | None:
     if len(sizes) < 4 or np.median(sizes) >= _SMALL_BUCKET:
         return None
     return (
-        f"gradients of {sum(sizes) / 1e6:.3g} MB cross in {len(sizes)} buckets of {np.median(sizes) / 1e3:.3g} kB (median); "
+        f"gradients of {sum(sizes) / 1e6:.3g} MB cross in {len(sizes)} buckets of "
+        f"{np.median(sizes) / 1e3:.3g} kB (median); "
         f"bucket_bytes is {run.settings.get('bucket_bytes')}, groups is {run.settings.get('groups')}"
     )
 
@@ -209,17 +224,18 @@ def memory_grows(run: Run) -> str | None:
     for rank in run.ranks:
         memory = rank.steps.get("memory_mb")
         memory = None if memory is None else memory[~np.isnan(memory)]
-        if memory is None or len(memory) < 4 * _FEWEST:
+        if memory is None or len(memory) < 4 * FEWEST:
             continue
-        late = memory[len(memory) // 4 :]  # by then all is allocated
-        parts = np.array([np.median(part) for part in np.array_split(late, 6)])
+        most = memory[len(memory) // 4 :]  # by then all is allocated
+        parts = np.array([np.median(part) for part in np.array_split(most, 6)])
         growth, rises = parts[-1] - parts[0], np.diff(parts)
         # Steadily: most of the parts add their share.
         steady = (rises > 0.25 * growth / len(rises)).sum() >= len(rises) - 1
         if growth > max(20.0, 0.03 * parts[0]) and steady and (worst is None or growth > worst[0]):
-            steps = len(late) * 5 / 6
+            steps = len(most) * 5 / 6
             text = (
-                f"rank {rank.number} grows steadily from {parts[0]:.0f} to {parts[-1]:.0f} MB in the last three quarters of "
+                f"rank {rank.number} grows steadily from {parts[0]:.0f} to {parts[-1]:.0f} MB in the last three "
+                "quarters of "
                 f"the run, {1e3 * growth / steps:.0f} MB per 1000 steps"
             )
             total = run.meta.get("memory_total_mb")
@@ -243,7 +259,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "residual grows",
         residual_grows,
-        "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a little below 1, "
+        "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a "
+        "little below 1, "
         "or leave error_feedback at its default for this compressor",
     ),
     Rule(
@@ -255,18 +272,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compression costs more than it saves",
         compression_costs,
-        "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which knows no compression",
+        "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which "
+        "knows no compression",
     ),
     Rule(
         "slow rank",
         slow_rank,
-        "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, and what else runs "
+        "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, "
+        "and what else runs "
         "on its host; every other rank waits for it in every step",
     ),
     Rule(
         "switching to and fro",
         to_and_fro,
-        "auto cannot decide: the network changes, or two candidates are equally good. Name fewer candidates, or the one "
+        "auto cannot decide: the network changes, or two candidates are equally good. Name fewer "
+        "candidates, or the one "
         "that was used most, as compression",
     ),
     Rule(
@@ -281,75 +301,3 @@ RULES: tuple[Rule, ...] = (
         "(Python numbers as arguments), a dataset.cache() without limit",
     ),
 )  # fmt: skip
-
-
-def link_of(run: Run) -> tuple[float, float]:
-    """Milliseconds per collective and per byte sent, measured when the run began, else as its buckets show them.
-
-    The latter is the least time per byte of any bucket: at least what the link takes.
-    """
-    link = run.meta.get("link")
-    if link:
-        return link["latency_ms"], 1e-6 * link["ns_per_byte"]
-    latency, per_byte = [], []
-    for name in run.first.buckets:
-        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
-        length = min(len(columns["bytes"]) for columns in mine)
-        wire = np.min([columns["wire_ms"][:length] for columns in mine], 0)[_WARM_UP:]
-        nbytes = mine[0]["bytes"][:length][_WARM_UP:]
-        if len(wire) and np.median(nbytes) > 0:
-            latency.append(float(np.percentile(wire, 25)))
-            per_byte.append(latency[-1] / float(np.median(nbytes)))
-    return min(latency, default=0.0), min(per_byte, default=0.0)
-
-
-def _rate(per_byte: float) -> str:
-    return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
-
-
-def _backlog(run: Run) -> np.ndarray | None:
-    """The residual's norm over the gradient's, where they were taken, largest over ranks; None if too few were."""
-    residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
-    known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
-    if known.sum() < 12 or not (residual[:, known] > 0.0).any():
-        return None
-    # One per twenty steps: the first steps are all there.
-    step = run.of_all("step")[0][known]
-    owed = (residual[:, known] / gradient[:, known]).max(0)
-    edges = np.linspace(step[0], step[-1] + 1, 31)
-    parts = [owed[(step >= a) & (step < b)] for a, b in zip(edges, edges[1:])]
-    found = np.array([np.median(part) for part in parts if len(part)])
-    return found if len(found) >= 6 else None
-
-
-def _beginning(loss: np.ndarray) -> float:
-    return float(np.median(loss[: max(1, min(5, len(loss) // 20))]))
-
-
-def _windows(values: np.ndarray) -> np.ndarray:
-    """Medians of ten parts."""
-    return np.array([np.median(part) for part in np.array_split(values, _WINDOWS)])
-
-
-def _spread(values: np.ndarray) -> float:
-    """From one value to the next, as a standard deviation."""
-    return float(1.4826 * np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
-
-
-def _late(values: np.ndarray) -> np.ndarray | None:
-    values = values[~np.isnan(values)][_WARM_UP:]
-    return values if len(values) >= _FEWEST else None
-
-
-def _median(run: Run, column: str) -> float:
-    """Of a column of the rank that came last, the first steps left out."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return float(np.nanmedian(run.fastest(column)[_WARM_UP:]))
-
-
-def _trimmed(values: np.ndarray) -> np.ndarray:
-    """Means over the first axis without the largest and smallest twentieth... of which sporadic stalls are not part."""
-    ordered = np.sort(values, 0)
-    cut = len(ordered) // 50
-    return np.asarray(ordered[cut : len(ordered) - cut].mean(0))
