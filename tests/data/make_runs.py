@@ -26,7 +26,7 @@ RUNS = {
     "healthy_auto": {"compression": "auto"},
     "healthy_none": {"compression": "none"},
     "diverges": {"learning_rate": 30.0, "compression": "topk:ratio=0.001", "error_feedback": False},
-    "oscillates": {"learning_rate": 8.0, "width": 64},
+    "oscillates": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
     "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01},
     "dominates": {"compression": "none", "width": 2048, "batch": 4, "steps": 60},
     "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4, "steps": 60},
@@ -63,14 +63,16 @@ def train(name: str, directory: str) -> None:
     model = keras.Sequential(
         [
             keras.layers.Input([256]),
-            keras.layers.Dense(fault["width"], activation="relu"),
-            keras.layers.Dense(fault["width"], activation="relu"),
+            keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
+            keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
             keras.layers.Dense(10),
         ]
     )
     extra = {key: fault[key] for key in ("bucket_bytes", "error_feedback") if key in fault}
     optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(fault["learning_rate"]), compression=fault["compression"], **extra
+        keras.optimizers.SGD(fault["learning_rate"], fault.get("momentum", 0.0)),
+        compression=fault["compression"],
+        **extra,
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
