@@ -74,7 +74,7 @@ class Step:
             fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
             crossed = self._cross(fixed, [] if plan.chosen else before_last)
             results = self._join(crossed)
-            watched = {b: (found.stamps, found.norms) for b, found in crossed.items()}
+            watched: dict[int, Any] = {b: (c.stamps, c.norms) for b, c in crossed.items()}
             if plan.chooser is None:
                 committed = self._commit(oks, crossed)
             else:
@@ -106,8 +106,10 @@ class Step:
                 found = [*(watched[b] for b in sorted(watched)), *uncompressed_ones]
                 choices = [tf.constant(0)] * len(found)
                 for place, b in enumerate(plan.chosen):
+                    assert before is not None
                     choices[b] = before[place]
-                self._recorder.record(step, committed, ready, *zip(*found), choices)
+                stamps, norms = ([pair[i] for pair in found] for i in range(2))
+                self._recorder.record(step, committed, ready, stamps, norms, choices)
             plan.step.assign_add(1)
             tuning.step(plan.name)
         return reduced

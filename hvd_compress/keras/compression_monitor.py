@@ -168,7 +168,7 @@ def _shown(some: list[Steps]) -> dict[str, float]:
 
 
 def _reducer(model: Any) -> Any:
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     while not hasattr(optimizer, "_hvdc") and hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     if not hasattr(optimizer, "_hvdc"):

@@ -41,6 +41,7 @@ class RunFiles:
     def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
         file = open(self.directory / name, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed in `close`)
         file.write(",".join(columns) + "\n")
+        file.flush()
         return file
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:

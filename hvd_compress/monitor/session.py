@@ -129,11 +129,13 @@ class Session:
         plans = [plan for reducer in self._reducers() for plan in reducer.plans.values() if plan.recorder]
         if not plans:
             return False
-        self._plan = max(plans, key=lambda plan: sum(b.nbytes for b in plan.recorder.buckets))
+        self._plan = max(plans, key=lambda plan: sum(b.nbytes for b in plan.recorder.buckets))  # type: ignore[union-attr, misc]
+        recorder = self._plan.recorder
+        assert recorder is not None
         self._reader = Reader(self.buckets)
         # What was recorded for somebody else.
-        while self._plan.recorder.pending() > 1:
-            self._plan.recorder.read()
+        while recorder.pending() > 1:
+            recorder.read()
         self._describe()
         return True
 

@@ -71,7 +71,7 @@ def stats(some: Sequence[Steps]) -> dict[str, dict[str, float]]:
 
 def table(some: Sequence[Steps], first_step_seconds: float | None) -> str:
     """`stats` as text."""
-    cells = [("", *_COLUMNS)]
+    cells: list[tuple[str, ...]] = [("", *_COLUMNS)]
     for name, row in stats(some).items():
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]

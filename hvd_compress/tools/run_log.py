@@ -106,11 +106,16 @@ def load(path: str) -> Run:
         raise NoRun(
             f"{file} has format {version!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
         )
-    found = [_rank(directory, r) for r in range(ranks) if (directory / f"rank-{r}.csv").exists()]
+    found = [_rank(directory, r) for r in range(ranks) if _has_lines(directory / f"rank-{r}.csv")]
     found = [rank for rank in found if len(rank.steps["step"])]
     if not found:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
     return Run(str(path), meta, found)
+
+
+def _has_lines(path: Path) -> bool:
+    """A run that has just begun has files without any."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def _rank(directory: Path, number: int) -> Rank:

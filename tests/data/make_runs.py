@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
+HEALTHY = {"compression": "int8", "learning_rate": 0.1, "width": 512, "batch": 256, "steps": 150}
 # What is wrong with each; the rest is as in a healthy run.
 RUNS = {
     "healthy": {},
@@ -51,14 +52,7 @@ def train(name: str, directory: str) -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    fault = {
-        "compression": "int8",
-        "learning_rate": 0.1,
-        "width": 512,
-        "batch": 256,
-        "steps": 150,
-        **RUNS[name],
-    }
+    fault = {**HEALTHY, **RUNS[name]}
     keras.utils.set_random_seed(7)
     model = keras.Sequential(
         [
