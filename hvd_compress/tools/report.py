@@ -138,7 +138,9 @@ def _svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
     axes.yaxis.label.set_color(_GRAY)
     axes.grid(color=_GRAY, alpha=0.2)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7, frameon=False, labelcolor=_GRAY)
+        axes.legend(
+            fontsize=7, frameon=False, labelcolor=_GRAY, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4
+        )  # fmt: skip
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     svg = buffer.getvalue()
@@ -167,6 +169,11 @@ def _from_zero(axes: Axes, values: np.ndarray) -> None:
     known = values[np.isfinite(values)]
     if len(known):
         axes.set_ylim(0.0, max(1e-9, 1.15 * float(np.percentile(known, 99))))
+
+
+def _whole(axes: Axes) -> None:
+    top = float(axes.dataLim.ymax)
+    axes.set_ylim(0.0, 1.08 * top if 0.0 < top < np.inf else 1.0)
 
 
 def _loss(axes: Axes, run: Run) -> None:
@@ -218,7 +225,7 @@ def _coding(axes: Axes, run: Run) -> None:
 def _ratio(axes: Axes, run: Run) -> None:
     steps = run.first.steps
     axes.plot(*_thin(steps["step"], steps["ratio"]), color=_COLORS[0], lw=1.2)
-    axes.set_ylim(bottom=0.0)
+    _whole(axes)
     axes.set(xlabel="step", ylabel="compression ratio")
 
 
@@ -227,7 +234,7 @@ def _norms(axes: Axes, run: Run) -> None:
     for name, color in zip(("residual_norm", "gradient_norm"), _COLORS):
         x, y = _thin(steps["step"], steps[name])
         axes.plot(x, y, color=color, lw=1, marker=".", ms=3, label=name.replace("_", " "))
-    axes.set_ylim(bottom=0.0)
+    _whole(axes)
     axes.set(xlabel="step", ylabel=f"norm, rank {run.first.number}")
 
 
@@ -244,7 +251,7 @@ def _error(axes: Axes, run: Run) -> None:
                 ms=3,
                 label=f"bucket {name}" if len(run.first.buckets) <= 8 else None,
             )
-    axes.set_ylim(bottom=0.0)
+    _whole(axes)
     axes.set(xlabel="step", ylabel="relative error")
 
 
@@ -256,7 +263,7 @@ def _memory(axes: Axes, run: Run) -> None:
             lw=1.2,
             label=f"rank {rank.number}",
         )
-    axes.set_ylim(bottom=0.0)
+    _whole(axes)
     axes.set(xlabel="step", ylabel="memory, MB")
 
 

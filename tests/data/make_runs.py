@@ -27,7 +27,7 @@ RUNS = {
     "healthy_auto": {"compression": "auto"},
     "healthy_none": {"compression": "none"},
     "diverges": {"learning_rate": 30.0, "compression": "topk:ratio=0.001", "error_feedback": False},
-    "oscillates": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
+    "unstable": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
     "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01},
     "dominates": {"compression": "none", "width": 2048, "batch": 4, "steps": 60},
     "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4, "steps": 60},
