@@ -137,7 +137,7 @@ def main() -> None:
             "--worker",
         ]
         subprocess.run(command, check=True, timeout=300, cwd=ROOT)
-        shutil.rmtree(directory / "tensorboard")
+        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
 
 
 if __name__ == "__main__":
