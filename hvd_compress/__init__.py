@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .cost.calibrate import calibrate
     from .keras import callbacks
     from .keras.optimizer import DistributedOptimizer
+    from .monitor.profile import profile
     from .payload import Payload
     from .sensitivity_run import sensitivity
     from .tape import DistributedGradientTape
@@ -42,6 +43,7 @@ __all__ = [
     "cost",
     "grouped_allreduce",
     "load_residuals",
+    "profile",
     "save_residuals",
     "sensitivity",
 ]
@@ -59,6 +61,7 @@ _WITH_HOROVOD = {
     "callbacks": "keras.callbacks",
     "grouped_allreduce": "collectives",
     "load_residuals": "checkpoint.residuals",
+    "profile": "monitor.profile",
     "save_residuals": "checkpoint.residuals",
     "sensitivity": "sensitivity_run",
 }

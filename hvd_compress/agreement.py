@@ -26,6 +26,7 @@ from .version import __version__
 # Depends on nothing in which ranks may differ, else they would not even meet to find out.
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
+_WATCHED = "whether somebody watches"
 # Devices may differ from rank to rank; who takes part in the exchange is of the same process set.
 _LOCAL = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
 
@@ -33,7 +34,9 @@ T = TypeVar("T")
 Facts = dict[str, str]  # what is compared, in this order, and what it is on a rank
 
 
-def check(plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def check(
+    plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], watched: bool = False
+) -> bool:
     """Compares with the other ranks of the process set what this one is about to do; costs one allgather.
 
     Args:
@@ -41,18 +44,26 @@ def check(plan: str, settings: Settings, gradients: Sequence[Any], variables: Se
         settings: How gradients are reduced.
         gradients: Tensors, IndexedSlices or None, one for each of `variables`.
         variables: What the gradients belong to.
+        watched: Whether somebody watches this rank's steps, in which ranks may differ.
+
+    Returns:
+        Whether any rank is watched.
 
     Raises:
         ValueError: Ranks disagree; with the same text on every rank, which says who has what.
     """
     if not tf.executing_eagerly():  # TensorFlow 1's graphs: nothing can be known before they run
-        return
+        return False
     facts = _facts(plan, settings, gradients, variables)
     with tf.device("CPU"):
-        gathered = hvd.allgather(_packed(facts), name=_NAME, process_set=settings.process_set)
-    complaint = difference(_unpacked(gathered.numpy().tobytes()), settings.process_set.ranks)
+        packed = _packed(facts | {_WATCHED: str(watched)})
+        gathered = hvd.allgather(packed, name=_NAME, process_set=settings.process_set)
+    told = _unpacked(gathered.numpy().tobytes())
+    watchers = [rank.pop(_WATCHED, "") for rank in told]
+    complaint = difference(told, settings.process_set.ranks)
     if complaint:
         raise ValueError(complaint)
+    return "True" in watchers
 
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:

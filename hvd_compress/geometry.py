@@ -56,6 +56,10 @@ class Whole:
         """Which gradients lie in the chosen pieces, at least in part."""
         return list(chosen)
 
+    def elements_in(self, chosen: range) -> dict[int, int]:
+        """How many elements of which gradient (by its position in the whole list) lie in the chosen pieces."""
+        return {self.bucket.members[i]: self.bucket.sizes[i] for i in chosen}
+
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
@@ -115,6 +119,15 @@ class Flat:
     def reaching_into(self, chosen: range) -> list[int]:
         """Which gradients lie in the chosen pieces, at least in part."""
         return [i for i, spans in enumerate(self.spans) if any(span[0] in chosen for span in spans)]
+
+    def elements_in(self, chosen: range) -> dict[int, int]:
+        """How many elements of which gradient (by its position in the whole list) lie in the chosen pieces."""
+        found: dict[int, int] = {}
+        for i, spans in zip(self.bucket.members, self.spans):
+            elements = sum(last - first for piece, _, first, last in spans if piece in chosen)
+            if elements:
+                found[i] = elements
+        return found
 
     def beginning_in(self, chosen: range) -> list[int]:
         """Which gradients begin in the chosen pieces."""

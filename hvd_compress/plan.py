@@ -19,6 +19,7 @@ from .buckets import Bucket
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression
 from .exchange import choice, uncompressed
+from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
 
@@ -58,6 +59,8 @@ class Plan:
         paths: The variables' paths or names.
         step: How many steps were made, int64.
         turns: How often the plan is part of a graph, by graph.
+        link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
+        recorder: Of what is measured in each step; None while nobody watches. Read when a step is traced.
         named: What is saved besides the sections' states: variables whose values are alike on all ranks.
     """  # keeps no reference to the variables: they may go before it does
 
@@ -102,6 +105,8 @@ class Plan:
             b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
         ]
         self.chooser = self._new_chooser() if self.chosen else None
+        self.link: tuple[float, float] | None = None
+        self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.named = {"step": self.step}
         if self.chooser is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -12,19 +13,27 @@ import tensorflow as tf
 from . import agreement, checks, host_memory, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
+from .monitor.recorder import Loss, Recorder, measure_link
 from .plan import Plan
 from .settings import Settings
 from .shown import shown
 from .step import Step, plain_name
 
 _instances = itertools.count()
+# Of this process, for `hvdc.profile`, which watches them all.
+alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
     """Reduces lists of gradients over the ranks, and keeps their residuals.
 
     A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
+
+    Attributes:
+        watch_all: How many watch whatever reducer of this process makes a step.
     """
+
+    watch_all: ClassVar[int] = 0
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -34,6 +43,9 @@ class Reducer:
         # Horovod matches collectives by name: two reducers must not share theirs. All ranks make
         # their reducers in the same order.
         self._name = f"hvdc_{next(_instances)}_{plain_name(settings.name)}"
+        self._watched = False
+        self._loss: Loss | None = None
+        alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -66,28 +78,55 @@ class Reducer:
         )
         if key not in self.plans:
             host_memory.keep_freed_memory()
-            name = self.agree(gradients, variables)
+            name, watched = self.agree(gradients, variables)
             with tf.init_scope():
                 plan = Plan(name, self.settings, gradients, variables)
+                plan.link = measure_link(process_set) if watched else None
             plan_state.take_pending(self, plan)
             tuning.settings(self.settings)
             self.plans[key] = plan
-            self._functions[key] = tf.function(lambda gradients: Step(plan, gradients).run(), autograph=False)
-        if tf.executing_eagerly():
-            return self._functions[key](list(gradients))
-        return Step(self.plans[key], gradients).run()
+        plan = self.plans[key]
+        if (self._watched or Reducer.watch_all) and plan.recorder is None:
+            plan.recorder = Recorder(plan, self._loss)
+        if not tf.executing_eagerly():
+            return Step(plan, gradients).run()
+        traced = (key, plan.recorder is not None)
+        if traced not in self._functions:
+            self._functions[traced] = tf.function(
+                lambda gradients: Step(plan, gradients).run(), autograph=False
+            )
+        return self._functions[traced](list(gradients))
 
-    def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
-        """Asks whether the other ranks are about to reduce the same; returns the next plan's name.
+    def watch(self, loss: Loss | None = None) -> bool:
+        """Has the steps that are traced from now on record what they measure (see `monitor.recorder`).
+
+        On this rank only, whatever others do: collectives stay as they are.
+
+        Args:
+            loss: Where the graph finds the loss, None if nowhere.
+
+        Returns:
+            Whether steps were traced before that do not record: trace them anew.
+        """
+        self._watched = True
+        self._loss = loss
+        return any(plan.recorder is None for plan in self.plans.values())
+
+    def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
+        """Asks whether the other ranks are about to reduce the same.
+
+        Returns:
+            The next plan's name, and whether somebody watches the steps of any rank.
 
         Raises:
             ValueError: They are not.
         """
         name, process_set = f"{self._name}_{len(self.plans)}", self.settings.process_set
+        watched = self._watched or Reducer.watch_all
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
-                agreement.check(name, self.settings, gradients, variables)
-        return name
+                watched = agreement.check(name, self.settings, gradients, variables, watched)
+        return name, watched
 
     def report(self) -> CompressionReport:
         """What each bucket of the plan that was made last is compressed with, and why.

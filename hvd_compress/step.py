@@ -15,6 +15,7 @@ from .compressors import Auto, Compressor, Seeds
 from .exchange import choice, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
+from .monitor import recorder
 from .pieces import FlatPieces
 from .plan import LayoutState, Plan
 
@@ -26,7 +27,8 @@ class Crossed(NamedTuple):
     ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
     kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
     outgoing: tf.Tensor  # there when this rank has encoded the bucket
-    stamps: Stamps | None = None
+    stamps: Stamps | None = None  # of `auto`, and while somebody watches
+    norms: Any = ()  # a tensor while somebody watches
 
 
 class Step:
@@ -39,6 +41,7 @@ class Step:
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
             for g, shape in zip(gradients, plan.shapes)
         ]
+        self._recorder = plan.recorder
         # How often the plan is part of the graph that is being traced: names must differ there.
         graph = tracing.outermost_graph()
         self._turn = plan.turns.get(graph, -1) + 1
@@ -50,6 +53,9 @@ class Step:
         reduced: list[Any] = [None] * len(gradients)
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = plan.step.read_value()
+            self._due = None if self._recorder is None else self._recorder.due()
+            ready = self._all_ready()
+            before = None if plan.chooser is None else plan.chooser.choices()
             dense, agreed = self._reduce_dense()
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
@@ -70,8 +76,9 @@ class Step:
             fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
             crossed = self._cross(fixed, [] if plan.chosen else before_last)
             results = self._join(crossed)
+            watched: dict[int, Any] = {b: (c.stamps, c.norms) for b, c in crossed.items()}
             if plan.chooser is None:
-                self._commit(oks, crossed)
+                committed = self._commit(oks, crossed)
             else:
                 probe = plan.chooser.probe(step, [self._first_piece_of(b) for b in plan.chosen])
                 after = [crossed[fixed[-1]].outgoing] if fixed else []
@@ -79,23 +86,62 @@ class Step:
                 def compressed() -> Any:
                     mine = self._cross(plan.chosen, before_last, after)
                     committed = self._commit(oks, {**crossed, **mine})
-                    return self._join(mine), [mine[b].stamps for b in plan.chosen], committed
+                    norms = [mine[b].norms for b in plan.chosen]
+                    return self._join(mine), [mine[b].stamps for b in plan.chosen], norms, committed
 
                 def plain() -> Any:
                     found, stamps = self._cross_uncompressed()
-                    return found, stamps, self._commit(oks, crossed)
+                    norms = [self._nothing_lost() for _ in plan.chosen]
+                    return found, stamps, norms, self._commit(oks, crossed)
 
                 if plan.chooser.may_be_idle:
-                    chosen, stamps, committed = tf.cond(plan.chooser.is_idle(), plain, compressed)
+                    chosen, stamps, norms, committed = tf.cond(plan.chooser.is_idle(), plain, compressed)
                 else:
-                    chosen, stamps, committed = compressed()
+                    chosen, stamps, norms, committed = compressed()
                 results |= chosen
+                watched |= dict(zip(plan.chosen, zip(stamps, norms)))
                 plan.chooser.learn(step, agreed, stamps, probe, committed)
             for i, tensor in results.items():
                 reduced[i] = tensor
+            if self._recorder is not None:
+                uncompressed_ones = self._watch_uncompressed(dense, [reduced[i] for i in plan.sparse])
+                found = [*(watched[b] for b in sorted(watched)), *uncompressed_ones]
+                choices = [tf.constant(0)] * len(found)
+                for place, b in enumerate(plan.chosen):
+                    assert before is not None
+                    choices[b] = before[place]
+                stamps, norms = ([pair[i] for pair in found] for i in range(2))
+                self._recorder.record(step, committed, ready, stamps, norms, choices)
             plan.step.assign_add(1)
             tuning.step(plan.name)
         return reduced
+
+    # What is measured while somebody watches
+
+    def _all_ready(self) -> tf.Tensor | None:
+        """When all gradients are there: those of the first layers are the last."""
+        if self._recorder is None:
+            return None
+        plan = self._plan
+        last = [section.layout.bucket.members[-1] for section in plan.sections]
+        last += [bucket.members[-1] for bucket in plan.dense] + plan.sparse
+        return clock.stamp([_values(self._gradients[i]) for i in dict.fromkeys(last)])
+
+    def _nothing_lost(self) -> Any:
+        return () if self._due is None else tf.cond(self._due, recorder.nothing_lost, recorder.not_measured)
+
+    def _watch_uncompressed(
+        self, dense: Sequence[uncompressed.Dense], sparse: Sequence[Any]
+    ) -> list[tuple[Stamps, tf.Tensor]]:
+        """Stamps and norms of what crosses as it is; `sparse`: reduced IndexedSlices."""
+        pairs = [(found.outgoing, found.incoming) for found in dense]
+        pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
+        found = []
+        for outgoing, incoming in pairs:
+            ready = clock.stamp(outgoing)
+            arrived = clock.stamp(incoming, ready)
+            found.append((Stamps(ready, ready, arrived, arrived), self._nothing_lost()))
+        return found
 
     def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any]:
         """The uncompressed gradients, and what the ranks tell each other for the choice (or None)."""
@@ -163,17 +209,19 @@ class Step:
             if b == chosen[-1]:
                 after = [*after, *before_last]
             begun: list[tf.Tensor] = []
-            if isinstance(section.compressor, Auto):
+            if isinstance(section.compressor, Auto) or self._recorder is not None:
                 last = members[section.layout.reaching_into(pieces)[-1]]
                 with tf.control_dependencies(after):
                     begun = [clock.stamp([self._gradients[last]])]
             with tf.control_dependencies([*after, *begun]):
                 cut = section.layout.cut([self._gradients[i] for i in members], pieces)
             state = section.state.part(pieces)
-            if begun:
+            if isinstance(section.compressor, Auto):
                 crossed[b] = self._choose(cut, state, b, begun[0])
             else:
-                crossed[b] = self._exchange(section.compressor, cut, state, b)[0]
+                found, incoming = self._exchange(section.compressor, cut, state, b)
+                stamps = Stamps(*begun, *self._stamps(found, incoming)) if begun else None
+                crossed[b] = found._replace(stamps=stamps)
             after = [crossed[b].outgoing]
         return crossed
 
@@ -183,14 +231,16 @@ class Step:
 
         def exchange(compressor: Compressor) -> Any:
             found, incoming = self._exchange(compressor, pieces, state, index)
-            sent = clock.stamp([found.outgoing])
-            arrived, done = clock.stamp([incoming]), clock.stamp(found.pieces)
-            return found.pieces, found.ok, found.kept, sent, arrived, done
+            return found.pieces, found.ok, found.kept, self._stamps(found, incoming), found.norms
 
-        found, ok, kept, sent, arrived, done = self._plan.chooser.switch(
-            self._plan.chosen.index(index), exchange
-        )
-        return Crossed(found, ok, kept, sent, Stamps(begun, sent, arrived, done))
+        found, ok, kept, stamps, norms = self._plan.chooser.switch(self._plan.chosen.index(index), exchange)
+        return Crossed(found, ok, kept, stamps[0], Stamps(begun, *stamps), norms)
+
+    def _stamps(self, found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """When a bucket was encoded, had arrived, and was decoded."""
+        sent = clock.stamp([found.outgoing])
+        arrived = clock.stamp([incoming], sent)
+        return sent, arrived, clock.stamp(found.pieces, arrived)
 
     def _exchange(
         self, compressor: Compressor, pieces: list[tf.Tensor], state: LayoutState, index: int
@@ -223,7 +273,12 @@ class Step:
         left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
         kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
         kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
-        return Crossed(found.pieces, found.ok, kept, found.outgoing), found.incoming
+        crossed = Crossed(found.pieces, found.ok, kept, found.outgoing)
+        if self._due is not None:
+            fresh = velocities or pieces
+            norms = recorder.norms_of(self._due, compressor, fresh, share, left if keep else None)
+            crossed = crossed._replace(norms=norms)
+        return crossed, found.incoming
 
     def _join(self, crossed: Mapping[int, Crossed]) -> dict[int, tf.Tensor]:
         """The reduced gradients, by position."""
@@ -274,6 +329,10 @@ class Step:
     def _seeds(self, index: int) -> Seeds:
         shared = noise.fold(tf.cast(self._plan.step, tf.int32), index)
         return Seeds(shared, noise.fold(shared, self._plan.settings.process_set.rank() + 1))
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def plain_name(name: str) -> str:

@@ -111,6 +111,11 @@ class Chooser:
         """The compressor of each bucket."""
         return [self.auto.candidates[c] for c in self.state.choice.numpy()]
 
+    def choices(self) -> tf.Tensor:
+        """Which candidate each bucket has in this step, int32 [B]."""
+        with tf.device("CPU"):
+            return self.state.choice.read_value()
+
     @property
     def may_be_idle(self) -> bool:
         """Whether no compression is among the candidates."""

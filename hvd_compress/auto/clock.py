@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 
-def stamp(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host."""
+def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
+    """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host.
+
+    Not before the stamp `after` was taken: TensorFlow may look at the clock later than it could.
+    """
     # On a GPU a tensor is there once an element of it can be read on the host: kernels are only enqueued before.
     firsts = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
     with tf.device("CPU"):
+        firsts += [] if after is None else [tf.reshape(after, [1])]
         seen = tf.concat([tf.cast(first, tf.float32) for first in firsts], 0)
         # tf.timestamp has a side effect, and TensorFlow runs what has one in the order in which it was traced: one
         # bucket after the other, nothing of them at once. A call that claims to have none only waits for `seen`.

@@ -2,7 +2,7 @@
 
 Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0.28.1, which fail on Keras 3
 (https://github.com/horovod/horovod/issues/4290). Nothing here
-asks which Keras a model belongs to. `ResidualCheckpoint` is not Horovod's.
+asks which Keras a model belongs to. `CompressionMonitor` and `ResidualCheckpoint` are not Horovod's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tensorflow as tf
 from .. import tuning
 from . import optimizer_state
 from .callback import Callback
+from .compression_monitor import CompressionMonitor as CompressionMonitor
 from .residual_checkpoint import ResidualCheckpoint as ResidualCheckpoint
 
 

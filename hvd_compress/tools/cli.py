@@ -16,9 +16,11 @@ except ImportError as error:
     sys.exit(f"hvd-compress needs {error.name}: pip install 'hvd_compress[tools]'")
 
 from ..version import __version__
-from . import bench, calibrate, plan, tune
+from . import bench, calibrate, doctor, plan, report, tune
 
-COMMANDS: tuple[click.Command, ...] = (plan.plan, calibrate.calibrate, bench.bench, tune.tune)
+COMMANDS: tuple[click.Command, ...] = (
+    plan.plan, calibrate.calibrate, bench.bench, tune.tune, doctor.doctor, report.report,
+)  # fmt: skip
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -125,9 +125,9 @@ def test_uncompressed_steps_send_all_that_was_left(training, size):
 def test_ranks_with_other_clocks_and_speeds_choose_alike(rank, gather, monkeypatch):
     stamp = clock.stamp
 
-    def other_clock(tensors):
+    def other_clock(tensors, *after):
         # Another zero, another speed, and times that jump.
-        time = stamp(tensors)
+        time = stamp(tensors, *after)
         if rank == 0:
             return time
         return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)

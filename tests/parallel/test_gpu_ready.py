@@ -74,8 +74,10 @@ def graph_name(dtype):
     return {"float32": "float", "float16": "half", "float64": "double"}.get(dtype.name, dtype.name)
 
 
-def traced(spec, **settings):
+def traced(spec, watched=False, **settings):
     reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
+    if watched:
+        reducer.watch()
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
     @tf.function
@@ -109,6 +111,17 @@ def test_scatter_reduce(spec, monkeypatch):
 
 def test_auto():
     check(traced("auto"), "Case", "Timestamp")
+
+
+@pytest.mark.parametrize("spec", ["auto", "topk:ratio=0.01", "quantize:bits=2,rounding=stochastic", "none"])
+def test_watched(spec):
+    graph = traced(spec, watched=True)
+    check(graph, "ResourceScatterNdUpdate")
+    # Clocks wait for what they time, and not for each other.
+    clocks = [
+        op for op in graph.get_operations() if "PartitionedCall" in op.type and "now" in str(op.node_def)
+    ]
+    assert clocks and not any(c in clocks for op in clocks for c in op.control_inputs)
 
 
 def test_momentum_correction_and_short_residuals():

@@ -1,0 +1,229 @@
+"""One watched run of this process: reads what is recorded, keeps sums, writes files. Communicates with nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import horovod
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from ..version import __version__
+from .files import RunFiles
+from .recorder import ROWS, WatchedBucket
+from .steps import Reader, Steps
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..reducer import Reducer
+
+# Seconds between two readings while nobody needs the numbers at once.
+_READ_EVERY = 1.0
+_MEMORY_EVERY = 0.2
+
+
+class Session:
+    """What is read of the reducers, of whose plans the one with the most gradients is followed.
+
+    Attributes:
+        latest: The steps that were read last.
+        first_step_seconds: What the first step took, which includes tracing and compiling; None before it.
+        losses: Of steps that are still to be read, where the graph does not know them: numbers, tensors or None.
+        epoch: That steps belong to; None where there are none.
+    """
+
+    def __init__(self, reducers: Callable[[], Sequence[Reducer]], directory: str | None, what: str) -> None:
+        self.latest: Steps | None = None
+        self.first_step_seconds: float | None = None
+        self.losses: list[Any] = []
+        self.epoch: int | None = None
+        self._reducers = reducers
+        self._rank = hvd.rank()
+        self._files = None if directory is None else RunFiles(directory, self._rank)
+        self._what = what
+        self._plan: Plan | None = None
+        self._reader: Reader | None = None
+        self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
+        self._read_at = self._memory_at = time.monotonic()
+        self._memory = memory_mb()
+        self._started = datetime.datetime.now(datetime.timezone.utc)
+        self._run: dict[str, Any] = {}
+
+    @property
+    def buckets(self) -> list[WatchedBucket]:
+        """Those of the plan that is followed; none before the first step."""
+        return [] if self._plan is None or self._plan.recorder is None else self._plan.recorder.buckets
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was recorded."""
+        return self._plan is not None
+
+    def stepped(self, seconds: float | None = None) -> Steps | None:
+        """A step was made; reads if it is time to.
+
+        Args:
+            seconds: What it took, looked at for the first one only.
+
+        Returns:
+            The steps that were read, if any.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now - self._memory_at > _MEMORY_EVERY:
+                self._memory, self._memory_at = memory_mb(), now
+            first = self.first_step_seconds is None and seconds is not None
+            if first:
+                self.first_step_seconds = seconds
+            recorder = None if self._plan is None else self._plan.recorder
+            full = recorder is not None and recorder.pending() >= ROWS // 2
+            return self.read() if first or full or now - self._read_at > _READ_EVERY else None
+
+    def read(self, epoch: int | None = None) -> Steps | None:
+        """Reads and writes to the files what was recorded since the last call; None if nothing was."""
+        with self._lock:
+            self._read_at = time.monotonic()
+            if self._plan is None and not self._begin():
+                return None
+            assert self._plan is not None and self._plan.recorder is not None and self._reader is not None
+            rows = self._plan.recorder.read()
+            if not len(rows):
+                return None
+            steps = self._with_losses(self._reader.steps(rows))
+            if self._files is not None:
+                self._files.write(steps, self.buckets, self.epoch, self._memory)
+            self.latest = steps
+            return steps
+
+    def _with_losses(self, steps: Steps) -> Steps:
+        if not self.losses:
+            return steps
+        count = min(len(steps), len(self.losses))
+        loss = steps.loss.copy()
+        for i, value in enumerate(self.losses[:count]):
+            found = np.nan if value is None else float(np.mean(value))
+            loss[i] = np.inf if value is not None and np.isnan(found) else found
+        del self.losses[:count]
+        return dataclasses.replace(steps, loss=loss)
+
+    def new_epoch(self, epoch: int) -> None:
+        """What is recorded from now on belongs to this epoch."""
+        with self._lock:
+            self.read()
+            self.epoch = epoch
+            if self._reader is not None:
+                self._reader.new_epoch()
+
+    def _begin(self) -> bool:
+        """Finds the plan that is followed."""
+        plans = [plan for reducer in self._reducers() for plan in reducer.plans.values() if plan.recorder]
+        if not plans:
+            return False
+        self._plan = max(plans, key=lambda plan: sum(b.nbytes for b in plan.recorder.buckets))  # type: ignore[union-attr, misc]
+        recorder = self._plan.recorder
+        assert recorder is not None
+        self._reader = Reader(self.buckets)
+        # What was recorded for somebody else.
+        while recorder.pending() > 1:
+            recorder.read()
+        self._describe()
+        return True
+
+    def _describe(self, **more: Any) -> None:
+        if self._files is None or self._rank != 0 or self._plan is None:
+            return
+        settings = self._plan.settings
+        self._run |= {
+            "what": self._what,
+            "started": self._started.isoformat(timespec="seconds"),
+            "ranks": settings.process_set.size(),
+            "host": socket.gethostname(),
+            "model": {
+                "parameters": sum(int(np.prod(s)) for s in self._plan.shapes),
+                "gradient_bytes": sum(bucket.nbytes for bucket in self.buckets),
+                "variables": len(self._plan.shapes),
+            },
+            "settings": settings_of(settings),
+            "link": None
+            if self._plan.link is None
+            else {"latency_ms": 1e3 * self._plan.link[0], "ns_per_byte": 1e9 * self._plan.link[1]},
+            "buckets": [bucket._asdict() for bucket in self.buckets],
+            "versions": {
+                "hvd_compress": __version__,
+                "tensorflow": tf.__version__,
+                "horovod": horovod.__version__,
+                "python": platform.python_version(),
+            },
+            "memory_total_mb": memory_total_mb(),
+            "first_step_seconds": self.first_step_seconds,
+            **more,
+        }
+        self._files.describe(self._run)
+
+    def finish(self) -> None:
+        """Reads the rest, closes the files."""
+        with self._lock:
+            self.read()
+            self._describe(
+                finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            )
+            if self._files is not None:
+                self._files.close()
+
+    def log_first_step(self) -> None:
+        """Rank 0 prints how long the first step took."""
+        self._describe()
+        if self._rank == 0 and self.first_step_seconds is not None:
+            print(
+                f"hvd_compress: the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+
+def settings_of(settings: Any) -> dict[str, Any]:
+    """The settings as JSON can hold them."""
+    found: dict[str, Any] = {"compression": settings.compressor.spec}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in ("compressor", "process_set"):
+            continue
+        if field.name == "policy":
+            value = {pattern: compressor.spec for pattern, compressor in value}
+        elif field.name == "op":
+            value = {hvd.Average: "Average", hvd.Sum: "Sum"}[value]
+        found[field.name] = value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
+    return found
+
+
+def memory_mb() -> float:
+    """The process's resident memory in MB, GPU memory that TensorFlow has allocated included; NaN if not known."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            found = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except OSError:
+        return float("nan")
+    for device in _gpus():
+        found += tf.config.experimental.get_memory_info(device)["current"] / 1e6
+    return round(found, 1)
+
+
+def _gpus() -> list[str]:
+    return [gpu.name.replace("/physical_device:", "") for gpu in tf.config.list_logical_devices("GPU")]
+
+
+def memory_total_mb() -> float | None:
+    """Of the host, in MB; None if not known."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,84 @@
+"""Means, spread and percentiles of steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from .steps import Steps
+
+_BUCKET = ("bytes", "encode", "wire", "decode", "error", "gradient_norm", "residual_norm")
+_NAMES = {"error": "relative_error", "seconds": "step"}
+_TIMES = ("seconds", "exchange", "exposed", "encode", "wire", "decode")
+_COLUMNS = ("mean", "std", "p50", "p90", "p99", "max")
+STEP = (*_TIMES, "loss", "bytes", "ratio", "error", "gradient_norm", "residual_norm")
+
+
+def series(some: Sequence[Steps]) -> dict[str, np.ndarray]:
+    """Each quantity of all steps, [T]; times in ms (`step_ms`, `exchange_ms`, ...)."""
+    found = {}
+    for name in STEP:
+        values = np.concatenate([np.asarray(getattr(steps, name), np.float64) for steps in some])
+        found[_name(name)] = 1e3 * values if name in _TIMES else values
+    return found
+
+
+def means(some: Sequence[Steps]) -> dict[str, float]:
+    """The means, over the steps where each is known; NaN where none is."""
+    return {name: float(_mean(values)) for name, values in series(some).items()}
+
+
+def bucket_means(some: Sequence[Steps]) -> list[dict[str, float]]:
+    """Of each bucket."""
+    tables = {
+        name: np.concatenate([getattr(steps.buckets, name) for steps in some]) for name in (*_BUCKET, "plain")
+    }
+    found = []
+    for b in range(tables["bytes"].shape[1]):
+        row = {
+            _name(name): float(_mean(tables[name][:, b])) * (1e3 if name in _TIMES else 1.0)
+            for name in _BUCKET
+        }
+        row["ratio"] = float(_mean(tables["plain"][:, b])) / row["bytes"] if row["bytes"] else float("nan")
+        found.append(row)
+    return found
+
+
+def _name(name: str) -> str:
+    return _NAMES.get(name, name) + ("_ms" if name in _TIMES else "")
+
+
+def _mean(values: np.ndarray) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # none is known
+        return float(np.nanmean(values)) if len(values) else float("nan")
+
+
+def stats(some: Sequence[Steps]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation, percentiles and maximum of each quantity; without the first step, which compiles."""
+    found = {}
+    for name, values in series(some).items():
+        values = values[1:] if len(values) > 1 else values
+        known = values[np.isfinite(values)]
+        if len(known):
+            p50, p90, p99 = np.percentile(known, (50, 90, 99))
+            numbers = (known.mean(), known.std(), p50, p90, p99, known.max())
+            found[name] = {column: float(number) for column, number in zip(_COLUMNS, numbers)}
+    return found
+
+
+def table(some: Sequence[Steps], first_step_seconds: float | None) -> str:
+    """`stats` as text."""
+    cells: list[tuple[str, ...]] = [("", *_COLUMNS)]
+    for name, row in stats(some).items():
+        cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    first = (
+        "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
+    )
+    lines = [f"{sum(map(len, some))} steps{first}"]
+    for name, *numbers in cells:
+        lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""`hvd-compress doctor`: what is wrong with a run, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from . import console, rules, run_log
+from .run_log import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A rule that holds for a run.
+
+    Attributes:
+        problem: The rule's name.
+        figures: What shows it.
+        advice: What to change.
+    """
+
+    problem: str
+    figures: str
+    advice: str
+
+
+def examine(run: Run) -> list[Finding]:
+    """What is wrong with a run, in the order of the rules."""
+    found = []
+    for rule in rules.RULES:
+        figures = rule.check(run)
+        if figures:
+            found.append(Finding(rule.name, figures, rule.advice))
+    return found
+
+
+def summary(run: Run) -> str:
+    """One line about a run."""
+    steps = len(run.first.steps["step"])
+    compression = run.settings.get("compression", "unknown compression")
+    first = run.meta.get("first_step_seconds")
+    begun = "" if first is None else f", the first in {first:.1f} s"
+    return (
+        f"{run.path}: {compression}, {run.meta['ranks']} ranks ({len(run.ranks)} wrote), {steps} steps{begun}"
+    )
+
+
+@click.command(epilog="Example: hvd-compress doctor logs/run-1")
+@click.argument("run_dir")
+@console.json_option
+def doctor(run_dir: str, as_json: bool) -> None:
+    """Say what is wrong with a run and what to change.
+
+    RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The exit status is 0 if nothing
+    was found, 1 if something was, and 2 if there is no run to read.
+    """
+    run = load(run_dir)
+    found = examine(run)
+    if as_json:
+        console.print_json(
+            {
+                "run": run.path,
+                "ranks": run.meta["ranks"],
+                "steps": len(run.first.steps["step"]),
+                "healthy": not found,
+                "findings": [dataclasses.asdict(finding) for finding in found],
+            }
+        )
+    else:
+        out = console.output()
+        out.print(summary(run), markup=False)
+        for finding in found:
+            out.print(f"\n[bold]{finding.problem}[/bold]")
+            out.print(f"  what:   {finding.figures}", markup=False, soft_wrap=True)
+            out.print(f"  advice: {finding.advice}", markup=False, soft_wrap=True)
+        if not found:
+            out.print(f"healthy: none of {len(rules.RULES)} rules found anything", markup=False)
+    if found:
+        raise SystemExit(1)
+
+
+def load(run_dir: str) -> Run:
+    """The run of a directory.
+
+    Raises:
+        click.UsageError: There is none that can be read.
+    """
+    try:
+        return run_log.load(run_dir)
+    except run_log.NoRun as error:
+        raise click.UsageError(str(error)) from None

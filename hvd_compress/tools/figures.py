@@ -1,0 +1,89 @@
+"""Figures of a run that rules judge by: robust means, noise, the link's rate. NumPy only."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from .run_log import Run
+
+# Steps that are not looked at (they compile, connect, and warm up), and how many more there must be.
+WARM_UP = 5
+FEWEST = 20
+_PARTS = 10
+
+
+def link_of(run: Run) -> tuple[float, float]:
+    """Milliseconds per collective and per byte sent, measured when the run began, else as its buckets show them.
+
+    The latter is the least time per byte of any bucket: at least what the link takes.
+    """
+    link = run.meta.get("link")
+    if link:
+        return link["latency_ms"], 1e-6 * link["ns_per_byte"]
+    latency, per_byte = [], []
+    for name in run.first.buckets:
+        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
+        length = min(len(columns["bytes"]) for columns in mine)
+        wire = np.min([columns["wire_ms"][:length] for columns in mine], 0)[WARM_UP:]
+        nbytes = mine[0]["bytes"][:length][WARM_UP:]
+        if len(wire) and np.median(nbytes) > 0:
+            latency.append(float(np.percentile(wire, 25)))
+            per_byte.append(latency[-1] / float(np.median(nbytes)))
+    return min(latency, default=0.0), min(per_byte, default=0.0)
+
+
+def rate(per_byte: float) -> str:
+    """A link's rate in words, of milliseconds per byte."""
+    return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
+
+
+def backlog(run: Run) -> np.ndarray | None:
+    """The residual's norm over the gradient's, where they were taken, largest over ranks; None if too few were."""
+    residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
+    known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
+    if known.sum() < 12 or not (residual[:, known] > 0.0).any():
+        return None
+    # One per twenty steps: the first steps are all there.
+    step = run.of_all("step")[0][known]
+    owed = (residual[:, known] / gradient[:, known]).max(0)
+    edges = np.linspace(step[0], step[-1] + 1, 31)
+    parts = [owed[(step >= a) & (step < b)] for a, b in zip(edges, edges[1:])]
+    found = np.array([np.median(part) for part in parts if len(part)])
+    return found if len(found) >= 6 else None
+
+
+def beginning(loss: np.ndarray) -> float:
+    """The loss of the first steps."""
+    return float(np.median(loss[: max(1, min(5, len(loss) // 20))]))
+
+
+def windows(values: np.ndarray) -> np.ndarray:
+    """Medians of ten parts."""
+    return np.array([np.median(part) for part in np.array_split(values, _PARTS)])
+
+
+def spread(values: np.ndarray) -> float:
+    """From one value to the next, as a standard deviation."""
+    return float(1.4826 * np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+
+
+def late(values: np.ndarray) -> np.ndarray | None:
+    """What is known after the first steps; None if that is too little to judge by."""
+    values = values[~np.isnan(values)][WARM_UP:]
+    return values if len(values) >= FEWEST else None
+
+
+def median(run: Run, column: str) -> float:
+    """Of a column of the rank that came last, the first steps left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return float(np.nanmedian(run.fastest(column)[WARM_UP:]))
+
+
+def trimmed(values: np.ndarray) -> np.ndarray:
+    """Means over the first axis without the largest and smallest fiftieth, so that one stall does not count."""
+    ordered = np.sort(values, 0)
+    cut = len(ordered) // 50
+    return np.asarray(ordered[cut : len(ordered) - cut].mean(0))

@@ -1,0 +1,304 @@
+"""What can be wrong with a run: one rule per fault, each a function of the run that says what it saw, or None.
+
+Rules compare a run with itself (its beginning with its end, ranks and buckets with each other, times with the step),
+so that they hold for any model and machine. Times are medians or means over many steps; the first ones, in which
+things are compiled, are left out. Where there is too little to judge by, a rule is silent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .figures import (
+    FEWEST,
+    WARM_UP,
+    backlog,
+    beginning,
+    late,
+    link_of,
+    median,
+    rate,
+    spread,
+    trimmed,
+    windows,
+)
+from .run_log import Run
+
+# Of a step, that is worth a word, and milliseconds below which nothing is.
+_MUCH, _SHARE = 0.4, 0.2
+_FIXED_MS = 20.0
+# A link's latency that counts by itself.
+_FAR_MS = 30.0
+_SMALL_BUCKET = 256 * 1024
+
+
+class Rule(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: What it is called.
+        check: What shows it, with the figures, in one line; None where it is not there.
+        advice: What to change.
+    """
+
+    name: str
+    check: Callable[[Run], str | None]
+    advice: str
+
+
+def loss_diverges(run: Run) -> str | None:
+    """The loss is not finite, or rose far above what it had been."""
+    loss = run.losses
+    step = run.of_all("step")[0]
+    known = ~np.isnan(loss)
+    loss, step = loss[known], step[known]
+    bad = ~np.isfinite(loss)
+    if bad.any():
+        return f"the loss is not finite from step {step[bad][0]:.0f} on ({bad.sum()} of {len(loss)} steps)"
+    lost = 1.0 - run.of_all("finite").min(0)
+    if len(lost) >= FEWEST and lost[-len(lost) // 5 :].mean() > 0.5:
+        return f"gradients are not finite in {lost.sum():.0f} of {len(lost)} steps, and in most of the last fifth"
+    if len(loss) < FEWEST:
+        return None
+    level = windows(loss)
+    first, best, last = beginning(loss), level.min(), level[-1]
+    noise = spread(loss) / np.sqrt(len(loss) / len(level))
+    rise, fall = last - best, max(first - best, 0.0)
+    if rise > max(0.5 * fall, 6.0 * noise, 0.2 * abs(best)) and last > best:
+        return (
+            f"the loss rises: {first:.4g} in the first steps, {best:.4g} at its best, {last:.4g} at the end"
+        )
+    near = np.median(np.lib.stride_tricks.sliding_window_view(loss, 5), 1)
+    peak, scale = near.max(), abs(first) + 1e-12
+    if peak > first + 1.5 * scale and last > first - 0.2 * scale:
+        return (
+            f"the loss jumped from {first:.4g} to {peak:.4g} at step {step[near.argmax() + 2]:.0f} and is no "
+            "lower than at "
+            f"the beginning at the end ({last:.4g})"
+        )
+    return None
+
+
+def loss_oscillates(run: Run) -> str | None:
+    """The loss goes up and down, by as much as it ever fell, and does not get lower."""
+    loss = run.losses
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < 2 * FEWEST:
+        return None
+    first, half = beginning(loss), loss[len(loss) // 2 :]
+    swing, level = float(np.median(np.abs(np.diff(half)))), float(np.median(half))
+    scale = abs(first) + 1e-12
+    wide = swing > 0.5 * scale and level > first - 0.3 * scale
+    parts = windows(half)
+    rises = float(np.maximum(np.diff(parts), 0.0).sum())
+    error = spread(half) / np.sqrt(len(half) / len(parts))
+    slow = rises > 0.3 * scale and rises > 10.0 * error and parts[-1] > parts[0] - 0.5 * rises
+    if not (wide or slow):
+        return None
+    return (
+        f"the loss goes up and down in the second half: by {swing:.3g} from step to step around {level:.4g}, having "
+        f"begun at {first:.4g}"
+    )
+
+
+def residual_grows(run: Run) -> str | None:
+    """The residual is many gradients large and still grows."""
+    owed = backlog(run)
+    if owed is None:
+        return None
+    middle, end = (
+        float(np.median(owed[len(owed) // 3 : 2 * len(owed) // 3])),
+        float(np.median(owed[2 * len(owed) // 3 :])),
+    )
+    if end < 8.0 or end < 1.25 * middle:
+        return None
+    residual = run.of_all("residual_norm")
+    last = residual[:, ~np.isnan(residual).any(0)][:, -1].max()
+    return (
+        f"the residual is {end:.3g} times as large as a step's gradient in the last third of the run, "
+        f"{middle:.3g} times in "
+        f"the middle third, and grows (its norm is {last:.4g} at the end)"
+    )
+
+
+def communication_dominates(run: Run) -> str | None:
+    """Much of a step is waiting for the exchange: for bytes, or for a link of high latency."""
+    step, exposed = late(run.fastest("step_ms")), late(run.fastest("exposed_ms"))
+    if step is None or exposed is None:
+        return None
+    total, wait = float(np.median(step)), float(np.median(exposed))
+    if wait < _MUCH * total or wait < _FIXED_MS:
+        return None
+    latency, per_byte = link_of(run)
+    # Else it is the processor that is busy.
+    if median(run, "bytes") * per_byte < 0.25 * total and latency < _FAR_MS:
+        return None
+    wire = median(run, "wire_ms")
+    return (
+        f"of a step's {total:.1f} ms, {wait:.1f} ms ({wait / total:.0%}) are spent waiting for the "
+        "exchange after the last "
+        f"gradient is there; {wire:.1f} ms are on the wire; each rank sends "
+        f"{median(run, 'bytes') / 1e6:.3g} MB per step, "
+        f"compressed {median(run, 'ratio'):.1f} times, {rate(per_byte)}"
+    )
+
+
+def compression_costs(run: Run) -> str | None:
+    """Encoding and decoding take longer than the bytes that they save would."""
+    _, per_byte = link_of(run)
+    # Buckets may be encoded side by side.
+    cost = min(median(run, "encode_ms") + median(run, "decode_ms"), median(run, "exchange_ms"))
+    step = median(run, "step_ms")
+    sent, ratio = median(run, "bytes"), median(run, "ratio")
+    if not ratio > 1.05 or len(run.first.steps["step"]) < FEWEST + WARM_UP:
+        return None
+    saved = (ratio - 1.0) * sent * per_byte
+    if cost < 1.25 * saved or cost - saved < max(_SHARE * step, 5.0):
+        return None
+    return (
+        f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} "
+        "ms on the wire: "
+        f"{(ratio - 1.0) * sent / 1e6:.3g} MB less {rate(per_byte)}"
+    )
+
+
+def slow_rank(run: Run) -> str | None:
+    """One rank is later than the others, which wait for it."""
+    if len(run.ranks) < 2:
+        return None
+    step, exposed = run.of_all("step_ms"), run.of_all("exposed_ms")
+    known = ~(np.isnan(step) | np.isnan(exposed)).any(0)
+    if known.sum() < FEWEST + WARM_UP:
+        return None
+    step, exposed = step[:, known][:, WARM_UP:], exposed[:, known][:, WARM_UP:]
+    own = trimmed((step - exposed).T)  # what each rank takes by itself, the exchange left out
+    total = float(trimmed(step.T).mean())
+    slowest = int(own.argmax())
+    others = float(np.median(np.delete(own, slowest)))
+    behind = own[slowest] - others
+    if behind < _SHARE * total or behind < 0.25 * others or behind < 5.0:
+        return None
+    waits = np.delete(trimmed(exposed.T), slowest)
+    return (
+        f"rank {run.ranks[slowest].number} takes {own[slowest]:.1f} ms of its own per step, the others "
+        f"{others:.1f} ms; they "
+        f"wait {waits.mean():.1f} ms for the exchange, it waits {trimmed(exposed.T)[slowest]:.1f} ms (a step takes "
+        f"{total:.1f} ms)"
+    )
+
+
+def to_and_fro(run: Run) -> str | None:
+    """`auto` switches a bucket back to what it had before, again and again."""
+    worst: tuple[int, int, str, Counter[str], int] | None = None
+    for name, columns in run.first.buckets.items():
+        runs = [compressor for compressor, _ in itertools.groupby(columns["compressor"].tolist())]
+        returns = sum(runs[i] in runs[max(0, i - 3) : i] for i in range(1, len(runs)))
+        if returns >= 3 and (worst is None or returns > worst[0]):
+            worst = (returns, len(runs) - 1, name, Counter(runs), len(columns["compressor"]))
+    if worst is None:
+        return None
+    returns, switches, name, counts, steps = worst
+    most = " and ".join(compressor for compressor, _ in counts.most_common(2))
+    return f"bucket {name} switched {switches} times in {steps} steps, {returns} times back, mostly between {most}"
+
+
+def small_buckets(run: Run) -> str | None:
+    """Gradients cross in many small buckets."""
+    sizes = [b["nbytes"] for b in run.meta.get("buckets", []) if b["nbytes"] > 0]
+    if len(sizes) < 4 or np.median(sizes) >= _SMALL_BUCKET:
+        return None
+    return (
+        f"gradients of {sum(sizes) / 1e6:.3g} MB cross in {len(sizes)} buckets of "
+        f"{np.median(sizes) / 1e3:.3g} kB (median); "
+        f"bucket_bytes is {run.settings.get('bucket_bytes')}, groups is {run.settings.get('groups')}"
+    )
+
+
+def memory_grows(run: Run) -> str | None:
+    """The memory of a process grows throughout the run."""
+    worst: tuple[float, str] | None = None
+    for rank in run.ranks:
+        memory = rank.steps.get("memory_mb")
+        memory = None if memory is None else memory[~np.isnan(memory)]
+        if memory is None or len(memory) < 4 * FEWEST:
+            continue
+        most = memory[len(memory) // 4 :]  # by then all is allocated
+        parts = np.array([np.median(part) for part in np.array_split(most, 6)])
+        growth, rises = parts[-1] - parts[0], np.diff(parts)
+        # Steadily: most of the parts add their share.
+        steady = (rises > 0.25 * growth / len(rises)).sum() >= len(rises) - 1
+        if growth > max(20.0, 0.03 * parts[0]) and steady and (worst is None or growth > worst[0]):
+            steps = len(most) * 5 / 6
+            text = (
+                f"rank {rank.number} grows steadily from {parts[0]:.0f} to {parts[-1]:.0f} MB in the last three "
+                "quarters of "
+                f"the run, {1e3 * growth / steps:.0f} MB per 1000 steps"
+            )
+            total = run.meta.get("memory_total_mb")
+            worst = (growth, text + (f"; the host has {total:.0f} MB" if total else ""))
+    return None if worst is None else worst[1]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "loss diverges",
+        loss_diverges,
+        "lower the learning rate, or warm it up (hvdc.callbacks.LearningRateWarmupCallback). If it trains well with "
+        "compression='none', compress less (a larger ratio, int8) and leave error_feedback at its default",
+    ),
+    Rule(
+        "loss oscillates",
+        loss_oscillates,
+        "lower the learning rate or clip gradients. If it is calm with compression='none', compress less and leave "
+        "error_feedback at its default",
+    ),
+    Rule(
+        "residual grows",
+        residual_grows,
+        "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a "
+        "little below 1, "
+        "or leave error_feedback at its default for this compressor",
+    ),
+    Rule(
+        "communication dominates",
+        communication_dominates,
+        "compress more (compression='auto', or hybrid with a smaller ratio); more samples or backward_passes_per_step "
+        "for each exchange; where little is sent already, it is the network's latency: fewer, larger buckets",
+    ),
+    Rule(
+        "compression costs more than it saves",
+        compression_costs,
+        "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which "
+        "knows no compression",
+    ),
+    Rule(
+        "slow rank",
+        slow_rank,
+        "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, "
+        "and what else runs "
+        "on its host; every other rank waits for it in every step",
+    ),
+    Rule(
+        "switching to and fro",
+        to_and_fro,
+        "auto cannot decide: the network changes, or two candidates are equally good. Name fewer "
+        "candidates, or the one "
+        "that was used most, as compression",
+    ),
+    Rule(
+        "small buckets",
+        small_buckets,
+        "each bucket costs some milliseconds of latency: leave bucket_bytes at its default (25 MB) and groups unset",
+    ),
+    Rule(
+        "memory grows",
+        memory_grows,
+        "something is kept from step to step: tensors or logs appended to a list, tf.function traced again and again "
+        "(Python numbers as arguments), a dataset.cache() without limit",
+    ),
+)  # fmt: skip

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Makes the runs in tests/data/runs: a healthy one, and one for each fault that `hvd-compress doctor` knows.
+
+    python tests/data/make_runs.py            all of them, each under horovodrun -np 2
+    python tests/data/make_runs.py slow_rank  one
+
+Each trains a small network on data that can be learned, with one thing wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+HEALTHY = {"compression": "int8", "learning_rate": 0.1, "width": 512, "batch": 256, "steps": 150}
+# What is wrong with each; the rest is as in a healthy run.
+RUNS = {
+    "healthy": {},
+    "healthy_auto": {"compression": "auto"},
+    "healthy_none": {"compression": "none"},
+    "diverges": {"learning_rate": 30.0, "compression": "topk:ratio=0.001", "error_feedback": False},
+    "unstable": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
+    "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01},
+    "dominates": {"compression": "none", "width": 2048, "batch": 4, "steps": 60},
+    "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4, "steps": 60},
+    "slow_rank": {"sleep": 0.06},
+    "flapping": {"compression": "auto", "flap": True},
+    "small_buckets": {"bucket_bytes": 4096},
+    "memory": {"leak": 2_000_000, "sleep_all": 0.02},
+}
+
+
+def train(name: str, directory: str) -> None:
+    """One rank of one run."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.path.insert(0, str(ROOT))
+    import horovod.tensorflow as hvd
+    import numpy as np
+    import tensorflow as tf
+    from tensorflow import keras
+
+    import hvd_compress as hvdc
+
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    fault = {**HEALTHY, **RUNS[name]}
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [
+            keras.layers.Input([256]),
+            keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
+            keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
+            keras.layers.Dense(10),
+        ]
+    )
+    extra = {key: fault[key] for key in ("bucket_bytes", "error_feedback") if key in fault}
+    optimizer = hvdc.DistributedOptimizer(
+        keras.optimizers.SGD(fault["learning_rate"], fault.get("momentum", 0.0)),
+        compression=fault["compression"],
+        **extra,
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=False)
+
+    teacher = np.random.default_rng(0).standard_normal((256, 10)).astype(np.float32)
+    random = np.random.default_rng(hvd.rank() + 1)
+    kept = []
+
+    def batches():
+        for _ in range(fault["steps"]):
+            x = random.standard_normal((fault["batch"], 256)).astype(np.float32)
+            time.sleep(fault.get("sleep", 0.0) if hvd.rank() == 1 else fault.get("sleep_all", 0.0))
+            if fault.get("leak"):
+                kept.append(np.ones(fault["leak"], np.uint8))
+            yield x, (x @ teacher).argmax(1)
+
+    class Flap(keras.callbacks.Callback):
+        """As if two candidates were equally good, and noise decided between them."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            if fault.get("flap") and batch % 12 == 11:
+                (plan,) = optimizer._hvdc.reducer.plans.values()
+                chooser = plan.chooser
+                chooser.state.choice.assign([1 + batch // 12 % 2] * len(chooser.nbytes))
+                chooser._outgoing.assign(tf.zeros_like(chooser._outgoing))
+
+    data = tf.data.Dataset.from_generator(
+        batches,
+        output_signature=(
+            tf.TensorSpec([fault["batch"], 256], tf.float32),
+            tf.TensorSpec([fault["batch"]], tf.int64),
+        ),
+    )
+    model.fit(
+        data, epochs=1, verbose=0,
+        callbacks=[
+            hvdc.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvdc.callbacks.CompressionMonitor(directory),
+            Flap(),
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Makes the runs that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help=", ".join(RUNS))
+    parser.add_argument("--into", default=str(HERE / "runs"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        train(args.runs[0], args.into)
+        return
+    for name in args.runs:
+        directory = Path(args.into) / name
+        shutil.rmtree(directory, ignore_errors=True)
+        horovodrun = str(Path(sys.executable).parent / "horovodrun")
+        command = [
+            horovodrun,
+            "--gloo",
+            "-np",
+            "2",
+            sys.executable,
+            __file__,
+            name,
+            "--into",
+            str(directory),
+            "--worker",
+        ]
+        subprocess.run(command, check=True, timeout=300, cwd=ROOT)
+        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""What is watched is what happens, and watching changes nothing."""
+
+import csv
+import json
+import struct
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+import hvd_compress as hvdc
+from hvd_compress.monitor import recorder as recording
+from hvd_compress.monitor.steps import Reader
+from hvd_compress.reducer import Reducer
+from hvd_compress.settings import Settings
+
+SHAPES = [(300, 500), (64,), (70, 90)]
+
+
+def gradients(rank, step):
+    random = np.random.default_rng([rank, step])
+    return [random.standard_t(3, shape).astype(np.float32) for shape in SHAPES]
+
+
+def train(rank, steps, watched, spec, **settings):
+    """The reduced gradients of each step, and the reducer."""
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
+    if watched:
+        reducer.watch()
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    step = tf.function(lambda *g: reducer(list(g), variables))
+    return [[r.numpy() for r in step(*map(tf.constant, gradients(rank, t)))] for t in range(steps)], reducer
+
+
+def read(reducer):
+    (plan,) = reducer.plans.values()
+    return Reader(plan.recorder.buckets).steps(plan.recorder.read()), plan
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["none", "topk:ratio=0.01", "quantize:bits=2,rounding=stochastic", "hybrid:ratio=0.05,bits=4"],
+)
+def test_some_ranks_watch_and_training_is_the_same_to_the_bit(spec, rank):
+    plain, _ = train(rank, 3, False, spec)
+    watched, _ = train(rank, 3, rank == 0, spec)
+    for a, b in zip(plain, watched):
+        for x, y in zip(a, b):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_norms_errors_and_bytes_are_those_of_numpy(rank):
+    _, reducer = train(rank, 4, True, "topk:ratio=0.01")
+    steps, plan = read(reducer)
+    assert steps.step.tolist() == [1, 2, 3, 4]
+    ((section, _),) = {id(s): (s, p) for s, p in plan.buckets}.values()
+    residual = [np.zeros(shape) for shape in section.layout.shapes]
+    k = [int(np.ceil(0.01 * shape[0])) for shape in section.layout.shapes]
+    for t in range(4):
+        mine = gradients(rank, t)
+        tensors = [tf.constant(mine[i]) for i in section.layout.bucket.members]
+        pieces = section.layout.cut(tensors, range(len(residual)))
+        for b, (_, chosen) in enumerate(plan.buckets):
+            g2 = x2 = r2 = 0.0
+            for i in chosen:
+                g = pieces[i].numpy().astype(np.float64)
+                x = g + residual[i]
+                order = np.argsort(-np.abs(x), kind="stable")
+                residual[i] = x.copy()
+                residual[i][order[: k[i]]] = 0.0
+                g2, x2, r2 = g2 + (g**2).sum(), x2 + (x**2).sum(), r2 + (residual[i] ** 2).sum()
+            assert steps.buckets.gradient_norm[t, b] == pytest.approx(np.sqrt(g2), rel=1e-5)
+            assert steps.buckets.error[t, b] == pytest.approx(np.sqrt(r2 / x2), rel=1e-4)
+            assert steps.buckets.residual_norm[t, b] == pytest.approx(np.sqrt(r2), rel=1e-4)
+    sent, uncompressed = plan.bytes_sent()
+    np.testing.assert_array_equal(steps.bytes, sent)
+    np.testing.assert_allclose(steps.ratio, uncompressed / sent)
+
+
+def test_without_a_residual_the_error_is_that_of_a_second_encoding(rank):
+    """An unbiased quantizer keeps no residual: its error follows from the bound and from what was decoded."""
+    spec = "quantize:bits=8,rounding=stochastic"
+    _, reducer = train(rank, 2, True, spec, error_feedback=False)
+    steps, plan = read(reducer)
+    assert (steps.buckets.residual_norm == 0.0).all()
+    compressed = steps.buckets.error[:, : len(plan.buckets)]
+    assert ((compressed > 1e-4) & (compressed < 0.2)).all()
+
+
+def test_times_are_in_order_and_lie_within_the_step(rank):
+    _, reducer = train(rank, 4, True, "int8")
+    (plan,) = reducer.plans.values()
+    rows = plan.recorder.read()
+    cells = rows[:, len(recording.HEADER) :].reshape(4, -1, len(recording.COLUMNS))
+    begun, sent, arrived, done = (cells[:, :, i] for i in range(4))
+    assert (begun <= sent).all() and (sent <= arrived).all() and (arrived <= done).all()
+    steps = Reader(plan.recorder.buckets).steps(rows)
+    assert np.isnan(steps.seconds[0]) and (steps.seconds[1:] > 0).all()
+    assert (steps.exchange[1:] <= steps.seconds[1:] + 1e-6).all()
+    assert (steps.wire <= done.max(1) - begun.min(1) + 1e-6).all()
+    assert len(plan.recorder.read()) == 0
+
+
+def test_a_nan_on_one_rank_is_seen_on_all(rank):
+    reducer = Reducer(Settings(hvdc.Compression.parse("int8")))
+    reducer.watch()
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    for t in range(3):
+        values = gradients(rank, t)
+        if rank == 1 and t == 1:
+            values[0][0, 0] = np.nan
+        reducer([tf.constant(v) for v in values], variables)
+    steps, _ = read(reducer)
+    assert steps.finite.tolist() == [True, False, True]
+    assert np.isnan(steps.error[1]) and np.isfinite(steps.error[[0, 2]]).all()
+
+
+def test_auto_and_indexed_slices_are_watched(rank):
+    spec = "auto:candidates=(none|int8),warmup_steps=0"
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
+    reducer.watch()
+    variables = [tf.Variable(tf.zeros([100, 8])), tf.Variable(tf.zeros([300, 100]))]
+
+    @tf.function
+    def step(x):
+        rows = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]), tf.constant([100, 8]))
+        return reducer([rows, x], variables)
+
+    chosen = []
+    for t in range(4):
+        step(tf.random.stateless_normal([300, 100], [rank, t]))
+        if t == 1:
+            (plan,) = reducer.plans.values()
+            plan.chooser.state.choice.assign([1] * len(plan.chooser.nbytes))
+            plan.chooser._outgoing.assign(tf.zeros_like(plan.chooser._outgoing))
+        chosen.append(plan.chooser.choices().numpy() if t == 1 else None)
+    steps, plan = read(reducer)
+    assert [bucket.name for bucket in plan.recorder.buckets] == ["0", "sparse-0"]
+    assert steps.buckets.compressor[2, 0] == 1
+    assert steps.buckets.bytes[2, 0] == plan.recorder.buckets[0].sent[1]
+    assert 0.0 < steps.error[2] < 0.05
+
+
+@pytest.mark.parametrize("kind", ["keras", "tf_keras"])
+def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
+    if kind == "tf_keras":
+        kernel = pytest.importorskip("tf_keras")
+    else:
+        kernel = keras
+    directory = tmp_path / "run"
+
+    def fit(callbacks):
+        kernel.utils.set_random_seed(3)
+        model = kernel.Sequential(
+            [kernel.layers.Input([40]), kernel.layers.Dense(50), kernel.layers.Dense(1)]
+        )
+        optimizer = hvdc.DistributedOptimizer(kernel.optimizers.SGD(0.01), compression="int8")
+        model.compile(optimizer, "mse", jit_compile=False)
+        losses = []
+
+        class Losses(kernel.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                losses.append(float(logs["loss"]))
+
+        random = np.random.default_rng(rank)
+        x, y = random.standard_normal((64, 40)), random.standard_normal((64, 1))
+        history = model.fit(
+            x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks, Losses()]
+        )
+        return model.get_weights(), history.history, np.array(losses)
+
+    plain, _, running = fit([])
+    weights, history, _ = fit([hvdc.callbacks.CompressionMonitor(directory, update_freq=2)])
+    for a, b in zip(plain, weights):
+        np.testing.assert_array_equal(a, b)
+    assert set(history) == {"loss", "ratio", "comm_ms"}
+    assert all(ratio > 3 for ratio in history["ratio"]) and all(ms > 0 for ms in history["comm_ms"])
+
+    with open(directory / f"rank-{rank}.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 9))
+    assert [int(row["epoch"]) for row in rows] == [0] * 4 + [1] * 4
+    # Keras's running means of an epoch tell each step's loss.
+    sums = running.reshape(2, 4) * np.arange(1, 5)
+    expected = np.diff(sums, axis=1, prepend=0.0).ravel()
+    np.testing.assert_allclose([float(row["loss"]) for row in rows], expected, rtol=1e-4)
+    assert all(float(row["memory_mb"]) > 10 for row in rows)
+    assert [row["step_ms"] == "" for row in rows] == [True, False, False, False] * 2
+    with open(directory / f"rank-{rank}-buckets.csv") as file:
+        buckets = list(csv.DictReader(file))
+    assert {(row["bucket"], row["compressor"]) for row in buckets} == {("0", "int8"), ("dense-0", "none")}
+    if rank == 0:
+        run = json.loads((directory / "run.json").read_text())
+        assert run["ranks"] == size and run["model"]["parameters"] == 41 * 50 + 51
+        assert run["first_step_seconds"] > 0 and run["finished"] and run["settings"]["compression"] == "int8"
+        assert f"the first step took {run['first_step_seconds']:.1f} s" in capfd.readouterr().err
+        events = scalars(directory / "tensorboard")
+        assert sorted(events["hvd_compress/loss"]) == [2, 4, 6, 8]
+        assert events["hvd_compress/loss"][2] == pytest.approx(expected[:2].mean(), rel=1e-4)
+        assert events["hvd_compress/bucket_0/compressor"] == {2: "int8"}
+        assert {
+            "ratio",
+            "exchange_ms",
+            "encode_ms",
+            "wire_ms",
+            "decode_ms",
+            "relative_error",
+            "residual_norm",
+        } <= {tag.split("/")[1] for tag in events}
+
+
+def scalars(directory):
+    """What a TensorBoard directory holds: {tag: {step: value}}."""
+    (path,) = directory.iterdir()
+    data, found = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = tf.compat.v1.Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+        for value in event.summary.value:
+            array = tf.make_ndarray(value.tensor)
+            text = value.metadata.plugin_data.plugin_name == "text"
+            found.setdefault(value.tag, {})[event.step] = array[0].decode() if text else float(array)
+    return found
+
+
+def test_a_model_that_was_traced_before_is_traced_again(rank, tmp_path):
+    model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50), keras.layers.Dense(1)])
+    model.compile(
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), "mse", jit_compile=False
+    )
+    x, y = np.ones((32, 40)), np.ones((32, 1))
+    model.fit(x, y, batch_size=16, verbose=0)
+    # On one rank only: its function is traced again, with the same collectives.
+    callbacks = [hvdc.callbacks.CompressionMonitor(tmp_path / "run")] if rank == 0 else []
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=callbacks)
+    if rank == 0:
+        rows = (tmp_path / "run" / "rank-0.csv").read_text().splitlines()
+        assert [row.split(",")[0] for row in rows] == ["step", "3", "4"]
+
+
+def test_profile_of_a_custom_loop(rank, tmp_path):
+    weights = tf.Variable(tf.ones([60, 60]))
+
+    @tf.function
+    def train_step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ weights) ** 2)
+        tape = hvdc.DistributedGradientTape(tape, compression="int8")
+        weights.assign_sub(0.01 * tape.gradient(loss, [weights])[0])
+        return loss
+
+    losses = []
+    with hvdc.profile(tmp_path / "run") as prof:
+        for t in range(12):
+            loss = train_step(tf.random.stateless_normal([4, 60], [rank, t]))
+            prof.step(loss)
+            losses.append(float(loss))
+    stats = prof.stats()
+    assert stats["loss"]["mean"] == pytest.approx(np.mean(losses[1:]))
+    assert stats["loss"]["std"] == pytest.approx(np.std(losses[1:]))
+    assert stats["loss"]["p90"] == pytest.approx(np.percentile(losses[1:], 90))
+    assert stats["ratio"]["mean"] > 3 and stats["step_ms"]["p50"] > 0
+    lines = prof.summary().splitlines()
+    assert lines[0].startswith("12 steps; the first, which compiles, took ")
+    assert lines[1].split() == ["mean", "std", "p50", "p90", "p99", "max"]
+    assert any(line.startswith("wire_ms") for line in lines)
+    rows = (tmp_path / "run" / f"rank-{rank}.csv").read_text().splitlines()
+    assert len(rows) == 13
+
+
+def test_errors_say_what_is_wrong(tmp_path):
+    with pytest.raises(
+        ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"
+    ):
+        hvdc.callbacks.CompressionMonitor(tmp_path, update_freq=0)
+    model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match="CompressionMonitor watches hvdc.DistributedOptimizer"):
+        model.fit(
+            np.ones((4, 4)),
+            np.ones((4, 1)),
+            verbose=0,
+            callbacks=[hvdc.callbacks.CompressionMonitor(tmp_path)],
+        )
+    with pytest.raises(RuntimeError, match="inside of `with hvdc.profile"):
+        hvdc.profile().step()

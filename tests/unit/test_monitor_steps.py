@@ -1,0 +1,81 @@
+"""From recorded rows to times, bytes and losses: by hand."""
+
+import numpy as np
+
+from hvd_compress.monitor import summary
+from hvd_compress.monitor.files import STEP_COLUMNS, bucket_lines, step_lines
+from hvd_compress.monitor.recorder import COLUMNS, HEADER, WatchedBucket
+from hvd_compress.monitor.steps import Reader
+
+BUCKETS = [
+    WatchedBucket("0", 4000, 4000, ("none", "int8"), (4000, 1000)),
+    WatchedBucket("dense-0", 100, 100, ("none",), (100,)),
+]
+
+
+def row(step, ready, first, second, total=0.0, count=0.0, committed=1.0):
+    """`first`, `second`: the cells of two buckets."""
+    assert len(first) == len(second) == len(COLUMNS) and len(HEADER) == 5
+    return [step, committed, ready, total, count, *first, *second]
+
+
+def cell(begun, sent, arrived, done, norms=(3.0, 5.0, 4.0, 4.0), choice=1):
+    return [begun, sent, arrived, done, *norms, choice]
+
+
+DENSE = (np.nan, np.nan, 0.0, 0.0)
+
+
+def steps_of(*rows, reader=None):
+    return (reader or Reader(BUCKETS)).steps(np.array(rows, np.float64))
+
+
+def test_times_bytes_and_errors():
+    steps = steps_of(
+        row(0, 10.5, cell(10.0, 11.0, 15.0, 16.0), cell(10.0, 10.0, 13.0, 13.0, DENSE, 0)),
+        row(1, 21.0, cell(20.0, 21.0, 24.0, 26.0, choice=0), cell(22.0, 22.0, 23.0, 23.0, DENSE, 0)),
+    )
+    np.testing.assert_array_equal(steps.step, [1, 2])
+    np.testing.assert_array_equal(steps.seconds, [np.nan, 10.0])
+    np.testing.assert_array_equal(steps.exposed, [5.5, 5.0])
+    np.testing.assert_array_equal(steps.exchange, [6.0, 6.0])
+    # In the first step bucket 0 had to wait for the dense one until 13; in the second the dense one came later.
+    np.testing.assert_array_equal(steps.buckets.wire, [[2.0, 3.0], [3.0, 0.0]])
+    np.testing.assert_array_equal(steps.encode, [1.0, 1.0])
+    np.testing.assert_array_equal(steps.decode, [1.0, 2.0])
+    np.testing.assert_array_equal(steps.bytes, [1100, 4100])
+    np.testing.assert_allclose(steps.ratio, [4100 / 1100, 1.0])
+    np.testing.assert_allclose(steps.error, [0.8, 0.8])
+    np.testing.assert_allclose(steps.residual_norm, [4.0, 4.0])
+
+
+def test_losses_are_taken_out_of_the_running_mean():
+    reader, idle = Reader(BUCKETS), (cell(0, 0, 0, 0), cell(0, 0, 0, 0, DENSE, 0))
+    steps = steps_of(
+        row(0, 0, *idle, 20.0, 10), row(1, 0, *idle, 60.0, 20), row(2, 0, *idle, 65.0, 25), reader=reader
+    )
+    np.testing.assert_allclose(steps.loss, [2.0, 4.0, 1.0])
+    reader.new_epoch()
+    np.testing.assert_allclose(steps_of(row(3, 0, *idle, 50.0, 25), reader=reader).loss, [2.0])
+    # Keras begins anew by itself; and what is not a number is told apart from what is not known.
+    np.testing.assert_allclose(steps_of(row(4, 0, *idle, 30.0, 10), reader=reader).loss, [3.0])
+    found = steps_of(row(5, 0, *idle, np.nan, 20), row(6, 0, *idle, np.nan, np.nan), reader=reader).loss
+    assert np.isinf(found[0]) and np.isnan(found[1])
+
+
+def test_a_step_that_was_not_finite_has_no_error():
+    steps = steps_of(row(0, 0, cell(0, 0, 0, 0), cell(0, 0, 0, 0, DENSE, 0), committed=0.0))
+    assert not steps.finite[0] and np.isnan(steps.error[0]) and np.isnan(steps.buckets.residual_norm[0, 0])
+
+
+def test_lines_and_means():
+    steps = steps_of(row(0, 10.5, cell(10.0, 11.0, 15.0, 16.0), cell(10.0, 10.0, 13.0, 13.0, DENSE, 0)))
+    cells = dict(zip(STEP_COLUMNS, step_lines(steps, 3, 70.5).strip().split(",")))
+    assert cells["epoch"] == "3" and cells["step_ms"] == "" and cells["encode_ms"] == "1000"
+    assert cells["memory_mb"] == "70.5" and cells["relative_error"] == "0.8"
+    first, second = bucket_lines(steps, BUCKETS).splitlines()
+    assert first == "1,0,int8,1000,4,1000,2000,1000,0.8,3,4"
+    assert second == "1,dense-0,none,100,1,0,3000,0,0,,0"
+    assert summary.means([steps])["wire_ms"] == 5000.0
+    assert summary.bucket_means([steps])[0]["ratio"] == 4.0
+    assert summary.stats([steps, steps])["bytes"]["p99"] == 1100.0

@@ -1,0 +1,192 @@
+"""The doctor on real runs (tests/data/make_runs.py made them), each with one thing wrong, and on damaged ones."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hvd_compress.tools import doctor, rules, run_log
+from hvd_compress.tools.cli import main
+
+RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
+FAULTS = {
+    "diverges": "loss diverges",
+    "unstable": "loss diverges",
+    "residual": "residual grows",
+    "dominates": "communication dominates",
+    "costs": "compression costs more than it saves",
+    "slow_rank": "slow rank",
+    "flapping": "switching to and fro",
+    "small_buckets": "small buckets",
+    "memory": "memory grows",
+}
+HEALTHY = ["healthy", "healthy_none", "healthy_auto"]
+
+
+def found(name):
+    return {finding.problem: finding for finding in doctor.examine(run_log.load(str(RUNS / name)))}
+
+
+def test_every_rule_has_a_run_that_shows_its_fault():
+    # But for oscillation, of which `test_losses_that_go_wrong` makes some.
+    assert {*FAULTS.values(), "loss oscillates"} == {rule.name for rule in rules.RULES}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name):
+    finding = found(name)[FAULTS[name]]
+    assert any(c.isdigit() for c in finding.figures) and finding.advice
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_in_a_healthy_run(name):
+    assert not found(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"diverges", "unstable"}))
+def test_other_faults_leave_the_loss_alone(name):
+    assert not {"loss diverges", "loss oscillates"} & set(found(name))
+
+
+def test_the_slow_rank_is_named_with_its_times():
+    assert found("slow_rank")["slow rank"].figures.startswith("rank 1 takes ")
+
+
+def copy(name, tmp_path):
+    return Path(shutil.copytree(RUNS / name, tmp_path / name))
+
+
+def rewrite(path, column, change):
+    """Changes a column of a CSV file: `change(row number, cell)`."""
+    header, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    place = header.index(column)
+    for i, row in enumerate(rows):
+        row[place] = str(change(i, row[place]))
+    path.write_text("\n".join(",".join(row) for row in [header, *rows]) + "\n")
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda i, c: float(c) if i < 100 else "inf", "loss diverges"),
+        (lambda i, c: float(c) if i < 75 else 1.0 + 0.02 * (i - 75), "loss diverges"),
+        (lambda i, c: 2.3 if i < 3 else 80.0 / i if i < 30 else 2.3026, "loss diverges"),
+        (lambda i, c: [2.0, 5.0][i % 2], "loss oscillates"),
+        (lambda i, c: 2.3 + 1.5 * np.sin(i / 8), "loss oscillates"),
+    ],
+)
+def test_losses_that_go_wrong(change, problem, tmp_path):
+    directory = copy("healthy", tmp_path)
+    for rank in range(2):
+        rewrite(directory / f"rank-{rank}.csv", "loss", change)
+    assert problem in {finding.problem for finding in doctor.examine(run_log.load(str(directory)))}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "level",
+    [
+        lambda t: 2.3 * np.exp(-t / 40) + 0.01,  # falls, and stays
+        lambda t: 2.3 / (1 + t / 20),
+        lambda t: np.full_like(t, 1.0),  # fine-tuning: nothing left to gain
+        lambda t: 8.0 - t / 200,  # slow
+        lambda t: -t / 50,  # below zero
+    ],
+)
+def test_noisy_but_healthy_losses_are_left_alone(level, seed, tmp_path):
+    run = run_log.load(str(RUNS / "healthy"))
+    t = np.arange(150.0)
+    noise = np.random.default_rng(seed).standard_normal((2, 150))
+    loss = level(t) + (0.05 + 0.1 * np.abs(level(t))) * noise
+    for rank, own in zip(run.ranks, loss):
+        rank.steps["loss"] = own
+    assert rules.loss_diverges(run) is None
+    assert rules.loss_oscillates(run) is None
+
+
+def test_too_few_steps_tell_nothing(tmp_path):
+    directory = copy("slow_rank", tmp_path)
+    for rank in range(2):
+        path = directory / f"rank-{rank}.csv"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    assert doctor.examine(run_log.load(str(directory))) == []
+
+
+def test_a_run_that_still_goes_on_is_read(tmp_path):
+    directory = copy("slow_rank", tmp_path)
+    path = directory / "rank-1.csv"
+    path.write_text(path.read_text()[:-40])  # half a line
+    run = run_log.load(str(directory))
+    assert len(run.ranks[1].steps["step"]) == len(run.ranks[0].steps["step"]) - 1
+    assert [finding.problem for finding in doctor.examine(run)] == ["slow rank"]
+
+
+def test_a_rank_without_files_is_left_out(tmp_path):
+    directory = copy("slow_rank", tmp_path)
+    (directory / "rank-1.csv").unlink()
+    run = run_log.load(str(directory))
+    assert len(run.ranks) == 1
+    assert "slow rank" not in {finding.problem for finding in doctor.examine(run)}
+
+
+def call(*arguments):
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def test_exit_status_and_text():
+    healthy = call("doctor", RUNS / "healthy")
+    assert healthy.exit_code == 0 and "healthy: none of 9 rules" in healthy.output
+    slow = call("doctor", RUNS / "slow_rank")
+    assert slow.exit_code == 1
+    assert "slow rank" in slow.output and "rank 1 takes" in slow.output and "input pipeline" in slow.output
+
+
+def test_json():
+    result = call("doctor", RUNS / "slow_rank", "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.output)
+    assert not data["healthy"] and data["ranks"] == 2
+    assert {"problem", "figures", "advice"} == set(data["findings"][0])
+    assert json.loads(call("doctor", RUNS / "healthy", "--json").output)["findings"] == []
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda d: shutil.rmtree(d), "no such directory"),
+        (lambda d: (d / "run.json").unlink(), "holds no run: it has no run.json"),
+        (lambda d: (d / "run.json").write_text("{"), "run.json cannot be read"),
+        (
+            lambda d: (d / "run.json").write_text('{"format": 99, "ranks": 2}'),
+            "has format 99, this version reads 1",
+        ),
+        (lambda d: [(d / f"rank-{r}.csv").unlink() for r in (0, 1)], "holds no steps"),
+        (lambda d: (d / "rank-0.csv").write_text("a,b\n1,2\n"), "is damaged: it has no column 'step'"),
+        (lambda d: rewrite(d / "rank-0.csv", "loss", lambda i, c: "x"), "is damaged: column 'loss'"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_status_2(damage, message, tmp_path):
+    directory = copy("healthy", tmp_path)
+    damage(directory)
+    for command in (["doctor"], ["report", "-o", tmp_path / "x.html"]):
+        result = call(*command, directory)
+        assert result.exit_code == 2
+        (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+        assert message in line
+        assert not (tmp_path / "x.html").exists()
+
+
+def test_no_tensorflow_is_needed():
+    code = (
+        "import sys, types; package = types.ModuleType('hvd_compress'); package.__path__ = ['hvd_compress']\n"
+        "sys.modules['hvd_compress'] = package\n"
+        "from hvd_compress.tools import doctor, report, run_log\n"
+        f"run = run_log.load({str(RUNS / 'slow_rank')!r}); assert doctor.examine(run); assert report.page(run)\n"
+        "assert not {'tensorflow', 'horovod'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RUNS.parent.parent.parent, timeout=60)
