@@ -122,7 +122,7 @@ class Reducer:
             ValueError: They are not.
         """
         name, process_set = f"{self._name}_{len(self.plans)}", self.settings.process_set
-        watched = self._watched or Reducer.watch_all
+        watched = self._watched or bool(Reducer.watch_all)
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
                 watched = agreement.check(name, self.settings, gradients, variables, watched)

@@ -137,7 +137,7 @@ class Recorder:
 def measure_link(process_set: Any) -> tuple[float, float] | None:
     """Seconds that an allreduce takes, and that each byte which a rank sends in it takes; the same on all ranks.
 
-    A collective call of the process set's ranks, once for each plan if anybody watches: a tenth of a second at 1 Gbit/s.
+    A collective call of the process set, once for each plan if anybody watches: a tenth of a second at 1 Gbit/s.
     What it tells cannot be seen later, when only compressed bytes cross. None in TensorFlow 1's graphs.
     """
     if not tf.executing_eagerly():
