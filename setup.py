@@ -17,7 +17,7 @@ VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="u
 EXAMPLES = ["scikit-learn", "matplotlib"]
 TOPOLOGY = ["networkx"]
 TEST = [*TOPOLOGY, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn", "psutil"]
-BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn"]
+BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The formatter changes from one minor release to the next.
 DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
 

@@ -6,7 +6,10 @@ import hvd_compress as hvdc
 opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression="int8")
 """
 
-from . import _requirements  # noqa: F401  (first: says clearly what is missing)
+from . import (
+    _requirements,  # noqa: F401  (first: says clearly what is missing)
+    elastic,
+)
 from .allreduce import allreduce, grouped_allreduce
 from .checkpoint.residuals import load_residuals, save_residuals
 from .compression import Compression
@@ -32,6 +35,7 @@ __all__ = [
     "allreduce",
     "calibrate",
     "callbacks",
+    "elastic",
     "grouped_allreduce",
     "load_residuals",
     "save_residuals",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,23 +16,32 @@ from .plan import Plan
 from .settings import Settings
 from .step import Step, plain_name
 
-_instances = itertools.count()
+_made = 0  # so many reducers
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
     """Reduces lists of gradients over the ranks, and keeps their residuals.
 
     A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
+
+    Attributes:
+        settings: How gradients are reduced.
+        plans: By the variables' identities and the gradients' kinds.
+        pending: Loaded for plans that are still to be made.
+        name: With which the names of its collectives begin.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.plans: dict[Any, Plan] = {}
         self._functions: dict[Any, Any] = {}  # each plan's step, for calls outside of a graph
-        self.pending: list[plan_state.PlanState] = []  # loaded for plans that are still to be made
+        self.pending: list[plan_state.PlanState] = []
         # Horovod matches collectives by name: two reducers must not share theirs. All ranks make
         # their reducers in the same order.
-        self._name = f"hvdc_{next(_instances)}_{plain_name(settings.name)}"
+        self.name = f"hvdc_{made()}_{plain_name(settings.name)}"
+        set_made(made() + 1)
+        _alive.add(self)
 
     @tf.autograph.experimental.do_not_convert  # has nothing to convert, which takes twice as long as tracing
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -63,7 +72,7 @@ class Reducer:
         )
         if key not in self.plans:
             host_memory.keep_freed_memory()
-            name = f"{self._name}_{len(self.plans)}"
+            name = f"{self.name}_{len(self.plans)}"
             with tf.init_scope():
                 agreement.check(name, self.settings, gradients, variables)
                 plan = Plan(name, self.settings, gradients, variables)
@@ -73,6 +82,12 @@ class Reducer:
         if tf.executing_eagerly():
             return self._functions[key](list(gradients))
         return Step(self.plans[key], gradients).run()
+
+    def replan(self, states: Sequence[plan_state.PlanState]) -> None:
+        """Forgets the plans, made for other ranks; new ones, in graphs that are traced anew, take `states`."""
+        self.plans.clear()
+        self._functions.clear()
+        self.pending = list(states)
 
     def report(self) -> CompressionReport:
         """What each bucket of the plan that was made last is compressed with, and why.
@@ -91,6 +106,22 @@ class Reducer:
         if not self.plans:
             raise RuntimeError(f"{who} is known after the first step on more than one rank: train one first")
         return list(self.plans.values())[-1]
+
+
+def made() -> int:
+    """How many reducers this process has made, on which the next one's name depends."""
+    return _made
+
+
+def set_made(number: int) -> None:
+    """Lets ranks that have made different numbers of reducers go on from the same one."""
+    global _made
+    _made = number
+
+
+def alive() -> list[Reducer]:
+    """All reducers that there are."""
+    return list(_alive)
 
 
 def check_not_in_xla() -> None:
