@@ -137,6 +137,8 @@ class Step:
                 continue
             tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in members]
             ready = clock.stamp(tensors[-1:])
+            with tf.control_dependencies([ready]):  # or TensorFlow may take the time after the exchange
+                tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
             arrived = clock.stamp(result.incoming)
             stamps.append(Stamps(ready, ready, arrived, arrived))

@@ -13,8 +13,9 @@ from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import init, shutdown
 
-# Of Horovod's operations, ours and its own, and of what carries them.
+# Of Horovod's operations, ours and its own, and of what carries them; not the user's paths in a traceback.
 _WORDS = re.compile(r"horovod|hvdc_|gloo|nccl", re.IGNORECASE)
+_PATHS = re.compile(r'File "[^"\n]*"')
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def horovod_errors() -> Iterator[None]:
     try:
         yield
     except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-        if not _WORDS.search(str(error)):
+        if not _WORDS.search(_PATHS.sub("", str(error))):
             raise
         raise HorovodInternalError(str(error)) from error
 
