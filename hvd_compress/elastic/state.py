@@ -162,7 +162,9 @@ class KerasState(ObjectState):
         """Gives all ranks the root's model, optimizer and attributes."""
         broadcast(self._shared(), root, "hvdc_elastic")
         attributes = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
+        self._saved_state: dict[str, Any] = hvd.broadcast_object(
+            attributes, root, name="hvdc_elastic_attributes"
+        )
         self._set_attrs()
 
     def _take_over(self, old: dict[int, tuple[int, int]], root: int) -> None:

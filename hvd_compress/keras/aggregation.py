@@ -8,6 +8,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
+from .. import tracing
 from ..checkpoint.plan_state import Member, PlanState, path_of
 
 
@@ -108,6 +109,8 @@ class LocalGradientAggregation:
             with tf.init_scope():
                 saved = self._pending.pop(0)[1] if self._pending else None
                 start = tf.zeros(variable.shape, gradient.dtype) if saved is None else saved
-                self._sums[id(variable)] = tf.Variable(start, trainable=False, name="aggregated_gradient")
+                # A plain tf.Variable would make TensorFlow trace the step twice, on a rank that joins an elastic job
+                # only, and so its collectives' names would be others.
+                self._sums[id(variable)] = tracing.variable(start, "aggregated_gradient")
             self._paths.append(path_of(variable))
         return self._sums[id(variable)]

@@ -24,7 +24,7 @@ keras.utils.set_random_seed(hvd.rank())
 layers = [keras.layers.Dense(units) for units in (64, 48, 8)]
 model = keras.Sequential([keras.layers.Input([32]), *layers])
 optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), compression=spec)
-model.compile(optimizer, "mse", jit_compile=False)
+model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)
 random = np.random.default_rng(os.getpid())
 x = random.normal(size=[64, 32]).astype(np.float32)
 y = x @ np.random.default_rng(0).normal(size=[32, 8]).astype(np.float32)
