@@ -61,7 +61,7 @@ class Plan:
         chooser: What chooses for these; None where there are none.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
-        turns: How often the plan is part of a graph, by graph.
+        turns: How often the plan is part of a function, before the last time; by the function's graph.
         named: What is saved besides the sections' states: variables whose values are alike on all ranks.
     """  # keeps no reference to the variables: they may go before it does
 

@@ -35,8 +35,11 @@ class Step:
     def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
         self._gradients = list(gradients)
-        # How often the plan is part of the graph that is being traced: names must differ there.
-        graph = tracing.outermost_graph()
+        # How often the plan is part of the function that is being traced: names must differ there. Not of all
+        # that is around it: a rank on which TensorFlow traces the function twice (it made Keras's metrics in it, and
+        # the ranks that an elastic job had before did not) would wait for ever. Calls of functions are one
+        # after the other, since they assign the same variables.
+        graph = tracing.function_graph()
         self._turn = plan.turns.get(graph, -1) + 1
         plan.turns[graph] = self._turn
 
