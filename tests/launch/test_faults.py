@@ -76,9 +76,9 @@ def wait_for(paths, alive, seconds=120):
         time.sleep(0.02)
 
 
-def run_until(background, folder, ranks, spec, mode="train", env=None):
+def run_until(background, folder, ranks, spec, options=()):
     """A training that runs, and the processes of its ranks."""
-    job = background(["-np", str(ranks), "python", "-c", TRAINING, spec, str(folder), mode], env)
+    job = background([*options, "-np", str(ranks), "python", "-c", TRAINING, spec, str(folder), "train"])
     wait_for([folder / f"pid-{rank}" for rank in range(ranks)], job.alive)
     return job, [psutil.Process(int((folder / f"pid-{rank}").read_text())) for rank in range(ranks)]
 
@@ -134,7 +134,7 @@ def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, s
 @pytest.mark.parametrize("ranks, spec", [(2, "int8")])
 def test_a_stopped_rank_ends_all(background, tmp_path, ranks, spec):
     # All of it stands still, Horovod's thread included, which its own look for stalls cannot tell; Gloo's limit counts.
-    job, workers = run_until(background, tmp_path, ranks, spec, env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
+    job, workers = run_until(background, tmp_path, ranks, spec, ["--gloo-timeout-seconds", "8"])
     wait_for([tmp_path / "training-0"], job.alive)
     workers[1].send_signal(signal.SIGSTOP)
     check_end(job, tmp_path, workers, 1, bound=40)
