@@ -108,8 +108,8 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     hosts.set(HOSTS[:2])
     elastic = ["-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(hosts.script)]
     command = ["python", "-c", TRAINING, str(tmp_path), spec, package, ending]
-    # A worker that joins has to come up meanwhile, on a busy machine.
-    elastic += ["--network-interface", "lo", "--gloo-timeout-seconds", "150"]
+    # In this time a worker that joins has to come up, and so long may it take until all see that one was killed.
+    elastic += ["--network-interface", "lo", "--gloo-timeout-seconds", "60"]
     job = background([*elastic, *command])
     try:
         wait_for_any(tmp_path, "size-2-after-*", job.alive)
