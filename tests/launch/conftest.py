@@ -74,7 +74,7 @@ class Job:
         return self._process.poll() is None
 
     def output(self) -> subprocess.CompletedProcess[str]:
-        """What it has written so far."""
+        """What it has written; once it has ended, as it writes where the files' positions are."""
         texts = []
         for file in (self._out, self._err):
             file.seek(0)
@@ -97,11 +97,15 @@ class Job:
             print(_tail(result))  # pytest shows it if the test fails
         return result
 
+    def end(self) -> subprocess.CompletedProcess[str]:
+        """Ends it, if it still runs, and returns its output."""
+        _end(self._process)
+        return self.output()
+
     def close(self) -> None:
         """Ends it, if it still runs, and lets go of its output."""
         if self.alive():
-            print(_tail(self.output()))
-        _end(self._process)
+            print(_tail(self.end()))
         self._out.close()
         self._err.close()
 
