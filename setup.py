@@ -19,7 +19,7 @@ TOPOLOGY = ["networkx"]
 # The command hvd-compress. psutil: Horovod needs it, too.
 TOOLS = ["click>=8.1", "rich", "matplotlib", "optuna>=4", "psutil"]
 TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn"]
-BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn"]
+BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The formatter changes from one minor release to the next.
 DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
 

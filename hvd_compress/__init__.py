@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import cost
+    from . import cost, elastic
     from .checkpoint.residuals import load_residuals, save_residuals
     from .collectives import allreduce, grouped_allreduce
     from .compression import Compression
@@ -41,6 +41,7 @@ __all__ = [
     "calibrate",
     "callbacks",
     "cost",
+    "elastic",
     "grouped_allreduce",
     "load_residuals",
     "profile",
@@ -59,13 +60,14 @@ _WITH_HOROVOD = {
     "allreduce": "collectives",
     "calibrate": "cost.calibrate",
     "callbacks": "keras.callbacks",
+    "elastic": "elastic",
     "grouped_allreduce": "collectives",
     "load_residuals": "checkpoint.residuals",
     "profile": "monitor.profile",
     "save_residuals": "checkpoint.residuals",
     "sensitivity": "sensitivity_run",
 }
-_MODULES = ("callbacks", "cost")  # themselves, not something in them
+_MODULES = ("callbacks", "cost", "elastic")  # themselves, not something in them
 
 
 def __getattr__(name: str) -> Any:

@@ -58,7 +58,7 @@ class Plan:
         chooser: What chooses for these; None where there are none.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
-        turns: How often the plan is part of a graph, by graph.
+        turns: How often the plan is part of a function, before the last time; by the function's graph.
         link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
         recorder: Of what is measured in each step; None while nobody watches. Read when a step is traced.
         named: What is saved besides the sections' states: variables whose values are alike on all ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,9 +18,8 @@ from .settings import Settings
 from .shown import shown
 from .step import Step, plain_name
 
-_instances = itertools.count()
-# Of this process, for `hvdc.profile`, which watches them all.
-alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_made = 0  # so many reducers
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
@@ -30,6 +28,10 @@ class Reducer:
     A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
 
     Attributes:
+        settings: How gradients are reduced.
+        plans: By the variables' identities and the gradients' kinds.
+        pending: Loaded for plans that are still to be made.
+        name: With which the names of its collectives begin.
         watch_all: How many watch whatever reducer of this process makes a step.
     """
 
@@ -39,13 +41,14 @@ class Reducer:
         self.settings = settings
         self.plans: dict[Any, Plan] = {}
         self._functions: dict[Any, Any] = {}  # each plan's step, for calls outside of a graph
-        self.pending: list[plan_state.PlanState] = []  # loaded for plans that are still to be made
+        self.pending: list[plan_state.PlanState] = []
         # Horovod matches collectives by name: two reducers must not share theirs. All ranks make
         # their reducers in the same order.
-        self._name = f"hvdc_{next(_instances)}_{plain_name(settings.name)}"
+        self.name = f"hvdc_{made()}_{plain_name(settings.name)}"
+        set_made(made() + 1)
         self._watched = False
         self._loss: Loss | None = None
-        alive.add(self)
+        _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -121,12 +124,18 @@ class Reducer:
         Raises:
             ValueError: They are not.
         """
-        name, process_set = f"{self._name}_{len(self.plans)}", self.settings.process_set
+        name, process_set = f"{self.name}_{len(self.plans)}", self.settings.process_set
         watched = self._watched or bool(Reducer.watch_all)
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
                 watched = agreement.check(name, self.settings, gradients, variables, watched)
         return name, watched
+
+    def replan(self, states: Sequence[plan_state.PlanState]) -> None:
+        """Forgets the plans, made for other ranks; new ones, in graphs that are traced anew, take `states`."""
+        self.plans.clear()
+        self._functions.clear()
+        self.pending = list(states)
 
     def report(self) -> CompressionReport:
         """What each bucket of the plan that was made last is compressed with, and why.
@@ -155,6 +164,22 @@ def _tensor(gradient: Any, variable: Any) -> Any:
     except (TypeError, ValueError):
         path = plan_state.path_of(variable)
         raise TypeError(f"the gradient of {path} must be a tensor, got {shown(gradient)}") from None
+
+
+def made() -> int:
+    """How many reducers this process has made, on which the next one's name depends."""
+    return _made
+
+
+def set_made(number: int) -> None:
+    """Lets ranks that have made different numbers of reducers go on from the same one."""
+    global _made
+    _made = number
+
+
+def alive() -> list[Reducer]:
+    """All reducers that there are."""
+    return list(_alive)
 
 
 def check_not_in_xla() -> None:

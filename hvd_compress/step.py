@@ -42,8 +42,11 @@ class Step:
             for g, shape in zip(gradients, plan.shapes)
         ]
         self._recorder = plan.recorder
-        # How often the plan is part of the graph that is being traced: names must differ there.
-        graph = tracing.outermost_graph()
+        # How often the plan is part of the function that is being traced: names must differ there. Not of all
+        # that is around it: a rank on which TensorFlow traces the function twice (it made Keras's metrics in it, and
+        # the ranks that an elastic job had before did not) would wait for ever. Calls of functions are one
+        # after the other, since they assign the same variables.
+        graph = tracing.function_graph()
         self._turn = plan.turns.get(graph, -1) + 1
         plan.turns[graph] = self._turn
 
@@ -186,6 +189,8 @@ class Step:
                 continue
             tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in members]
             ready = clock.stamp(tensors[-1:])
+            with tf.control_dependencies([ready]):  # or TensorFlow may take the time after the exchange
+                tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
             arrived = clock.stamp(result.incoming)
             stamps.append(Stamps(ready, ready, arrived, arrived))

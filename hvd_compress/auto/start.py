@@ -44,8 +44,10 @@ def _calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
     return loaded[0] or calibrate(auto.candidates, group, piece[0])
 
 
-def _loaded(path: str, auto: Auto, ranks: int) -> Calibration:
+def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     found = Calibration.load(path)
+    if found.ranks != ranks and os.environ.get("HOROVOD_ELASTIC") == "1":
+        return None  # ranks have left or joined: measured anew
     if found.ranks != ranks:
         raise ValueError(
             f"{path} was measured between {found.ranks} ranks, not between {ranks}: calibrate again"

@@ -54,7 +54,7 @@ def save_residuals(
     if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
         raise ValueError(f"max_to_keep must be a whole number from 1 on, got {max_to_keep!r}")
     directory = os.fspath(directory)
-    reducer, aggregation, own_step = _owner(optimizer_or_tape, variables)
+    reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
     group = reducer.settings.process_set
     if not group.included() or group.size() == 1:
         return
@@ -74,9 +74,7 @@ def save_residuals(
     }
 
     def write() -> None:
-        states = [plan_state.state_of(plan) for plan in reducer.plans.values()] + reducer.pending
-        states = states if aggregation is None else [aggregation.state(), *states]
-        packed = [state.packed(str(i)) for i, state in enumerate(states)]
+        packed = [state.packed(str(i)) for i, state in enumerate(states_of(reducer, aggregation))]
         arrays = {name: array for _, arrays in packed for name, array in arrays.items()}
         metadata = {**manifest, "rank": rank, "plans": [plan for plan, _ in packed]}
         files.write_rank(directory, number, metadata, arrays)
@@ -121,7 +119,7 @@ def load_residuals(
         TypeError: An argument is not valid.
     """
     directory = os.fspath(directory)
-    reducer, aggregation, own_step = _owner(optimizer_or_tape, variables)
+    reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
     group = reducer.settings.process_set
     if not group.included():
         return None
@@ -155,12 +153,24 @@ def load_residuals(
 
 
 def has_steps(optimizer: Any) -> bool:
-    """Whether this distributed optimizer has reduced gradients in this process already."""
-    return bool(_owner(optimizer, None)[0].plans)
+    """Whether this distributed optimizer has reduced gradients in this process, or has residuals of such that did."""
+    reducer = owner(optimizer)[0]
+    return bool(reducer.plans or reducer.pending)
 
 
-def _owner(
-    source: Any, variables: Sequence[Any] | None
+def is_distributed(optimizer: Any) -> bool:
+    """Whether `hvdc.DistributedOptimizer` is it, or is in it (a LossScaleOptimizer)."""
+    return hasattr(optimizer_state.innermost(optimizer), "_hvdc") or hasattr(optimizer, "_hvdc")
+
+
+def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) -> list[PlanState]:
+    """A copy of all that this rank keeps for later steps, that of `backward_passes_per_step` first."""
+    states = [plan_state.state_of(plan) for plan in reducer.plans.values()] + reducer.pending
+    return states if aggregation is None else [aggregation.state(), *states]
+
+
+def owner(
+    source: Any, variables: Sequence[Any] | None = None
 ) -> tuple[Reducer, LocalGradientAggregation | None, int | None]:
     """Who keeps the residuals, and the optimizer's step; None for a tape's."""
     if isinstance(source, tf.GradientTape) and hasattr(source, "_hvdc_settings"):

@@ -8,6 +8,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
+from .. import tracing
 from ..checkpoint.plan_state import Member, PlanState, path_of
 
 
@@ -32,7 +33,8 @@ class LocalGradientAggregation:
         self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
         self._sums: dict[int, tf.Variable] = {}
         self._paths: list[str] = []  # of the variables that the sums belong to
-        self._pending: list[Any] = []  # loaded for sums that are still to be made, in their order
+        # Loaded for sums that are still to be made, in their order: path of the variable, and value.
+        self._pending: list[tuple[str, np.ndarray]] = []
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds one pass.
@@ -75,18 +77,20 @@ class LocalGradientAggregation:
 
     def state(self) -> PlanState:
         """The sums so far and the counter, to be saved: gradients of this rank that no step has sent yet."""
-        sums = dict(enumerate(variable.numpy() for variable in self._sums.values()))
-        members = [Member(path, sums[i].shape, "dense") for i, path in enumerate(self._paths)]
+        made = zip(self._paths, (variable.numpy() for variable in self._sums.values()))
+        sums = dict(enumerate([*made, *self._pending]))
+        members = [Member(path, value.shape, "dense") for path, value in sums.values()]
         named = {"counter": np.asarray(self.counter.numpy())}
-        return PlanState(members, {"sums": sums}, {"sums": []}, [], named)
+        tensors = {"sums": {i: value for i, (_, value) in sums.items()}}
+        return PlanState(members, tensors, {"sums": []}, [], named)
 
     def restore(self, state: PlanState) -> None:
         """Goes on from a saved state; the sums that are not made yet begin with it."""
         self.counter.assign(state.named["counter"])
-        sums = list(state.tensors["sums"].values())
-        for variable, value in zip(self._sums.values(), sums):
-            variable.assign(value)
-        self._pending = sums[len(self._sums) :]
+        saved = [(member.path, state.tensors["sums"][i]) for i, member in enumerate(state.members)]
+        for i, variable in enumerate(self._sums.values()):
+            variable.assign(saved[i][1] if i < len(saved) else tf.zeros_like(variable))
+        self._pending = saved[len(self._sums) :]
 
     def _dense(self, gradient: Any) -> Any:
         if isinstance(gradient, tf.IndexedSlices):
@@ -103,7 +107,10 @@ class LocalGradientAggregation:
             return None
         if id(variable) not in self._sums:
             with tf.init_scope():
-                start = self._pending.pop(0) if self._pending else tf.zeros(variable.shape, gradient.dtype)
-                self._sums[id(variable)] = tf.Variable(start, trainable=False, name="aggregated_gradient")
+                saved = self._pending.pop(0)[1] if self._pending else None
+                start = tf.zeros(variable.shape, gradient.dtype) if saved is None else saved
+                # A plain tf.Variable would make TensorFlow trace the step twice, on a rank that joins an elastic job
+                # only, and so its collectives' names would be others.
+                self._sums[id(variable)] = tracing.variable(start, "aggregated_gradient")
             self._paths.append(path_of(variable))
         return self._sums[id(variable)]

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from .. import tuning
 from . import optimizer_state
+from .broadcast import broadcast, unique
 from .callback import Callback
 from .compression_monitor import CompressionMonitor as CompressionMonitor
 from .residual_checkpoint import ResidualCheckpoint as ResidualCheckpoint
@@ -93,8 +94,7 @@ class BroadcastGlobalVariablesCallback(Callback):
             optimizer_state.create_variables(optimizer, model.trainable_variables)
         # `weights`, not `variables`: in Keras 3 the latter has the seed generators' states.
         held = [*model.weights, *optimizer_state.optimizer_variables(optimizer)] if ready else []
-        unique = {optimizer_state.tf_variable(v).ref(): optimizer_state.tf_variable(v) for v in held}
-        variables = [variable for ref, variable in unique.items() if ref not in self._local]
+        variables = [variable for variable in unique(held) if variable.ref() not in self._local]
 
         # If one rank broadcast while another trained, both would wait for ever: all decide on equal numbers.
         layout = repr([(v.shape.as_list(), v.dtype.name) for v in variables]).encode()
@@ -108,18 +108,8 @@ class BroadcastGlobalVariablesCallback(Callback):
                 f"shapes and types on all ranks. How many they have, by rank: {[s[1] for s in states]}"
             )
 
-        @tf.function
-        def broadcast() -> None:
-            # Numbered names: a layer may be `dense` here and `dense_1` on a rank that built a model before.
-            for number, variable in enumerate(variables):
-                value = tf.convert_to_tensor(variable)
-                opaque = value.dtype == tf.bfloat16  # which Horovod reduces, but does not broadcast
-                value = tf.bitcast(value, tf.uint16) if opaque else value
-                value = hvd.broadcast(value, self.root_rank, name=f"hvdc.broadcast.{number}")
-                variable.assign(tf.bitcast(value, tf.bfloat16) if opaque else value)
-
         with tf.device(self.device):
-            broadcast()
+            broadcast(variables, self.root_rank, "hvdc.broadcast")
         self.broadcast_done = True
 
 

@@ -49,7 +49,7 @@ class profile:
         return None if self._session is None else self._session.first_step_seconds
 
     def __enter__(self) -> profile:
-        self._session = Session(lambda: list(alive), self._log_dir, "profile")
+        self._session = Session(alive, self._log_dir, "profile")
         Reducer.watch_all += 1
         self._begun = time.perf_counter()
         return self

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable
 
@@ -47,39 +48,88 @@ def python() -> Runner:
     return run
 
 
-def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **(env or {}),
-    }
-    if "HVD_COMPRESS" not in (env or {}):
-        environment.pop("HVD_COMPRESS", None)
+class Job:
+    """A command that runs in the background, its output in files."""
+
     # Files, not pipes: no process that is left over can keep us waiting for the end of a pipe.
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as out,
-        tempfile.TemporaryFile("w+", errors="replace") as err,
-    ):
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=err, start_new_session=True
+    def __init__(self, command: list[str], env: dict[str, str] | None) -> None:
+        environment = {
+            **os.environ,
+            "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            **(env or {}),
+        }
+        if "HVD_COMPRESS" not in (env or {}):
+            environment.pop("HVD_COMPRESS", None)
+        self._command = command
+        self._out = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._err = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=self._out, stderr=self._err, start_new_session=True
         )
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def output(self) -> subprocess.CompletedProcess[str]:
+        """What it has written; once it has ended, as it writes where the files' positions are."""
+        texts = []
+        for file in (self._out, self._err):
+            file.seek(0)
+            texts.append(file.read())
+        return subprocess.CompletedProcess(self._command, self._process.returncode, *texts)
+
+    def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Its output and status; if it takes longer, all its processes are ended and the test fails."""
         try:
-            process.wait(timeout)
+            self._process.wait(timeout)
             late = False
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(process)
-        out.seek(0)
-        err.seek(0)
-        result = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
-    if late:
-        pytest.fail(f"{' '.join(command)} was still running after {timeout:.0f} s\n{_tail(result)}")
-    if result.returncode:
-        print(_tail(result))  # pytest shows it if the test fails
-    return result
+            _end(self._process)
+        result = self.output()
+        if late:
+            pytest.fail(f"{' '.join(self._command)} was still running after {timeout:.0f} s\n{_tail(result)}")
+        if result.returncode:
+            print(_tail(result))  # pytest shows it if the test fails
+        return result
+
+    def end(self) -> subprocess.CompletedProcess[str]:
+        """Ends it, if it still runs, and returns its output."""
+        _end(self._process)
+        return self.output()
+
+    def close(self) -> None:
+        """Ends it, if it still runs, and lets go of its output."""
+        if self.alive():
+            print(_tail(self.end()))
+        self._out.close()
+        self._err.close()
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Job]]:
+    """`background(args, env=None)` starts `horovodrun --gloo ARGS...` and returns it as a `Job`."""
+    jobs: list[Job] = []
+
+    def start(args: list[str], env: dict[str, str] | None = None) -> Job:
+        jobs.append(Job([str(BIN / "horovodrun"), "--gloo", *args], env))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    job = Job(command, env)
+    try:
+        return job.wait(timeout)
+    finally:
+        job.close()
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -1,0 +1,149 @@
+"""Elastic jobs: ranks join, leave and are killed; training goes on, and no residual is lost."""
+
+import re
+import time
+
+import pytest
+
+# Three names of this machine: Horovod takes a host on which a worker died off its list.
+HOSTS = ["localhost", "127.0.0.1", "127.1"]
+
+TRAINING = """
+import os, sys, time, zlib
+folder, spec, package, ending = sys.argv[1:]
+import horovod.tensorflow.keras as hvd, numpy as np, tensorflow as tf
+tf.config.threading.set_intra_op_parallelism_threads(1)
+keras = __import__(package)
+import hvd_compress as hvdc
+from hvd_compress.checkpoint.residuals import states_of
+
+hvd.init()
+# A process that joins late has made fewer of them.
+others = [hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1))._hvdc for _ in range(hvd.size())]
+keras.utils.set_random_seed(hvd.rank())
+layers = [keras.layers.Dense(units) for units in (64, 48, 8)]
+model = keras.Sequential([keras.layers.Input([32]), *layers])
+optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), compression=spec)
+model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)
+random = np.random.default_rng(os.getpid())
+x = random.normal(size=[64, 32]).astype(np.float32)
+y = x @ np.random.default_rng(0).normal(size=[32, 8]).astype(np.float32)
+
+
+def mass():
+    # A linear function of the residuals, summed over the ranks: the same where their sum is the same.
+    total = np.zeros(2)
+    for state in states_of(optimizer._hvdc.reducer, None):
+        for i, residual in state.tensors.get("residuals", {}).items():
+            weights = np.random.default_rng(i).normal(size=residual.shape)
+            total += [np.sum(weights * residual), np.sum(np.square(residual, dtype=np.float64))]
+    return hvd.allreduce(tf.constant(total), op=hvd.Sum, name="mass").numpy()
+
+
+class Watch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.01)
+        state.mass, state.step = mass().tolist(), int(optimizer.iterations)
+
+    def on_epoch_end(self, epoch, logs=None):
+        open(f"{folder}/size-{hvd.size()}-after-{state.epoch}", "w").close()
+        open(f"{folder}/host-{os.environ['HOROVOD_HOSTNAME']}-{os.getpid()}", "w").close()
+        end = hvd.broadcast(tf.constant(os.path.exists(f"{folder}/stop")), 0, name="stop")
+        model.stop_training = bool(end)
+        print("epoch", state.epoch, hvd.size(), flush=True)
+
+
+state = hvdc.elastic.KerasState(model, batch=0, epoch=0, mass=[0.0, 0.0], step=0)
+
+
+@hvdc.elastic.run
+def train(state):
+    now = mass()
+    if hvd.rank() == 0:
+        print("synced", hvd.size(), state.step, *state.mass, *now, flush=True)
+    callbacks = [
+        Watch(),
+        hvdc.elastic.UpdateBatchStateCallback(state),
+        hvdc.elastic.UpdateEpochStateCallback(state),
+        hvdc.elastic.CommitStateCallback(state, batches_per_commit=5),
+    ]
+    history = model.fit(x, y, batch_size=8, epochs=10**6, callbacks=callbacks, verbose=0, shuffle=False)
+    return history.history["loss"][-1]
+
+
+loss = train(state)
+weights = b"".join(np.asarray(w).tobytes() for w in model.get_weights())
+print("ended", hvd.rank(), hvd.size(), int(optimizer.iterations), zlib.crc32(weights), loss, flush=True)
+open(f"{folder}/ended-{hvd.rank()}", "w").close()
+"""
+
+
+class Hosts:
+    """The hosts that horovodrun finds."""
+
+    def __init__(self, folder):
+        self._list, self.script = folder / "hosts", folder / "discover.sh"
+        self.script.write_text(f"#!/bin/sh\ncat {self._list}\n")
+        self.script.chmod(0o755)
+
+    def set(self, hosts):
+        part = self._list.with_suffix(".part")
+        part.write_text("".join(f"{host}:1\n" for host in hosts))
+        part.rename(self._list)
+
+
+def wait_for_any(folder, pattern, alive, seconds=150):
+    deadline = time.time() + seconds
+    while not list(folder.glob(pattern)):
+        assert time.time() < deadline, f"{pattern} is not there"
+        assert alive() or list(folder.glob(pattern)), f"the job ended without {pattern}"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "spec, package, ending",
+    [("hybrid:ratio=0.05,bits=4", "keras", "killed"), ("auto:candidates=(int8|int4)", "tf_keras", "removed")],
+)
+def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
+    hosts = Hosts(tmp_path)
+    hosts.set(HOSTS[:2])
+    elastic = ["-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(hosts.script)]
+    command = ["python", "-c", TRAINING, str(tmp_path), spec, package, ending]
+    # In this time a worker that joins has to come up, and so long may it take until all see that one was killed.
+    elastic += ["--network-interface", "lo", "--gloo-timeout-seconds", "60"]
+    job = background([*elastic, *command])
+    try:
+        wait_for_any(tmp_path, "size-2-after-*", job.alive)
+        hosts.set(HOSTS)
+        wait_for_any(tmp_path, "size-3-after-*", job.alive)
+        for path in tmp_path.glob("size-2-*"):
+            path.unlink()
+        if ending == "killed":
+            import psutil
+
+            wait_for_any(tmp_path, f"host-{HOSTS[1]}-*", job.alive)
+            (pid,) = [int(path.name.split("-")[-1]) for path in tmp_path.glob(f"host-{HOSTS[1]}-*")]
+            psutil.Process(pid).kill()
+        else:
+            hosts.set([HOSTS[0], HOSTS[2]])
+        wait_for_any(tmp_path, "size-2-after-*", job.alive)
+        (tmp_path / "stop").touch()
+        # Not for horovodrun to end: a worker that has lost another one may wait for Horovod when it exits.
+        for rank in range(2):
+            wait_for_any(tmp_path, f"ended-{rank}", job.alive)
+    finally:
+        time.sleep(1)
+        result = job.end()
+        print(result.stdout[-6000:], result.stderr[-6000:])
+    synced = [list(map(float, line.split()[1:])) for line in re.findall(r"synced [^\n]*", result.stdout)]
+    assert [int(line[0]) for line in synced] == [2, 3, 2]
+    for _, _, committed, committed_squares, now, _ in synced[1:]:
+        # The sum's rounding, in float32, of tensors whose elements' squares add up to that.
+        assert abs(now - committed) <= 1e-5 * committed_squares**0.5
+        assert committed_squares > 0
+    ends = [line.split()[1:] for line in re.findall(r"ended [^\n]*", result.stdout)]
+    assert sorted(end[0] for end in ends) == ["0", "1"]
+    assert {end[1] for end in ends} == {"2"}
+    assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
+    assert all(float(end[4]) < 10 for end in ends), ends

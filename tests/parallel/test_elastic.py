@@ -1,0 +1,188 @@
+"""`hvdc.elastic.KerasState` on ranks that stay: going back to a commit, copies, and what is done with them."""
+
+import functools
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from tensorflow import keras
+
+import hvd_compress as hvdc
+from hvd_compress import reducer as reducers
+from hvd_compress.checkpoint.residuals import states_of
+
+KERASES = {"keras": keras}
+try:
+    import tf_keras
+
+    KERASES["tf_keras"] = tf_keras
+except ImportError:  # TF 2.15: tf.keras is Keras 2
+    pass
+CONFIGURATIONS = {
+    "int8": {"compression": "int8"},
+    "momentum": {"compression": "topk:ratio=0.05", "momentum_correction": 0.9},
+    "passes": {"compression": "int4", "backward_passes_per_step": 2},
+}
+
+
+@pytest.fixture(params=[("keras", "int8"), ("keras", "passes"), ("tf_keras", "momentum")])
+def make(request):
+    """Makes a model that is trained with residuals, its optimizer and its state."""
+    return functools.partial(make_job, *request.param)
+
+
+@pytest.fixture
+def job(make):
+    return make(seed=3)
+
+
+def make_job(package, options, seed):
+    package = KERASES.get(package, keras)
+    package.utils.set_random_seed(seed)
+    layers = [package.layers.Input([48]), package.layers.Dense(40), package.layers.Dense(30)]
+    model = package.Sequential(layers)
+    optimizer = hvdc.DistributedOptimizer(package.optimizers.Adam(0.01), **CONFIGURATIONS[options])
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model, optimizer, hvdc.elastic.KerasState(model, epoch=0)
+
+
+def fit(model, rank, steps, seed=0):
+    random = np.random.default_rng([seed, rank])
+    x, y = (random.normal(size=[4 * steps, n]).astype(np.float32) for n in (48, 30))
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+
+
+def held(optimizer):
+    """What this rank keeps: arrays in a fixed order."""
+    states = states_of(optimizer._hvdc.reducer, optimizer._hvdc.aggregation)
+    return [np.asarray(t) for state in states for held in state.tensors.values() for t in held.values()]
+
+
+def everything(model, optimizer):
+    return [np.array(a) for a in [*model.get_weights(), *held(optimizer)]]
+
+
+def total(optimizer, gather):
+    return [gather(tensor).sum(axis=0) for tensor in held(optimizer)]
+
+
+def test_back_to_the_commit(job, rank):
+    model, optimizer, state = job
+    state.sync()
+    fit(model, rank, 5)
+    state.epoch = 1
+    state.commit()
+    committed = everything(model, optimizer)
+    assert any(tensor.any() for tensor in held(optimizer))
+    fit(model, rank, 3, seed=1)
+    after = everything(model, optimizer)
+    state.epoch = 2
+    state.restore()
+    assert state.epoch == 1
+    for now, then in zip(everything(model, optimizer), committed):
+        np.testing.assert_array_equal(now, then)
+    fit(model, rank, 3, seed=1)  # the same steps again
+    for now, then in zip(everything(model, optimizer), after):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_back_to_a_commit_before_the_first_step(job, rank):
+    model, optimizer, state = job
+    state.sync()
+    weights = model.get_weights()
+    fit(model, rank, 5)
+    state.restore()
+    for now, then in zip(model.get_weights(), weights):
+        np.testing.assert_array_equal(now, then)
+    assert not any(tensor.any() for tensor in held(optimizer))
+
+
+def test_the_rank_before_is_copied(job, rank, size, gather):
+    model, optimizer, state = job
+    state.sync()
+    fit(model, rank, 5)
+    state.commit()
+    copies = [t for copy in state._commits[-1].copies for f in copy.tensors.values() for t in f.values()]
+    assert copies
+    for own, copy in zip(held(optimizer), copies):
+        np.testing.assert_array_equal(copy, gather(own)[(rank - 1) % size])
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_residuals_of_a_rank_that_is_gone(job, rank, gather, copied):
+    # Two ranks that were 0 and 2 of three: rank 2 has copies of rank 1's, here those that it got from rank 0.
+    model, optimizer, state = job
+    state.copy_residuals = copied
+    state.sync()
+    fit(model, rank, 5)
+    state.commit()
+    before = total(optimizer, gather)
+    of_rank_0 = [gather(tensor)[0] for tensor in held(optimizer)]
+    state._commits[-1].rank, state._commits[-1].ranks = 2 * rank, 3
+    state.reset()
+    if copied or rank == 1:
+        state.sync()
+    else:
+        with pytest.warns(
+            UserWarning, match="the residuals of rank 1 of 3 are lost: there are no copies of them"
+        ):
+            state.sync()
+    for then, now, copy in zip(before, total(optimizer, gather), of_rank_0):
+        np.testing.assert_allclose(now, then + copied * copy, rtol=1e-6, atol=1e-6)
+    fit(model, rank, 2)  # a new plan takes them over
+    weights = np.concatenate([w.ravel() for w in model.get_weights()])
+    np.testing.assert_array_equal(*gather(weights))
+
+
+def test_a_rank_that_joins(make, job, rank, gather):
+    # Rank 1 begins anew, with other weights and after having made other optimizers.
+    model, optimizer, state = job
+    state.sync()
+    fit(model, rank, 5)
+    state.epoch = 4
+    state.commit()
+    before, steps = total(optimizer, gather), int(optimizer.iterations)
+    of_rank_1 = [gather(tensor)[1] for tensor in held(optimizer)]
+    if rank == 1:
+        reducers.set_made(reducers.made() + 5)
+        model, optimizer, state = make(seed=4)
+    else:
+        state.reset()
+        state._commits[-1].ranks = 1  # alone before: nobody is gone
+    state.sync()
+    assert (state.epoch, int(optimizer.iterations)) == (4, steps)
+    for then, now, gone in zip(before, total(optimizer, gather), of_rank_1):
+        np.testing.assert_allclose(now, then - gone, rtol=1e-6, atol=1e-6)
+    fit(model, rank, 4)
+    np.testing.assert_array_equal(*gather(np.concatenate([w.ravel() for w in model.get_weights()])))
+    assert reducers.made() == int(gather(np.asarray(reducers.made()))[0])
+
+
+def test_a_commit_that_not_all_have(job, rank, gather):
+    # Rank 0 has finished a commit, rank 1 has not: all go back to the one before.
+    model, optimizer, state = job
+    state.sync()
+    fit(model, rank, 3)
+    state.commit()
+    before, weights = total(optimizer, gather), model.get_weights()
+    fit(model, rank, 3, seed=1)
+    state.save()
+    if rank == 1:
+        state._commits = state._commits[:1]
+    state.restore()
+    state.reset()
+    state.sync()
+    for now, then in zip(model.get_weights(), weights):
+        np.testing.assert_array_equal(now, then)
+    for then, now in zip(before, total(optimizer, gather)):
+        np.testing.assert_allclose(now, then, rtol=1e-6, atol=1e-6)
+
+
+def test_process_sets_do_not_outlive_a_reset(process_sets, rank):
+    model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
+    model.compile(
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(), process_set=process_sets[rank % 2]), "mse"
+    )
+    with pytest.raises(ValueError, match="process set must be the global one"):
+        hvdc.elastic.KerasState(model)
+    assert hvd.size() > 1
