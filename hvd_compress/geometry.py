@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +27,8 @@ LARGEST = 2**20
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
+# Gradients of fewer elements lie close together, and are cut out of a piece all at once.
+SMALL = 1024
 # Into how many buckets a model is divided at least, unless they became smaller than so many bytes of float32.
 _BUCKETS = 4
 _SMALL_BUCKET = 2**20
@@ -114,7 +115,13 @@ class Flat:
     def _offsets(self) -> list[int]:
         """Where each gradient begins, and the end of the last."""
         cell = _CELL if self.bucket.numel >= 100 * _CELL else 1
-        return [0, *itertools.accumulate(cell * math.ceil(size / cell) for size in self.bucket.sizes)]
+        offsets, end = [], 0
+        for size in self.bucket.sizes:
+            # Small ones leave no gaps: there may be ten thousand of them.
+            end = cell * math.ceil(end / cell) if size >= SMALL else end
+            offsets.append(end)
+            end += size
+        return [*offsets, end]
 
     def reaching_into(self, chosen: range) -> list[int]:
         """Which gradients lie in the chosen pieces, at least in part."""

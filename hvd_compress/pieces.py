@@ -52,13 +52,33 @@ class FlatPieces(geometry.Flat):
 
     def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`: tensors of the gradients' shapes, in their `dtypes`."""
-        tensors = []
-        for shape, dtype, spans in zip(self.bucket.shapes, dtypes, self.spans):
-            parts = [
-                _slice(pieces[piece], begin, begin + last - first) for piece, begin, first, last in spans
-            ]
-            tensors.append(tf.cast(tf.reshape(_concat(parts), shape), dtype))
-        return tensors
+        parts: list[list[tf.Tensor]] = [[] for _ in self.spans]
+        run: list[
+            tuple[int, int, int, int]
+        ] = []  # small ones that follow each other: gradient, piece, begin, end
+
+        def cut_run() -> None:
+            if run:
+                piece, start = run[0][1:3]
+                ends = tf.split(
+                    _slice(pieces[piece], start, run[-1][3]), [end - begin for *_, begin, end in run]
+                )
+                for (i, *_), part in zip(run, ends):
+                    parts[i].append(part)
+                run.clear()
+
+        for i, spans in enumerate(self.spans):
+            for piece, begin, first, last in spans:
+                end = begin + last - first
+                if self.bucket.sizes[i] >= geometry.SMALL:
+                    parts[i].append(_slice(pieces[piece], begin, end))
+                    continue
+                if run and (run[-1][1], run[-1][3]) != (piece, begin):
+                    cut_run()
+                run.append((i, piece, begin, end))
+        cut_run()
+        joined = zip(parts, self.bucket.shapes, dtypes)
+        return [tf.cast(tf.reshape(_concat(found), shape), dtype) for found, shape, dtype in joined]
 
 
 def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -151,7 +151,7 @@ class Step:
         told = [] if self._plan.chooser is None else [self._plan.chooser.outgoing()]
         found, agreed = [], None
         for b, bucket in enumerate(self._plan.dense):
-            tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in bucket.members]
+            tensors = [self._gradients[i] for i in bucket.members]
             # What the ranks tell goes along with the first bucket.
             result = self._allreduce([*tensors, *told], f"dense_{b}")
             if told:
@@ -187,7 +187,7 @@ class Step:
             if not members:  # a large gradient that began in the bucket before
                 stamps.append(Stamps(*[stamps[-1].done] * len(Stamps._fields)))
                 continue
-            tensors = [tf.ensure_shape(self._gradients[i], self._plan.shapes[i]) for i in members]
+            tensors = [self._gradients[i] for i in members]
             ready = clock.stamp(tensors[-1:])
             with tf.control_dependencies([ready]):  # or TensorFlow may take the time after the exchange
                 tensors = [tf.identity(tensor) for tensor in tensors]
@@ -227,7 +227,9 @@ class Step:
                 found, incoming = self._exchange(section.compressor, cut, state, b)
                 stamps = Stamps(*begun, *self._stamps(found, incoming)) if begun else None
                 crossed[b] = found._replace(stamps=stamps)
-            after = [crossed[b].outgoing]
+            # Of a tensor that a function returns, TensorFlow takes nothing but the call to be waited for, once
+            # it has dissolved the function in the graph.
+            after = [tf.identity(crossed[b].outgoing)]
         return crossed
 
     def _choose(self, pieces: list[tf.Tensor], state: LayoutState, index: int, begun: tf.Tensor) -> Crossed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,13 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         small = [i for i in members if tensors[i].shape.num_elements() < _SMALL]
         large = [i for i in members if tensors[i].shape.num_elements() >= _SMALL]
         sent = [tensors[i] for i in large]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i in small:
+            alike.setdefault(tuple(tensors[i].shape), []).append(i)
         if small:
-            sent.append(tf.concat([tf.reshape(tensors[i], [-1]) for i in small], 0))
+            # A node for each shape, not for each of them: TensorFlow takes minutes to prepare a graph of 10,000.
+            stacks = [tf.reshape(tf.stack([tensors[i] for i in same]), [-1]) for same in alike.values()]
+            sent.append(tf.concat(stacks, 0))
         results = hvd.grouped_allreduce(
             sent,
             op=op,
@@ -52,10 +58,10 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         outgoing += sent
         incoming += results
         if small:
-            sizes = [tensors[i].shape.num_elements() for i in small]
-            parts = tf.split(results.pop(), sizes)
-            for i, part in zip(small, parts):
-                reduced[i] = tf.reshape(part, tensors[i].shape)
+            parts = tf.split(results.pop(), [len(same) * math.prod(shape) for shape, same in alike.items()])
+            for part, (shape, same) in zip(parts, alike.items()):
+                for i, tensor in zip(same, tf.unstack(tf.reshape(part, [len(same), *shape]))):
+                    reduced[i] = tensor
         for i, result in zip(large, results):
             reduced[i] = result
     reduced = [of_dtype(tensor, dtype) for tensor, dtype in zip(reduced, dtypes)]
