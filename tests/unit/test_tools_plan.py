@@ -73,13 +73,12 @@ def test_a_compressor_by_hand():
 
 
 def test_buckets_are_those_of_training():
+    import horovod.tensorflow as hvd
+
     from hvd_compress.plan import Plan
     from hvd_compress.settings import Settings
 
-    class Set:
-        def __init__(self, ranks):
-            self.ranks = list(range(ranks))
-
+    class Set(hvd.ProcessSet):
         def size(self):
             return len(self.ranks)
 
@@ -87,7 +86,7 @@ def test_buckets_are_those_of_training():
     variables = [tf.zeros(shape) for shape in shapes]
     for spec in ("none", "int4", "topk:ratio=0.01", "randomk:ratio=0.01", "block_sparse:ratio=0.1,block=4"):
         for ranks in (2, 4, 8):
-            settings = Settings(Compression.parse(spec), process_set=Set(ranks), bucket_bytes=2**22)
+            settings = Settings(Compression.parse(spec), process_set=Set(range(ranks)), bucket_bytes=2**22)
             plan = Plan("p", settings, variables, variables)
             found = prediction.forecast(
                 spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks
