@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress import traffic
 from hvd_compress.exchange import allgather, choice, scatter_reduce
 from hvd_compress.reducer import Reducer
 from hvd_compress.settings import Settings
@@ -79,7 +80,7 @@ def test_mass_is_conserved_in_pieces(compressor, gather, size):
 @pytest.mark.np4
 @pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, SPECS), HalfPrecision()], ids=str)
 def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypatch):
-    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     reducer = check_mass(compressor, gather, size)
     (plan,) = reducer.plans.values()
     (section,) = plan.sections
@@ -92,7 +93,7 @@ def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypat
 @pytest.mark.np4
 @pytest.mark.parametrize("spec", ["int8", "fp16"])
 def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
-    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
     outputs = reducer(list(map(tf.constant, draw(hvd.rank(), 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
     for i, output in enumerate(outputs):
@@ -105,7 +106,7 @@ def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
 @pytest.mark.parametrize("where, groups", [("first", 1), ("last", 1), ("last", None)])
 @pytest.mark.parametrize("spec", ["int8", "hybrid:ratio=0.05,bits=4", "topk:ratio=0.01", "bf16"])
 def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, where, groups, rank, size, monkeypatch):
-    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     reducer = Reducer(Settings(hvdc.Compression.parse(spec), groups=groups))
     variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
     reducer(list(map(tf.constant, draw(rank, 0))), variables)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 import hvd_compress as hvdc
-from hvd_compress.exchange import choice
+from hvd_compress import traffic
 from hvd_compress.reducer import Reducer
 from hvd_compress.settings import Settings
 
@@ -105,7 +105,7 @@ def test_allgather_and_allreduce(spec):
     "spec", [s for s in SPECS if s != "none" and not s.startswith(("randomk", "block_sp"))]
 )
 def test_scatter_reduce(spec, monkeypatch):
-    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
 
 
