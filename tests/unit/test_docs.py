@@ -89,6 +89,21 @@ def test_files_that_are_named_exist(page):
         assert path in MADE_UP or any(file.exists() for file in known), path
 
 
+def test_sizes_in_the_readme():
+    from hvd_compress import formats
+
+    rows = re.findall(r"^\| (`.+`[^|]*) \| [^|]+ \| ([\d., ]+) \|", TEXTS["README.md"], re.MULTILINE)
+    checked = 0
+    for names, sizes in rows:
+        specs = re.findall(r"`([\w:=.,]+)`", names)
+        sizes = [float(size) for size in sizes.split(",")]
+        for spec, size in zip(specs, sizes * len(specs) if len(sizes) == 1 else sizes):
+            found = formats.parse(spec).wire_bytes((4096, 4096)) / 4096**2
+            assert found == pytest.approx(size, rel=0.03), spec
+            checked += 1
+    assert checked >= 11
+
+
 def test_plain_pages_run(tmp_path):
     pages = [name(page) for page in PAGES if blocks(page) and not needs_ranks(page)]
     assert pages
