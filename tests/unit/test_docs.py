@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -61,6 +62,23 @@ def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert f": {page.name}\n" in nav, page.name
+
+
+def test_the_reference_names_everything_public():
+    import hvd_compress as hvdc
+
+    listed = re.findall(r"^::: (\S+)$|^        - (\w+)$", TEXTS["docs/api.md"], re.MULTILINE)
+    listed = [full or f"hvd_compress.keras.callbacks.{member}" for full, member in listed]
+    objects = [pkgutil.resolve_name(path) for path in listed]  # raises where there is none
+    modules = ("callbacks", "cost", "elastic")
+    public = {getattr(hvdc, each) for each in hvdc.__all__ if each != "__version__" and each not in modules}
+    assert public <= {each for each in objects if callable(each)}
+    base = hvdc.callbacks.Callback
+    for each in vars(hvdc.callbacks).values():
+        assert not isinstance(each, type) or not issubclass(each, base) or each in (base, *objects), each
+    for each in hvdc.elastic.__all__:
+        assert getattr(hvdc.elastic, each) in objects or each.endswith("Callback"), each
+    assert "hvd_compress.elastic.callbacks" in listed
 
 
 @pytest.mark.parametrize("page", sorted(TEXTS))
