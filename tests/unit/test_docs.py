@@ -204,7 +204,7 @@ def test_make_targets_and_variables_exist():
 def test_environment_variables_exist():
     source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "hvd_compress").rglob("*.py"))
     for page, text in TEXTS.items():
-        for variable in re.findall(r"\bHVD_COMPRESS\w*", text):
+        for variable in re.findall(r"\bHVD_\w+", text):
             assert f'"{variable}"' in source or f"{variable} " in source, (page, variable)
 
 
