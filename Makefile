@@ -8,7 +8,7 @@ TESTS ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: help setup train test lint format clean
+.PHONY: help setup train test lint format docs clean
 
 help:
 	@echo "make setup   make the environment $(VENV): TensorFlow, Horovod, this package"
@@ -16,6 +16,7 @@ help:
 	@echo "make test    run all tests, or those named: make test TESTS=tests/unit"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
+	@echo "make docs    build the pages of docs/ into site/"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 	@echo "Settings: TF=2.15.1 VENV=.venv-tf215 PYTHON=python3.11"
 
@@ -37,7 +38,12 @@ format: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+docs: setup
+	@$(BIN)/python -c "import material, mkdocstrings_handlers.python" 2> /dev/null \
+		|| $(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
 clean:
 	[ ! -f "$(VENV)/hvd_compress.json" ] || rm -rf "$(VENV)"
-	rm -rf build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./.venv*" -prune -exec rm -rf {} +

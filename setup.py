@@ -20,6 +20,8 @@ TOPOLOGY = ["networkx"]
 TOOLS = ["click>=8.1", "rich", "matplotlib", "optuna>=4", "psutil"]
 TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
+# The pages of docs/ as a site: make docs.
+DOCS = ["mkdocs-material>=9,<10", "mkdocstrings-python>=1.13"]
 # The formatter changes from one minor release to the next.
 DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
 
@@ -40,6 +42,7 @@ setup(
         "tools": TOOLS,
         "topology": TOPOLOGY,
         "bench": BENCH,
+        "docs": DOCS,
         "dev": DEV,
     },
 )

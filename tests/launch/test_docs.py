@@ -1,0 +1,21 @@
+"""The pages whose code needs several ranks run under horovodrun."""
+
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+from doc_blocks import PAGES, blocks, name, needs_ranks
+
+
+@pytest.mark.timeout(320)
+def test_pages_run_on_two_ranks(horovodrun, tmp_path):
+    pages = [name(page) for page in PAGES if blocks(page) and needs_ranks(page)]
+    assert pages
+    result = horovodrun(2, ["tests/doc_blocks.py", str(tmp_path), *pages])
+    assert result.returncode == 0, result.stderr[-3000:]
+    for rank in range(2):
+        ran = re.findall(rf"^\[{rank}\]<stdout>:ran \d+ blocks of (\S+)", result.stdout, re.MULTILINE)
+        assert ran == pages

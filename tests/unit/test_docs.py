@@ -1,0 +1,231 @@
+"""The pages of the documentation: their code runs, and what they name exists."""
+
+import ast
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from doc_blocks import PAGES, blocks, name, needs_ranks  # noqa: E402
+
+TEXTS = {name(page): page.read_text(encoding="utf-8") for page in PAGES}
+MADE_UP = {"train.py", "discover_hosts.py"}  # the reader's own
+
+
+def prose(text):
+    """The page without its code blocks."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+
+
+def code_lines(text):
+    """The lines of all blocks that are not Python, without comments; continued lines are joined."""
+    text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    shell = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    indented = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    "))
+    lines = "\n".join([*shell, indented]).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+#.*", "", line).strip() for line in lines]
+
+
+def commands():
+    """Page and words of each command of a shell block or in backquotes."""
+    found = []
+    start = re.compile(r"(sudo |[A-Z_]+=\S+ )*(hvd-compress|horovodrun|python|make|\.venv/bin/python) ")
+    for page, text in TEXTS.items():
+        for line in [*code_lines(text), *re.findall(r"`([^`\n]+)`", prose(text))]:
+            if start.match(line) and "..." not in line:
+                found.append((page, shlex.split(line)))
+    return found
+
+
+COMMANDS = commands()
+OURS = [
+    (page, words[words.index("hvd-compress") + 1 :]) for page, words in COMMANDS if "hvd-compress" in words
+]
+PLANS = sorted({tuple(words[1:]) for _, words in OURS if words[:1] == ["plan"] and "--params" in words})
+
+
+def slug(heading):
+    """A heading's anchor, as GitHub and MkDocs make it."""
+    text = re.sub(r"[^\w\s-]", "", heading.strip().lower())
+    return re.sub(r"\s", "-", text)
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in nav, page.name
+
+
+def test_the_reference_names_everything_public():
+    import hvd_compress as hvdc
+
+    listed = re.findall(r"^::: (\S+)$|^        - (\w+)$", TEXTS["docs/api.md"], re.MULTILINE)
+    listed = [full or f"hvd_compress.keras.callbacks.{member}" for full, member in listed]
+    objects = [pkgutil.resolve_name(path) for path in listed]  # raises where there is none
+    modules = ("callbacks", "cost", "elastic")
+    public = {getattr(hvdc, each) for each in hvdc.__all__ if each != "__version__" and each not in modules}
+    assert public <= {each for each in objects if callable(each)}
+    base = hvdc.callbacks.Callback
+    for each in vars(hvdc.callbacks).values():
+        assert not isinstance(each, type) or not issubclass(each, base) or each in (base, *objects), each
+    for each in hvdc.elastic.__all__:
+        assert getattr(hvdc.elastic, each) in objects or each.endswith("Callback"), each
+    assert "hvd_compress.elastic.callbacks" in listed
+
+
+@pytest.mark.parametrize("page", sorted(TEXTS))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)\s]+)\)", TEXTS[page])
+    for target in targets:
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if page.startswith("docs/"):  # the site holds nothing else
+            assert (ROOT / "docs") in file.resolve().parents, target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+@pytest.mark.parametrize("page", sorted(TEXTS))
+def test_files_that_are_named_exist(page):
+    text = TEXTS[page]
+    for path in re.findall(r"(?<![\w/.-])((?:tests|benchmarks|examples|scripts|docs)/[\w./-]*\w)", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        known = [ROOT / path, *(ROOT / "hvd_compress").rglob(path)]
+        assert path in MADE_UP or any(file.exists() for file in known), path
+
+
+def test_sizes_in_the_readme():
+    from hvd_compress import formats
+
+    rows = re.findall(r"^\| (`.+`[^|]*) \| [^|]+ \| ([\d., ]+) \|", TEXTS["README.md"], re.MULTILINE)
+    checked = 0
+    for names, sizes in rows:
+        specs = re.findall(r"`([\w:=.,]+)`", names)
+        sizes = [float(size) for size in sizes.split(",")]
+        for spec, size in zip(specs, sizes * len(specs) if len(sizes) == 1 else sizes):
+            found = formats.parse(spec).wire_bytes((4096, 4096)) / 4096**2
+            assert found == pytest.approx(size, rel=0.03), spec
+            checked += 1
+    assert checked >= 11
+
+
+def test_plain_pages_run(tmp_path):
+    pages = [name(page) for page in PAGES if blocks(page) and not needs_ranks(page)]
+    assert pages
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, str(ROOT / "tests" / "doc_blocks.py"), str(tmp_path), *pages]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall(r"^ran \d+ blocks of (\S+)", done.stdout, re.MULTILINE) == pages
+
+
+def test_python_is_fenced():
+    """Indented Python would not be run."""
+    for page, text in TEXTS.items():
+        for line in code_lines(text):
+            assert not re.match(r"(import|from) \w|\w+ = hvdc\.|print\(", line), (page, line)
+
+
+def test_commands_parse():
+    from click import BadParameter
+
+    from hvd_compress.tools.cli import main
+
+    assert {words[0] for _, words in OURS if words} >= set(main.commands)
+    for page, words in OURS:
+        if not words or words[0].startswith("-"):
+            continue
+        command = main.commands[words[0]]
+        if words[1:]:
+            try:
+                command.make_context(words[0], words[1:])
+            except BadParameter as error:  # files are the reader's
+                assert "does not exist" in str(error), (page, words)
+
+
+@pytest.mark.parametrize("arguments", PLANS, ids=" ".join)
+def test_plans_run(arguments, tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from hvd_compress.tools.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "auto" in result.output
+
+
+def test_scripts_and_their_options_exist():
+    from horovod.runner import launch
+
+    of_horovodrun = Path(launch.__file__).read_text(encoding="utf-8")
+    checked = 0
+    for page, words in COMMANDS:
+        words = [word for word in words if word not in ("sudo", "--") and not re.match("[A-Z_]+=", word)]
+        script = None
+        for word in words:
+            if word.endswith(".py"):
+                script = ROOT / word
+                assert word in MADE_UP or script.exists(), (page, word)
+            elif word == "hvd-compress":
+                break
+            elif word.startswith("-") and script and script.exists():
+                known = "".join(file.read_text(encoding="utf-8") for file in script.parent.glob("*.py"))
+                assert f'"{word}"' in known, (page, word)
+                checked += 1
+            elif word.startswith("-") and not script and "horovodrun" in words:
+                assert f"'{word}'" in of_horovodrun or f'"{word}"' in of_horovodrun, (page, word)
+                checked += 1
+    assert checked > 20
+
+
+def test_make_targets_and_variables_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page, words in COMMANDS:
+        if "make" in words:
+            for word in words[words.index("make") + 1 :]:
+                pattern = rf"^{word.split('=')[0]} \?=" if "=" in word else rf"^{word}:"
+                assert re.search(pattern, makefile, re.MULTILINE), (page, word)
+
+
+def test_environment_variables_exist():
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "hvd_compress").rglob("*.py"))
+    for page, text in TEXTS.items():
+        for variable in re.findall(r"\bHVD_\w+", text):
+            assert f'"{variable}"' in source or f"{variable} " in source, (page, variable)
+
+
+def literals():
+    """The strings in the package's source, those of f-strings between what is put in."""
+    for file in (ROOT / "hvd_compress").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 8:
+                yield node.value
+
+
+def test_messages_are_real():
+    """Nearly all of each message is in the source: what is not has been put in."""
+    known = set(literals())
+    messages = re.findall(r"^```text\n(.*?)\n```$", TEXTS["docs/troubleshooting.md"], re.M | re.S)
+    assert len(messages) > 20
+    for message in messages:
+        if any(message in literal for literal in known):  # the end of a long one may be left out
+            continue
+        covered = set()
+        for literal in known:
+            start = message.find(literal)
+            covered.update(range(start, start + len(literal)) if start >= 0 else ())
+        assert len(covered) > 0.6 * len(message), message
