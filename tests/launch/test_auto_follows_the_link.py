@@ -24,7 +24,7 @@ loss_of = tf.random.stateless_normal([2000, 2000], [hvd.rank(), 0])
 def step():
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * loss_of)
-    tape = hvdc.DistributedGradientTape(tape, compression="auto:candidates=(none|int8)")
+    tape = hvdc.DistributedGradientTape(tape, compression="auto:candidates=(none|topk:ratio=0.05)")
     return tape.gradient(loss, [variable])[0]
 
 for i in range(60):
@@ -34,6 +34,7 @@ for i in range(60):
 """
 
 
+# Selecting the largest takes several times as long as sending all over the first link, on a busy machine, too.
 @needs_root
 @pytest.mark.timeout(300)
 def test_a_slower_link_is_followed_within_20_steps(tmp_path):
@@ -56,8 +57,8 @@ def test_a_slower_link_is_followed_within_20_steps(tmp_path):
     lines = [line for line in text.splitlines() if re.search(r">:(step \d+$|hvd_compress: bucket)", line)]
     at = next(i for i, line in enumerate(lines) if line.endswith(":step 30"))
     later = lines[at:]
-    switch = next(i for i, line in enumerate(later) if "none -> int8; predicted " in line)
+    switch = next(i for i, line in enumerate(later) if "none -> topk:ratio=0.05; predicted " in line)
     steps = sum(":step " in line for line in later[:switch])
     assert steps <= 20, text[-3000:]
     # And stays there.
-    assert not any("int8 -> none" in line for line in later[switch:]), text[-3000:]
+    assert not any("topk:ratio=0.05 -> none" in line for line in later[switch:]), text[-3000:]
