@@ -138,11 +138,17 @@ def _timed(run: Callable[[], Any], group: common.Group) -> float:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds per call and per byte, neither below zero, with the least squares of relative errors.
+    """Seconds per call and per byte, neither below zero.
 
-    Relative, as otherwise the largest size alone would decide.
+    Of three sizes and more, per byte is the slope between the two largest, and per call what the smallest takes: what
+    lies between may pass at a higher rate, in the burst that a shaped link or a switch's buffer takes. Of
+    two, both have the least squares of relative errors.
     """
-    rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / np.asarray(seconds)[:, None]
+    times = np.asarray(seconds, np.float64)
+    rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / times[:, None]
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 2 else 0.0
+    if slope > 0:
+        return max(0.0, float(times[0] - slope * sizes[0])), float(slope)
     (per_call, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)
     if per_call < 0:
         per_call, per_byte = 0.0, _scale(rows[:, 1])

@@ -33,6 +33,15 @@ def test_fit_counts_relative_errors_and_stays_above_zero():
     assert per_call == 0.0 and 0.01 < per_byte < 0.02
 
 
+def test_fit_is_not_misled_by_a_burst():
+    """A link that takes 256 KB at once, and then 1 Gbit/s: only beyond the burst it shows its rate."""
+    sizes = [2**12, 2**16, 2**19, 2**21, 2**23]
+    seconds = [1e-3 + max(0, size - 2**18) * 8e-9 for size in sizes]
+    per_call, per_byte = fit(sizes, seconds)
+    assert per_byte == pytest.approx(8e-9, rel=1e-6)
+    assert per_call == pytest.approx(1e-3, rel=0.05)
+
+
 def test_the_model_takes_each_collective_from_its_own_link():
     model = Calibration(4, LINKS, KERNELS).model()
     size = 2**20
