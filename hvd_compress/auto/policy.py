@@ -14,7 +14,7 @@ import tensorflow as tf
 from .divisions import divided
 
 # What a step's measurements weigh one step later.
-FORGET = 0.6
+FORGET = 0.45
 # What the newest value weighs in running averages.
 AVERAGED = 0.3
 # How strongly the factors hold on to what they were, in observations: latency changes less often than bandwidth.
@@ -41,7 +41,7 @@ def fit(
     """Follows the link: by which factors latency and time per byte differ from the calibrated ones.
 
     Least squares of relative errors, (latency * messages + byte * transfer) / seconds = 1, over all steps so far, each
-    one's weighing 0.6 of the next one's. Relative to what was measured, a step that something held up
+    one's weighing 0.45 of the next one's. Relative to what was measured, a step that something held up
     weighs little, while one that was faster than the link could be is not possible.
 
     Args:
