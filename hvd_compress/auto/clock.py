@@ -31,7 +31,8 @@ def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Te
     autograph=False,
     experimental_attributes={"_noinline": True},
 )
-def _timestamp(_: tf.Tensor) -> tf.Tensor:
+def _timestamp(seen: tf.Tensor) -> tf.Tensor:
+    del seen  # waited for by the call
     return tf.timestamp()
 
 
