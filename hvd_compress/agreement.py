@@ -126,7 +126,7 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     for field in dataclasses.fields(settings):
         if field.name not in _LOCAL:
             facts[field.name] = str(getattr(settings, field.name))
-    facts["op"] = {hvd.Average: "Average", hvd.Sum: "Sum"}[settings.op]
+    facts["op"] = settings.op_name
     facts["groups"] = _groups(settings.groups, variables)
     facts["the number of gradients"] = str(len(gradients))
     for i, (gradient, variable) in enumerate(zip(gradients, variables)):

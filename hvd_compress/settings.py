@@ -96,6 +96,11 @@ class Settings:
         """Puts what `checked(name, value, *limits)` makes of a field in its place."""
         object.__setattr__(self, name, checked(name, getattr(self, name), *limits))
 
+    @property
+    def op_name(self) -> str:
+        """Horovod's name of `op`."""
+        return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
+
     def compressor_of(self, path: str) -> Compressor:
         """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
         found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))

@@ -16,7 +16,7 @@ from .topology import Ring, Star, Topology, Tree
 if TYPE_CHECKING:
     from ..compressors import Compressor
 
-_SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
+SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
 FORMS = ("full", "alpha_beta", "bandwidth", "k_bit")
 
 
@@ -76,11 +76,11 @@ class CostModel:
     ) -> None:
         if not isinstance(topology, str):
             found = topology
-        elif topology in _SHAPES:
-            found = _SHAPES[topology](link, ranks)
+        elif topology in SHAPES:
+            found = SHAPES[topology](link, ranks)
         else:
             raise ValueError(
-                f"CostModel: topology must be one of {', '.join(_SHAPES)} or an object such as "
+                f"CostModel: topology must be one of {', '.join(SHAPES)} or an object such as "
                 f"hvdc.cost.TwoLevel, got {topology!r}"
             )
         if found.ranks != ranks:

@@ -142,18 +142,21 @@ def measure_link(process_set: Any) -> tuple[float, float] | None:
     """
     if not tf.executing_eagerly():
         return None
-    keywords = {"process_set": process_set}
     with tf.device("CPU"):
 
         def fastest(nbytes: int) -> float:
             times = []
             for _ in range(_REPEATS):
                 begin = time.perf_counter()
-                hvd.allreduce(tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", **keywords).numpy()
+                hvd.allreduce(
+                    tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set
+                ).numpy()
                 times.append(time.perf_counter() - begin)
             # The slowest rank's, so that all go on alike.
             return float(
-                hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", **keywords)
+                hvd.allreduce(
+                    tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set
+                )
             )
 
         few, *more = _LINK_BYTES

@@ -200,7 +200,7 @@ def settings_of(settings: Any) -> dict[str, Any]:
         if field.name == "policy":
             value = {pattern: compressor.spec for pattern, compressor in value}
         elif field.name == "op":
-            value = {hvd.Average: "Average", hvd.Sum: "Sum"}[value]
+            value = settings.op_name
         found[field.name] = value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
     return found
 

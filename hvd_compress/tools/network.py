@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from ..cost import Calibration, KernelCost, Link, Ring, Star, Topology, Tree, TwoLevel
+from ..cost import Calibration, KernelCost, Link, Topology, TwoLevel
 from ..cost.calibration import Measured
 from ..cost.defaults import KERNELS
-
-SHAPES: dict[str, Callable[[Link, int], Topology]] = {"ring": Ring, "star": Star, "tree": Tree}
+from ..cost.model import SHAPES
 
 
 @dataclasses.dataclass(frozen=True)

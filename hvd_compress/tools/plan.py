@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from ..cost import Calibration, Link
+from ..cost.model import SHAPES
 from . import advice, console, units
 from .models import MODELS, of_size
-from .network import SHAPES, Network, calibrated
+from .network import Network, calibrated
 from .prediction import BUCKET_BYTES, Forecast, Workload, forecast, forecast_auto
 
 SPECS = (

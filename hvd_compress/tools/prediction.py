@@ -160,9 +160,7 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     Raises:
         ValueError: The spec string is not known, or what it costs, or the network does not fit the ranks.
     """
-    model = CostModel(
-        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
-    )
+    model = _model(network, ranks, rate)
     compressor = formats.parse(spec)
     crossing = crossings(work, (compressor,), ranks)
     return _forecast(
@@ -175,9 +173,7 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
 
     By its own rule (`auto.policy.best`), with the shares of white noise for what candidates let through.
     """
-    model = CostModel(
-        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
-    )
+    model = _model(network, ranks, rate)
     candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
     crossing = crossings(work, candidates, ranks)
     mine = [i for i, each in enumerate(crossing) if not each.dense]
@@ -270,6 +266,12 @@ def _with(crossing: Crossing, compressor: Format, ranks: int) -> _Sent:
         sent = traffic.PATTERNS[pattern](compressor, crossing.shapes, ranks)
     payload = traffic.payload_bytes(compressor, crossing.shapes)
     return _Sent(crossing.nbytes, crossing.ready, compressor, payload, pattern, sent)
+
+
+def _model(network: Network, ranks: int, rate: float | None) -> CostModel:
+    return CostModel(
+        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
+    )
 
 
 def _cost(model: CostModel, one: _Sent) -> Prediction:

@@ -106,7 +106,7 @@ def _buckets(run: Run) -> tuple[Sequence[str], list[list[str]]]:
         rows.append(
             [name, f"{sizes.get(name, 0) / 1e6:.3g}", compressors, *(_median(values[c]) for c in columns)]
         )
-    return ("bucket", "MB", "compressor", *(f"{c.replace('_', ' ')}" for c in columns)), rows
+    return ("bucket", "MB", "compressor", *(c.replace("_", " ") for c in columns)), rows
 
 
 def _about(run: Run) -> list[list[str]]:

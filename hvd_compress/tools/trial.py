@@ -115,7 +115,7 @@ def run(
         found.status = "failed" if process.returncode else "done"
         return found
     finally:
-        _end(process)
+        end(process)
 
 
 def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
@@ -124,7 +124,7 @@ def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """Ends a process and all that it started: horovodrun puts its workers into sessions of their own."""
     import psutil
 

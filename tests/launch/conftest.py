@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable
 
-import psutil
 import pytest
+
+from hvd_compress.tools.trial import end
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent  # not resolved: in a virtual environment it is a link
@@ -89,7 +90,7 @@ class Job:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(self._process)
+            end(self._process)
         result = self.output()
         if late:
             pytest.fail(f"{' '.join(self._command)} was still running after {timeout:.0f} s\n{_tail(result)}")
@@ -99,7 +100,7 @@ class Job:
 
     def end(self) -> subprocess.CompletedProcess[str]:
         """Ends it, if it still runs, and returns its output."""
-        _end(self._process)
+        end(self._process)
         return self.output()
 
     def close(self) -> None:
@@ -130,23 +131,6 @@ def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subp
         return job.wait(timeout)
     finally:
         job.close()
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process and all that it started: horovodrun puts its workers into sessions of their own."""
-    if process.poll() is not None:
-        return
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()  # horovodrun ends its workers
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for survivor in alive:
-        survivor.kill()
-    psutil.wait_procs(alive, timeout=10)
 
 
 def _tail(result: subprocess.CompletedProcess[str]) -> str:
