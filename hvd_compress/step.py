@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from .kernels import noise
 from .monitor import recorder
 from .pieces import FlatPieces
 from .plan import LayoutState, Plan
+
+# Of pieces with so many elements a part is tried.
+_LARGE_PIECE = 2**17
 
 
 class Crossed(NamedTuple):
@@ -304,13 +308,17 @@ class Step:
         section, pieces = self._plan.buckets[b]
         piece = pieces.start
         tensors = [self._gradients[i] for i in section.layout.bucket.members]
+        (size,) = section.layout.shapes[piece]
+        # A part of it tells as much: every eighth element, so that all of its layers take part.
+        every = 8 if size >= _LARGE_PIECE else 1
 
         def find() -> tuple[tf.Tensor, tf.Tensor]:
             (cut,) = section.layout.cut(tensors, range(piece, piece + 1))
             kept = section.state.residuals
-            return cut, kept[piece].read_value() if kept else tf.zeros_like(cut)
+            cut = cut[::every]
+            return cut, kept[piece].read_value()[::every] if kept else tf.zeros_like(cut)
 
-        return Piece(section.layout.shapes[piece], find)
+        return Piece((math.ceil(size / every),), find)
 
     def _commit(self, oks: Sequence[tf.Tensor], crossed: Mapping[int, Crossed]) -> tf.Tensor:
         """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""

@@ -82,7 +82,8 @@ class Chooser:
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
-            "votes": (b,), "energy": (c + 1,), "wire": (places,), "exchange": (b,), "waits": (b,),
+            "votes": (b,), "trial": (), "energy": (c + 1,), "wire": (places,), "span": (), "exchange": (b,),
+            "waits": (b,),
         }  # fmt: skip
         root = process_set.ranks[0]
         with tf.device("CPU"):
@@ -93,7 +94,7 @@ class Chooser:
             first = policy.initial(tf.zeros([b], tf.int32), c)
             # Without hesitation.
             first = first._replace(evidence=tf.constant(math.inf))
-            _, choice = self._proposal(first, tf.constant(0))
+            _, choice, _ = self._proposal(first, tf.constant(0))
             choice = hvd.broadcast(choice, root, name="hvdc_first_choice", process_set=process_set)
             self.state = policy.State(*map(_variable, policy.initial(choice, c)))
             self._outgoing = _variable(tf.zeros([sum(map(math.prod, self._fields.values()))]))
@@ -114,7 +115,7 @@ class Chooser:
     def choices(self) -> tf.Tensor:
         """Which candidate each bucket has in this step, int32 [B]."""
         with tf.device("CPU"):
-            return self.state.choice.read_value()
+            return self.state.now.read_value()
 
     @property
     def may_be_idle(self) -> bool:
@@ -124,13 +125,13 @@ class Chooser:
     def is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
         with tf.device("CPU"):
-            both = tf.stack([self.state.choice.read_value(), self.state.before.read_value()])
+            both = tf.stack([self.state.now.read_value(), self.state.before.read_value()])
             return tf.reduce_all(tf.gather(tf.constant(self._plain), both))
 
     def switch(self, bucket: int, branch: Callable[[Any], Any]) -> Any:
         """What `branch(compressor)` returns for the compressor that is chosen for this bucket."""
         with tf.device("CPU"):
-            index = self.state.choice.read_value()[bucket]
+            index = self.state.now.read_value()[bucket]
         return _switch(index, [functools.partial(branch, candidate) for candidate in self.auto.candidates])
 
     def probe(self, step: tf.Tensor, some: Sequence[Piece]) -> tf.Tensor:
@@ -198,27 +199,33 @@ class Chooser:
             seen = policy.Measured(
                 # The ranks that were there last did not wait for others.
                 tf.reduce_min(fields["wire"] * (self._ranks / self._members)),
+                fields["span"],
                 fields["exchange"],
                 fields["waits"],
                 probed % len(self.nbytes),
                 fields["energy"],
             )
             state = policy.follow(state, seen, self.costs)
-            votes = tf.cast(tf.round(fields["votes"] * self._ranks), tf.int32) - 1
+            votes, trial = (self._voted(fields[name]) for name in ("votes", "trial"))
             chosen = tf.where(votes >= 0, votes, state.choice)
             report.log_switches(self, state, chosen, show=self._rank == 0)
             switched = state._replace(
                 choice=chosen,
-                before=tf.where(committed, state.choice, state.before),
+                now=tf.where(trial >= 0, trial, chosen),
+                before=tf.where(committed, state.now, state.before),
+                steady=committed & tf.reduce_all(state.now == state.before),
                 switches=state.switches + tf.cast(chosen != state.choice, tf.int32),
             )
-            switched, proposal = self._proposal(switched, tf.cast(step, tf.int32))
+            switched, proposal, tried = self._proposal(switched, tf.cast(step, tf.int32))
             for variable, value in zip(self.state, switched):
                 variable.assign(value)
             timed = committed & (step >= _UNTIMED)
-            self._outgoing.assign(self._pack(proposal, stamps, energy, timed))
+            self._outgoing.assign(self._pack(proposal, tried, stamps, energy, timed))
 
-    def _proposal(self, state: policy.State, step: tf.Tensor) -> tuple[policy.State, tf.Tensor]:
+    def _voted(self, field: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
+
+    def _proposal(self, state: policy.State, step: tf.Tensor) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
         target = tf.constant(0.0)
         for first, value in self.auto.targets():
             target = tf.where(step >= first, value, target)
@@ -226,7 +233,12 @@ class Chooser:
         return policy.propose(state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown)
 
     def _pack(
-        self, proposal: tf.Tensor, stamps: Sequence[Stamps], energy: tf.Tensor, timed: tf.Tensor
+        self,
+        proposal: tf.Tensor,
+        tried: tf.Tensor,
+        stamps: Sequence[Stamps],
+        energy: tf.Tensor,
+        timed: tf.Tensor,
     ) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`."""
         wire, coding, waits = [], [], []
@@ -240,11 +252,12 @@ class Chooser:
             sent, free = stamp.sent, tf.maximum(free, stamp.arrived)
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
-        vote = tf.cast(proposal + 1, tf.float32) * float(self._rank == 0)
+        votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in (proposal, tried)]
+        span = clock.between(stamps[0].begun, tf.reduce_max(tf.stack([stamp.done for stamp in stamps])))
         exchange = tf.stack(wire) + tf.stack(coding)
-        times = [own * tf.add_n(wire), exchange, tf.stack(waits)]
+        times = [own * tf.add_n(wire), span, exchange, tf.stack(waits)]
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in (vote, energy, *times)], 0)
+        flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 
     def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:

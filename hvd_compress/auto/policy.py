@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from . import trials
 from .divisions import divided
 
 # What a step's measurements weigh one step later.
@@ -36,26 +37,34 @@ class Costs(NamedTuple):
 
 
 def fit(
-    moments: tf.Tensor, factors: tf.Tensor, messages: tf.Tensor, transfer: tf.Tensor, seconds: tf.Tensor
+    moments: tf.Tensor,
+    factors: tf.Tensor,
+    messages: tf.Tensor,
+    transfer: tf.Tensor,
+    seconds: tf.Tensor,
+    coding: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Follows the link: by which factors latency and time per byte differ from the calibrated ones.
 
-    Least squares of relative errors, (latency * messages + byte * transfer) / seconds = 1, over all steps so far, each
+    Least squares of (latency * messages + byte * transfer - seconds) / (seconds + coding) over all steps so far, each
     one's weighing 0.45 of the next one's. Relative to what was measured, a step that something held up
-    weighs little, while one that was faster than the link could be is not possible.
+    weighs little, while one that was faster than the link could be is not possible; and one that was spent on
+    encoding and decoding tells little about the link.
 
     Args:
         moments: [5], sums over past steps; zeros at first.
         factors: [2], of latency and of time per byte, so far; ones at first.
         messages: Scalar, predicted seconds of latency of what was exchanged in a step.
         transfer: Scalar, predicted seconds of the bytes.
-        seconds: Scalar, measured; 0 if nothing was.
+        seconds: Scalar, measured on the wire.
+        coding: Scalar, seconds of encoding and decoding; all of these are 0 if nothing was measured.
 
     Returns:
         The new moments and factors.
     """
-    x, y = tf.math.divide_no_nan(messages, seconds), tf.math.divide_no_nan(transfer, seconds)
-    moments = FORGET * moments + tf.stack([x * x, x * y, y * y, x, y])
+    whole = seconds + coding
+    x, y, z = (tf.math.divide_no_nan(part, whole) for part in (messages, transfer, seconds))
+    moments = FORGET * moments + tf.stack([x * x, x * y, y * y, x * z, y * z])
     xx, xy, yy, sx, sy = tf.unstack(moments)
     a, b = tf.unstack(factors)
     # In units of the factors so far, to which the stiffness refers.
@@ -187,6 +196,7 @@ class Measured(NamedTuple):
     """What all ranks know of one step."""
 
     wire: tf.Tensor  # scalar, seconds in which something was on its way; 0 if not known
+    span: tf.Tensor  # scalar, seconds from the first bucket's gradients to the last one's result
     exchange: tf.Tensor  # [B], seconds of each bucket, encoding and decoding included
     waits: tf.Tensor  # [B], seconds between a bucket's encoding and that of the one before
     probed: tf.Tensor  # int32, the bucket of which a piece was tried
@@ -196,8 +206,10 @@ class Measured(NamedTuple):
 class State(NamedTuple):
     """What a choice rests on."""
 
-    choice: tf.Tensor  # int32 [B], which candidate is in force
+    choice: tf.Tensor  # int32 [B], which candidate is chosen
+    now: tf.Tensor  # int32 [B], which one is in force: another one while it is tried
     before: tf.Tensor  # int32 [B], which one was in the step before
+    steady: tf.Tensor  # bool, whether that was in force in the step before it, too
     switches: tf.Tensor  # int32 [B], how often that changed
     link_moments: tf.Tensor  # [5], see `fit`
     link: tf.Tensor  # [2], factors of latency and of time per byte
@@ -207,6 +219,10 @@ class State(NamedTuple):
     measured: tf.Tensor  # [B], seconds of the whole exchange
     evidence: tf.Tensor
     reluctance: tf.Tensor
+    bias: tf.Tensor  # [C], by which factor steps with each candidate take longer than predicted
+    age: tf.Tensor  # [C], steps since that was measured
+    trial: tf.Tensor  # int32, which candidate was tried last
+    since_trial: tf.Tensor  # steps since that began
 
 
 def initial(choice: tf.Tensor, candidates: int) -> State:
@@ -214,8 +230,9 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     buckets = choice.shape[0]
     zeros, zero, one = tf.zeros([buckets]), tf.constant(0.0), tf.constant(1.0)
     return State(
-        choice, choice, tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
+        choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
         tf.zeros([buckets, candidates]), zeros, zeros, zero, one,
+        tf.ones([candidates]), tf.fill([candidates], trials.STALE), tf.constant(0), tf.constant(trials.GAP),
     )  # fmt: skip
 
 
@@ -226,9 +243,24 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
     def used(table: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(hot * table, -1)
 
-    messages, transfer = tf.reduce_sum(used(costs.messages)), tf.reduce_sum(used(costs.transfer))
-    link_moments, link = fit(state.link_moments, state.link, messages, transfer, seen.wire)
     timed = seen.wire > 0.0
+    bias = used(state.bias)
+    messages, transfer, coding = (
+        tf.reduce_sum(bias * used(table))
+        for table in (costs.messages, costs.transfer, costs.encode + costs.decode)
+    )
+    coding = tf.where(timed, coding, 0.0)
+    # A bucket that is on its way while another is encoded on the same core seems to be for longer than the link takes.
+    wire = tf.minimum(seen.wire, tf.maximum(seen.span - coding, 0.0))
+    # Not with what is only tried: its bias refers to the link as the choice sees it.
+    chosen = tf.reduce_all(state.before == state.choice)
+    followed = fit(state.link_moments, state.link, messages, transfer, wire, coding)
+    link_moments = tf.where(chosen, followed[0], state.link_moments)
+    link = tf.where(chosen, followed[1], state.link)
+    waits = _average(state.waits, seen.waits, timed)
+    ratio = tf.math.divide_no_nan(seen.span, makespan(waits, used(predicted(costs, link)) * bias))
+    ratio = tf.where(timed & state.steady, ratio, 0.0)
+    found = trials.measured(state.bias, state.age, tf.reduce_mean(hot, 0), ratio, chosen)
     here = tf.range(state.choice.shape[0]) == seen.probed
     tried = tf.cast(here & (seen.energy[-1] > 0.0), tf.float32)
     keep = 1.0 - AVERAGED * tried
@@ -237,8 +269,10 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
         link=link,
         energy=keep * state.energy + AVERAGED * tried * seen.energy[-1],
         lost=keep[:, None] * state.lost + AVERAGED * tried[:, None] * seen.energy[:-1],
-        waits=_average(state.waits, seen.waits, timed),
-        measured=_average(state.measured, seen.exchange, timed),
+        waits=waits,
+        bias=found[0],
+        age=found[1],
+        measured=_average(state.measured, seen.exchange, timed & (state.before == state.choice)),
     )
 
 
@@ -262,14 +296,21 @@ def propose(
     nbytes: tf.Tensor,
     target: tf.Tensor,
     max_slowdown: float,
-) -> tuple[State, tf.Tensor]:
-    """What should be in force next, int32 [B]."""
+) -> tuple[State, tf.Tensor, tf.Tensor]:
+    """What should be chosen next, int32 [B], and what should be tried, int32: -1 for nothing."""
     allowed = admit(lost, state.choice, target)
-    ranked = (state.waits, predicted(costs, state.link), lost, nbytes, max_slowdown)
+    ranked = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)
     found = best(allowed, plain, *ranked)
     now, then = tf.unstack(cost_of(tf.stack([state.choice, found]), *ranked))
     forced = tf.reduce_any(~tf.gather(allowed, state.choice, axis=1, batch_dims=1))
     gain = tf.math.divide_no_nan(now, then)
     switch, evidence, reluctance = hesitate(gain, forced, state.evidence, state.reluctance)
-    state = state._replace(evidence=evidence, reluctance=reluctance)
-    return state, tf.where(switch, found, state.choice)
+    buckets, candidates = lost.shape
+    alone = tf.broadcast_to(tf.range(candidates)[:, None], [candidates, buckets])
+    ratios = tf.math.divide_no_nan(cost_of(alone, *ranked), now)
+    possible = tf.reduce_all(allowed, 0) & (tf.reduce_any(state.choice != alone, 1))
+    trial, since_trial, tried = trials.next_trial(
+        state.trial, state.since_trial, state.age, ratios, possible & ~switch
+    )
+    state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
+    return state, tf.where(switch, found, state.choice), tried

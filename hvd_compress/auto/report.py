@@ -84,7 +84,7 @@ def _ms(seconds: float | None) -> str:
 def of_chooser(chooser: Chooser, step: int) -> list[BucketReport]:
     """The buckets of a chooser after so many steps."""
     state = policy.State(*(tf.convert_to_tensor(variable) for variable in chooser.state))
-    seconds = policy.predicted(chooser.costs, state.link).numpy()
+    seconds = (policy.predicted(chooser.costs, state.link) * state.bias).numpy()
     lost = policy.shares(state, chooser.prior).numpy()
     target = chooser.auto.target_at(step)
     specs = [candidate.spec for candidate in chooser.auto.candidates]
@@ -132,7 +132,9 @@ def log_switches(chooser: Chooser, state: policy.State, chosen: tf.Tensor, show:
         specs = tf.constant([candidate.spec for candidate in chooser.auto.candidates])
         names = [f"bucket {b} ({nbytes / 1e6:.1f} MB): " for b, nbytes in enumerate(chooser.nbytes)]
         old, new = tf.gather(specs, state.choice), tf.gather(specs, chosen)
-        seconds = tf.gather(policy.predicted(chooser.costs, state.link), chosen, axis=1, batch_dims=1)
+        seconds = tf.gather(
+            policy.predicted(chooser.costs, state.link) * state.bias, chosen, axis=1, batch_dims=1
+        )
         measured = tf.where(state.measured > 0.0, tf.strings.join([_text(state.measured), " ms"]), "not yet")
         found = tf.strings.join(
             ["hvd_compress: ", tf.constant(names), old, " -> ", new, "; predicted ", _text(seconds), " ms, ", old,

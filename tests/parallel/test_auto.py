@@ -67,7 +67,10 @@ class Training:
 
     def choose(self, candidate):
         """As if all buckets had been switched to it."""
-        self.plan.chooser.state.choice.assign([candidate] * len(self.plan.buckets))
+        state = self.plan.chooser.state
+        for variable in (state.choice, state.now):
+            variable.assign([candidate] * len(self.plan.buckets))
+        state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
         self.plan.chooser._outgoing.assign(tf.zeros_like(self.plan.chooser._outgoing))
 
     def residuals(self):

@@ -41,7 +41,7 @@ def test_a_link_that_changes_is_followed_within_ten_steps(change):
     for step in range(60):
         seconds = measured(1.0, 1.0 if step < 50 else change, messages, transfer, random, 0.05)
         moments, factors = policy.fit(
-            moments, factors, constant(messages), constant(transfer), constant(seconds)
+            moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
         if step == 49:
             np.testing.assert_allclose(factors[1], 1.0, rtol=0.1)
@@ -56,7 +56,7 @@ def test_latency_and_bandwidth_are_told_apart_by_exchanges_of_different_size():
         messages, transfer = 2e-3, 50e-3 if step % 2 else 1e-3
         seconds = measured(3.0, 0.5, messages, transfer, random, 0.02)
         moments, factors = policy.fit(
-            moments, factors, constant(messages), constant(transfer), constant(seconds)
+            moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
     np.testing.assert_allclose(factors, [3.0, 0.5], rtol=0.15)
 
@@ -65,10 +65,10 @@ def test_a_step_that_was_held_up_and_one_without_times_change_little():
     moments, factors = tf.zeros([5]), tf.ones([2])
     one = constant(1e-3), constant(20e-3)
     for _ in range(10):
-        moments, factors = policy.fit(moments, factors, *one, constant(21e-3))
-    _, held_up = policy.fit(moments, factors, *one, constant(1.0))
+        moments, factors = policy.fit(moments, factors, *one, constant(21e-3), constant(0.0))
+    _, held_up = policy.fit(moments, factors, *one, constant(1.0), constant(0.0))
     assert 0.9 < float(held_up[1]) < 1.5
-    _, unknown = policy.fit(moments, factors, *one, constant(0.0))
+    _, unknown = policy.fit(moments, factors, *one, constant(0.0), constant(0.0))
     np.testing.assert_allclose(unknown, factors, rtol=0.01)
 
 
@@ -155,8 +155,82 @@ def test_what_was_tried_replaces_the_prior():
     prior = constant([[0.0, 0.9]] * 2)
     np.testing.assert_allclose(policy.shares(state, prior), prior)
     seen = policy.Measured(
-        constant(0.0), constant([0.0, 0.0]), constant([0.0, 0.0]), tf.constant(1),
+        constant(0.0), constant(0.0), constant([0.0, 0.0]), constant([0.0, 0.0]), tf.constant(1),
         constant([0.0, 2.0, 8.0]),
     )  # fmt: skip
     state = policy.follow(state, seen, costs)
     np.testing.assert_allclose(policy.shares(state, prior), [[0.0, 0.9], [0.0, 0.25]])
+
+
+def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
+    """Steps with `auto` on a machine where a step with each candidate takes `truth` seconds per bucket.
+
+    Returns the choice of each step and what was in force in it.
+    """
+    random = np.random.default_rng(seed)
+    buckets, candidates = costs.encode.shape
+    plain = [c == 0 for c in range(candidates)]
+    prior, nbytes = tf.zeros([buckets, candidates]), tf.ones([buckets])
+    fixed = (prior, nbytes, constant(0.0), 0.02)
+    state = policy.initial(tf.zeros([buckets], tf.int32), candidates)
+    choice = policy.best(tf.ones([buckets, candidates], tf.bool), plain, tf.zeros([buckets]),
+                         policy.predicted(costs, state.link), prior, nbytes, 0.02)  # fmt: skip
+    state = policy.initial(choice, candidates)
+    chosen, in_force, votes = [], [], [(state.choice, tf.constant(-1))]
+
+    @tf.function(autograph=False)
+    def learn(state, wire, span, choice, trial):
+        seen = policy.Measured(wire, span, tf.zeros([buckets]), tf.zeros([buckets]), tf.constant(0),
+                               tf.zeros([candidates + 1]))  # fmt: skip
+        state = policy.follow(state, seen, costs)
+        state = state._replace(
+            choice=choice, now=tf.where(trial >= 0, trial, choice), before=state.now,
+            steady=tf.reduce_all(state.now == state.before),
+        )  # fmt: skip
+        return policy.propose(state, costs, plain, *fixed)
+
+    for step in range(steps):
+        now = state.before.numpy()
+        rows = range(buckets), now
+        coding = (costs.encode.numpy() + costs.decode.numpy())[rows].sum()
+        span = buckets * truth(step)[now[0]] * np.exp(noise * random.standard_normal())
+        # What is encoded while something is on its way seems to be on its way, too.
+        wire = max(1e-4, span - 0.5 * coding)
+        state, choice, tried = learn(state, constant(wire), constant(span), *votes.pop(0))
+        votes.append((choice, tried))
+        chosen.append(state.choice.numpy()[0])
+        in_force.append(state.now.numpy()[0])
+    return np.array(chosen), np.array(in_force)
+
+
+def costs_of(seconds, buckets=4):
+    """Half of it encoding, half wire."""
+    table = np.broadcast_to(np.asarray(seconds, np.float32), (buckets, len(seconds)))
+    plain = np.array([0.0] + [1.0] * (len(seconds) - 1), np.float32)
+    return policy.Costs(
+        *map(constant, (table * 0.5 * plain, 0 * table, table * (1 - 0.5 * plain), 0 * table))
+    )
+
+
+@pytest.mark.parametrize("truth", [(100, 80, 60), (50, 80, 60), (70, 52, 60), (52, 70, 58)])
+def test_the_choice_is_right_although_the_model_is_not(truth):
+    truth = np.array(truth) * 1e-3
+    chosen, in_force = simulate(lambda step: truth, costs_of([0.060, 0.070, 0.055]), 150)
+    assert chosen[-1] == np.argmin(truth)
+    taken = truth[in_force]
+    assert taken[50:].mean() < 1.03 * truth.min()  # trials included
+    assert (np.diff(chosen) != 0).sum() <= 3
+
+
+def test_what_is_far_slower_is_not_tried():
+    truth = np.array([0.9, 0.3, 0.06])
+    _, in_force = simulate(lambda step: truth, costs_of([0.8, 0.3, 0.07]), 100)
+    assert set(in_force) == {2}
+
+
+def test_what_became_faster_is_found_again():
+    def truth(step):
+        return np.array([0.100, 0.090, 0.080] if step < 60 else [0.100, 0.055, 0.080])
+
+    chosen, _ = simulate(truth, costs_of([0.100, 0.090, 0.080]), 500)
+    assert chosen[59] == 2 and chosen[-1] == 1
