@@ -250,8 +250,10 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
         for table in (costs.messages, costs.transfer, costs.encode + costs.decode)
     )
     coding = tf.where(timed, coding, 0.0)
-    # A bucket that is on its way while another is encoded on the same core seems to be for longer than the link takes.
-    wire = tf.minimum(seen.wire, tf.maximum(seen.span - coding, 0.0))
+    # A bucket that is on its way while another is encoded on the same core seems to be for longer than the link takes:
+    # by how much is not known, so that what was expected is believed as far as it is possible.
+    expected = messages * state.link[0] + transfer * state.link[1]
+    wire = tf.minimum(seen.wire, tf.maximum(expected, seen.span - coding))
     # Not with what is only tried: its bias refers to the link as the choice sees it.
     chosen = tf.reduce_all(state.before == state.choice)
     followed = fit(state.link_moments, state.link, messages, transfer, wire, coding)
