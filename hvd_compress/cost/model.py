@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import formats
 from ..formats.base import Format, is_summed
+from . import hierarchy
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
@@ -114,7 +115,9 @@ class CostModel:
         Args:
             compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
-            pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest that is possible.
+            pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest of those that are possible. Or
+                "two_level", where the topology is one of hosts with several workers: float32 is summed inside of
+                hosts, and each worker exchanges its part of the sum, compressed, with the other hosts.
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
                 that of summing; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
@@ -132,7 +135,7 @@ class CostModel:
         if form not in FORMS:
             raise ValueError(f"CostModel.predict: form must be one of {', '.join(FORMS)}, got {form!r}")
         possible = self.patterns(chosen)
-        if pattern is not None and pattern not in possible:
+        if pattern is not None and pattern not in (*possible, "two_level"):
             raise ValueError(
                 f"CostModel.predict: {chosen.spec} between {self.ranks} ranks crosses as "
                 f"{' or '.join(possible)}, not as {pattern!r}"
@@ -141,9 +144,28 @@ class CostModel:
             payload = chosen.wire_bytes(max(1, round(nbytes / 4))) if nbytes else 0
         if form == "k_bit":
             payload = round(nbytes / 32 * bits_per_element(chosen))
-        some = [pattern] if pattern else possible
-        found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
+        if pattern == "two_level":
+            return self._two_level(chosen, nbytes, payload, form)
+        return self._fastest(chosen, nbytes, payload, [pattern] if pattern else possible, form)
+
+    def _fastest(
+        self, compressor: Format | Compressor, nbytes: float, payload: int, patterns: Sequence[str], form: str
+    ) -> Prediction:
+        found = [self._predict(compressor, nbytes, payload, each, form) for each in patterns]
         return min(found, key=lambda prediction: prediction.total)
+
+    def _two_level(
+        self, compressor: Format | Compressor, nbytes: float, payload: int, form: str
+    ) -> Prediction:
+        topology = hierarchy.split(self.topology)
+        if form in ("bandwidth", "k_bit"):
+            topology = hierarchy.split(_without_latency(topology))
+        between = CostModel(self.link, topology.hosts, topology.between, self.kernels)
+        # Each worker encodes its part; all of a host share its link, so that whole payloads cross.
+        part = nbytes / topology.workers
+        found = between._fastest(compressor, part, payload, between.patterns(compressor), form)
+        wire = found.wire + hierarchy.inside(topology, nbytes)
+        return dataclasses.replace(found, pattern="two_level", wire=wire)
 
     def _predict(
         self, compressor: Format | Compressor, nbytes: float, payload: int, pattern: str, form: str
@@ -208,7 +230,9 @@ def _without_latency(topology: Any) -> Topology:
     def bare(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: bare(link) for name, link in value.items()}
-        return Link(0.0, value.beta) if isinstance(value, Link) else value
+        if isinstance(value, Link):
+            return Link(0.0, value.beta)
+        return _without_latency(value) if dataclasses.is_dataclass(value) else value
 
     fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
     changed: Topology = dataclasses.replace(topology, **{name: bare(value) for name, value in fields.items()})

@@ -136,27 +136,39 @@ class TwoLevel:
         local: Between the workers of one host, one per worker.
         hosts: How many.
         workers: On each host.
+        network: Between hosts, where it is no ring of `link`: as many ranks as there are hosts.
+
+    Raises:
+        ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts.
     """
 
     link: Link
     local: Link
     hosts: int
     workers: int
+    network: Topology | None = None
 
     def __post_init__(self) -> None:
         check_count("TwoLevel", "hosts", self.hosts)
         check_count("TwoLevel", "workers", self.workers)
+        if self.network is not None and self.network.ranks != self.hosts:
+            raise ValueError(
+                f"TwoLevel: network is one between {self.network.ranks} hosts, not between {self.hosts}"
+            )
 
     @property
     def ranks(self) -> int:
         """Workers on all hosts."""
         return self.hosts * self.workers
 
+    @property
+    def between(self) -> Topology:
+        """The network between hosts."""
+        return Ring(self.link, self.hosts) if self.network is None else self.network
+
     def allreduce(self, nbytes: float) -> float:
         """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""
-        return Ring(self.local, self.workers).allreduce(nbytes) + Ring(self.link, self.hosts).allreduce(
-            nbytes
-        )
+        return Ring(self.local, self.workers).allreduce(nbytes) + self.between.allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """Local allgather of m, between hosts of w m, then the others' (h - 1) w m inside."""
@@ -165,13 +177,13 @@ class TwoLevel:
         seconds = inside.allgather(nbytes)
         if self.hosts > 1:
             elsewhere = (self.hosts - 1) * per_host / self.workers
-            seconds += Ring(self.link, self.hosts).allgather(per_host) + inside.allgather(elsewhere)
+            seconds += self.between.allgather(per_host) + inside.allgather(elsewhere)
         return seconds
 
     def alltoall(self, nbytes: float) -> float:
         """Parts for the own host, then those for the others."""
         inside = Ring(self.local, self.workers).alltoall(nbytes / self.hosts)
-        return inside + Ring(self.link, self.hosts).alltoall(self.workers * nbytes)
+        return inside + self.between.alltoall(self.workers * nbytes)
 
 
 def check_count(who: str, name: str, value: int) -> None:
