@@ -150,7 +150,9 @@ def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
     return graph
 
 
-def fat_tree(nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float) -> networkx.DiGraph:
+def fat_tree(
+    nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float
+) -> networkx.DiGraph:
     """Leaf switches of `per_leaf` nodes each, as on a `switch`, and a core, to which each has one wide link.
 
     See `hvdc.cost.FatTree`.

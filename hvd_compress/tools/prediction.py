@@ -72,7 +72,7 @@ class Forecast:
         encode: Seconds of it.
         wire: Seconds of it.
         decode: Seconds of it.
-        sent: Bytes that each rank sends.
+        sent: Bytes that each rank sends; of the two-level exchange those that it sends to other hosts.
         plain: Bytes that it would send uncompressed.
         lost: The share of the energy of white noise that a step leaves to later ones; see `noise_lost`.
         chosen: The compressor of each bucket.
@@ -162,9 +162,15 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     """
     model = _model(network, ranks, rate)
     compressor = formats.parse(spec)
-    crossing = crossings(work, (compressor,), ranks)
+    workers = network.compressed_by
     return _forecast(
-        spec, work, model, [_with(c, NoCompression() if c.dense else compressor, ranks) for c in crossing]
+        spec,
+        work,
+        model,
+        [
+            _with(c, NoCompression() if c.dense else compressor, ranks, workers)
+            for c in crossings(work, (compressor,), ranks // workers)
+        ],
     )
 
 
@@ -173,14 +179,14 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
 
     By its own rule (`auto.policy.best`), with the shares of white noise for what candidates let through.
     """
-    model = _model(network, ranks, rate)
+    model, workers = _model(network, ranks, rate), network.compressed_by
     candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
-    crossing = crossings(work, candidates, ranks)
+    crossing = crossings(work, candidates, ranks // workers)
     mine = [i for i, each in enumerate(crossing) if not each.dense]
     chosen: list[Format] = [NoCompression()] * len(crossing)
     if mine:
         seconds = np.array(
-            [[_cost(model, _with(crossing[i], c, ranks)).total for c in candidates] for i in mine]
+            [[_cost(model, _with(crossing[i], c, ranks, workers)).total for c in candidates] for i in mine]
         )
         lost = np.array([noise_lost(candidate) for candidate in candidates])
         ready = work.backward * np.array([crossing[i].ready for i in mine])
@@ -189,7 +195,9 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
         picks = best(plain, np.diff(ready, prepend=0.0), seconds, lost, sizes)
         for i, pick in zip(mine, picks):
             chosen[i] = candidates[pick]
-    return _forecast("auto", work, model, [_with(c, chosen[i], ranks) for i, c in enumerate(crossing)])
+    return _forecast(
+        "auto", work, model, [_with(c, chosen[i], ranks, workers) for i, c in enumerate(crossing)]
+    )
 
 
 def best(
@@ -258,13 +266,16 @@ class _Sent(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _with(crossing: Crossing, compressor: Format, ranks: int) -> _Sent:
+def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
+    ranks //= workers
     pattern = traffic.choose(compressor, crossing.shapes, ranks)
     if isinstance(compressor, NoCompression):
         sent = traffic.ring_bytes(crossing.nbytes, ranks)
     else:
         sent = traffic.PATTERNS[pattern](compressor, crossing.shapes, ranks)
     payload = traffic.payload_bytes(compressor, crossing.shapes)
+    if workers > 1:
+        pattern, sent = "two_level", round(sent / workers)  # each worker sends its part
     return _Sent(crossing.nbytes, crossing.ready, compressor, payload, pattern, sent)
 
 
