@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import formats
 from ..formats.base import Format, is_summed
-from . import hierarchy
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
@@ -30,8 +29,9 @@ class Prediction:
         pattern: How the payload crosses.
         payload: Bytes that the whole bucket becomes.
         encode: Seconds.
-        wire: Seconds.
+        wire: Seconds; in two levels those between hosts.
         decode: Seconds.
+        inside: Seconds between the workers of a host, in two levels.
     """
 
     compressor: str
@@ -40,11 +40,12 @@ class Prediction:
     encode: float
     wire: float
     decode: float
+    inside: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds, without overlap."""
-        return self.encode + self.wire + self.decode
+        return self.encode + self.wire + self.decode + self.inside
 
 
 class CostModel:
@@ -100,7 +101,9 @@ class CostModel:
         chosen = _parse(compressor)
         if is_summed(chosen, [(1,)]):
             return ("allreduce",)
-        return ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
+        flat = ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
+        levels = _levels(self.topology)
+        return (*flat, "two_level") if levels and not chosen.per_tensor else flat
 
     def predict(
         self,
@@ -115,9 +118,8 @@ class CostModel:
         Args:
             compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
-            pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest of those that are possible. Or
-                "two_level", where the topology is one of hosts with several workers: float32 is summed inside of
-                hosts, and each worker exchanges its part of the sum, compressed, with the other hosts.
+            pattern: "allreduce", "allgather" or "scatter_reduce" between all ranks, or "two_level" (needs a topology of
+                several hosts of several workers); default: the fastest that is possible.
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
                 that of summing; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
@@ -135,7 +137,7 @@ class CostModel:
         if form not in FORMS:
             raise ValueError(f"CostModel.predict: form must be one of {', '.join(FORMS)}, got {form!r}")
         possible = self.patterns(chosen)
-        if pattern is not None and pattern not in (*possible, "two_level"):
+        if pattern is not None and pattern not in possible:
             raise ValueError(
                 f"CostModel.predict: {chosen.spec} between {self.ranks} ranks crosses as "
                 f"{' or '.join(possible)}, not as {pattern!r}"
@@ -144,28 +146,9 @@ class CostModel:
             payload = chosen.wire_bytes(max(1, round(nbytes / 4))) if nbytes else 0
         if form == "k_bit":
             payload = round(nbytes / 32 * bits_per_element(chosen))
-        if pattern == "two_level":
-            return self._two_level(chosen, nbytes, payload, form)
-        return self._fastest(chosen, nbytes, payload, [pattern] if pattern else possible, form)
-
-    def _fastest(
-        self, compressor: Format | Compressor, nbytes: float, payload: int, patterns: Sequence[str], form: str
-    ) -> Prediction:
-        found = [self._predict(compressor, nbytes, payload, each, form) for each in patterns]
+        some = [pattern] if pattern else possible
+        found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
         return min(found, key=lambda prediction: prediction.total)
-
-    def _two_level(
-        self, compressor: Format | Compressor, nbytes: float, payload: int, form: str
-    ) -> Prediction:
-        topology = hierarchy.split(self.topology)
-        if form in ("bandwidth", "k_bit"):
-            topology = hierarchy.split(_without_latency(topology))
-        between = CostModel(self.link, topology.hosts, topology.between, self.kernels)
-        # Each worker encodes its part; all of a host share its link, so that whole payloads cross.
-        part = nbytes / topology.workers
-        found = between._fastest(compressor, part, payload, between.patterns(compressor), form)
-        wire = found.wire + hierarchy.inside(topology, nbytes)
-        return dataclasses.replace(found, pattern="two_level", wire=wire)
 
     def _predict(
         self, compressor: Format | Compressor, nbytes: float, payload: int, pattern: str, form: str
@@ -175,20 +158,36 @@ class CostModel:
         topology = self.topology
         if form in ("bandwidth", "k_bit"):
             topology = _without_latency(topology)
+        if pattern == "two_level":
+            return self._predict_two_levels(compressor, nbytes, payload, topology, form)
         encode, decode = self._kernels(compressor, nbytes, pattern) if form == "full" else (0.0, 0.0)
         return Prediction(
             compressor.spec, pattern, payload, encode, _wire(topology, pattern, payload), decode
         )
 
+    def _predict_two_levels(
+        self, compressor: Format | Compressor, nbytes: float, payload: int, topology: Any, form: str
+    ) -> Prediction:
+        """Each worker sums and encodes its share, exchanges it with its like on the other hosts, and decodes all."""
+        inside, across = topology.inside, topology.across
+        cost = self.cost_of(compressor) if form == "full" else KernelCost()
+        part, share, hosts = nbytes / inside.ranks, payload / inside.ranks, across.ranks
+        summed = inside.reduce_scatter(nbytes)
+        found = []
+        for pattern in ("allgather", "scatter_reduce")[: 2 if hosts > 2 else 1]:
+            encode, decode = _coding(cost, part, pattern, hosts)
+            # Payloads of all hosts, or of their sum, are handed on and decoded.
+            many = hosts if pattern == "allgather" else 1
+            handed = inside.allgather(many * share)
+            decode += cost.decoding(nbytes - part, many)
+            wire = _wire(across, pattern, share)
+            found.append(
+                Prediction(compressor.spec, "two_level", payload, encode, wire, decode, summed + handed)
+            )
+        return min(found, key=lambda prediction: prediction.total)
+
     def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
-        n, cost = self.ranks, self.cost_of(compressor)
-        if pattern == "allreduce":
-            return cost.encoding(nbytes), cost.decoding(nbytes, 1)
-        if pattern == "allgather":
-            return cost.encoding(nbytes), cost.decoding(nbytes, n)
-        # The own part is not encoded at first, but the sum of it is; the others' are decoded for that.
-        first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
-        return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
+        return _coding(self.cost_of(compressor), nbytes, pattern, self.ranks)
 
     def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
         """What this compressor's kernels cost.
@@ -211,6 +210,23 @@ def bits_per_element(compressor: str | Format | Compressor) -> float:
     known = {"onebit": 1, "fp16": 16, "bf16": 16}
     bits = getattr(chosen, "bits", known.get(getattr(chosen, "name", ""), 32))
     return float(bits * getattr(chosen, "ratio", 1.0))
+
+
+def _coding(cost: KernelCost, nbytes: float, pattern: str, n: int) -> tuple[float, float]:
+    """Seconds of encoding and of decoding between n ranks."""
+    if pattern == "allreduce":
+        return cost.encoding(nbytes), cost.decoding(nbytes, 1)
+    if pattern == "allgather":
+        return cost.encoding(nbytes), cost.decoding(nbytes, n)
+    # The own part is not encoded at first, but the sum of it is; the others' are decoded for that.
+    first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
+    return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
+
+
+def _levels(topology: Any) -> bool:
+    """Whether the topology is one of several hosts of several workers."""
+    inside, across = getattr(topology, "inside", None), getattr(topology, "across", None)
+    return inside is not None and across is not None and inside.ranks > 1 and across.ranks > 1
 
 
 def _parse(compressor: str | Format | Compressor) -> Any:

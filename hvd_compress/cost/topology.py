@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Protocol
+from typing import Any, Protocol
 
 from .link import Link
 
@@ -50,6 +50,11 @@ class Ring:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
         n, link = self.ranks, self.link
         return 2 * (n - 1) * link.alpha + (n - 1) / n * nbytes * (2 * link.beta + link.gamma)
+
+    def reduce_scatter(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m / n (beta + gamma))."""
+        n, link = self.ranks, self.link
+        return (n - 1) * (link.alpha + nbytes / n * (link.beta + link.gamma))
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
@@ -136,7 +141,8 @@ class TwoLevel:
         local: Between the workers of one host, one per worker.
         hosts: How many.
         workers: On each host.
-        network: Between hosts, where it is no ring of `link`: as many ranks as there are hosts.
+        network: Between hosts, where it is no `Ring` of `link`: an object such as `FatTree` or `Tree`, of as many
+            ranks as there are hosts.
 
     Raises:
         ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts.
@@ -146,7 +152,7 @@ class TwoLevel:
     local: Link
     hosts: int
     workers: int
-    network: Topology | None = None
+    network: Any = None
 
     def __post_init__(self) -> None:
         check_count("TwoLevel", "hosts", self.hosts)
@@ -162,9 +168,23 @@ class TwoLevel:
         return self.hosts * self.workers
 
     @property
+    def inside(self) -> Ring:
+        """Between the workers of a host."""
+        return Ring(self.local, self.workers)
+
+    @property
     def between(self) -> Topology:
-        """The network between hosts."""
-        return Ring(self.link, self.hosts) if self.network is None else self.network
+        """Between the hosts."""
+        found: Topology = Ring(self.link, self.hosts) if self.network is None else self.network
+        return found
+
+    @property
+    def across(self) -> Topology:
+        """Between the workers of one place on all hosts, while those of the other places do the same."""
+        network: Any = self.between
+        link = dataclasses.replace(network.link, beta=network.link.beta * self.workers)
+        found: Topology = dataclasses.replace(network, link=link)
+        return found
 
     def allreduce(self, nbytes: float) -> float:
         """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""

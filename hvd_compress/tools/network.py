@@ -42,10 +42,9 @@ class Network:
     measured: Mapping[str, Link] | None = None
     kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: dict(KERNELS))
 
-    @property
-    def compressed_by(self) -> int:
+    def compressed_by(self, ranks: int) -> int:
         """Among how many workers of a host each bucket is divided before it is compressed; 1 if it is not."""
-        return self.workers if self.hierarchical else 1
+        return self.workers if self.hierarchical and ranks > self.workers else 1
 
     def link(self, rate: float) -> Link:
         """A link of this rate."""

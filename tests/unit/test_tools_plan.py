@@ -190,18 +190,19 @@ def test_two_levels_cost_less_than_one_ring():
 
 def test_compressed_between_hosts_only():
     options = ["--topology", "two-level", "--workers-per-host", "8", "--hierarchical"]
-    result = invoke(*PLAN, "-c", "int8", *options, "--json")
-    small, large = json.loads(result.output)["cases"]
-    # A single host: nothing but the sum inside.
-    inside = small["compressors"][1]
-    assert inside["encode"] == inside["decode"] == 0.0 and inside["sent"] == 0
-    sizes = [bucket["bytes"] for bucket in large["auto"]["buckets"]]
-    nbytes, cost = sum(sizes), KERNELS["quantize"]
-    none, int8 = large["compressors"]
+    specs = ["-c", "int8", "-c", "randomk:ratio=0.1"]
+    flat = json.loads(invoke(*PLAN, *specs, *options[:-1], "--json").output)["cases"]
+    two = json.loads(invoke(*PLAN, *specs, *options, "--json").output)["cases"]
+    assert [case["compressors"] for case in two[:1]] == [case["compressors"] for case in flat[:1]]  # one host
+    (none, int8, randomk), (_, before, summed) = two[1]["compressors"], flat[1]["compressors"]
+    # A ring leaves each host but once in any case.
+    assert none == flat[1]["compressors"][0]
+    assert randomk["exchange"] == pytest.approx(summed["exchange"], rel=0.05)
     # Each worker encodes an eighth, and sends that to the other host.
-    assert int8["encode"] == pytest.approx(len(sizes) * cost.call + nbytes / 8 * cost.encode, rel=0.01)
-    assert none["sent"] == pytest.approx(nbytes / 8, rel=0.01)
-    assert int8["sent"] == pytest.approx(nbytes / 8 / 4 * (1 + 8 / 256), rel=0.01)
+    nbytes, cost, buckets = 4 * 25_600_000, KERNELS["quantize"], len(two[1]["auto"]["buckets"])
+    assert int8["encode"] == pytest.approx(buckets * cost.call + nbytes / 8 * cost.encode, rel=0.02)
+    assert int8["sent"] == pytest.approx(nbytes / 8 / 4 * (1 + 8 / 256), rel=0.02)
+    assert int8["step"] < before["step"]
     assert "compressed between them" in invoke(*PLAN, "-c", "int8", *options).output
 
 
