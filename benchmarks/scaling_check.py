@@ -2,7 +2,7 @@
 
     sudo python benchmarks/netlab.py --hosts 8 --rate 100mbit -- \
         python benchmarks/exchange.py --label 100mbit --json docs/results/exchange_8_100mbit.json
-    python benchmarks/scaling_check.py docs/results/exchange_*.json docs/results/published.json --out docs/images
+    python benchmarks/scaling_check.py docs/results/*.json --out docs/images
 
 Prints Markdown tables; the error is (predicted - measured) / measured. Nothing is fitted to what is predicted: a link
 has its nominal rate, or what the same hosts reach over an unshaped one where that is less, and `plan`'s latency;
