@@ -1,8 +1,8 @@
 """Weak scaling to 4,096 ranks, predicted: efficiency of every algorithm on several networks, and what pays where.
 
-    python benchmarks/scaling.py --out docs/images
+    python benchmarks/scaling.py --out docs/images --page docs/scaling.md
 
-Nothing is run but the cost model. Prints Markdown tables. See docs/scaling.md.
+Nothing is run but the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from page_tables import markdown, show
 
 from hvd_compress.cost import CostModel, KernelCost, Link, Ring, Scaled, TwoLevel, pays, weak_scaling
 from hvd_compress.cost.defaults import KERNELS
@@ -63,18 +64,21 @@ def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
     return weak_scaling(lambda n: forecast(spec, work, network, n).step, work.backward + work.rest, ranks)
 
 
-def efficiencies(work: Workload, out: Path | None) -> None:
-    """Efficiency against ranks, a panel for each network."""
+def efficiencies(work: Workload, out: Path | None) -> str:
+    """Efficiency against ranks, a panel for each network; a table of that at the most ranks."""
     found = {
         name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
     }
-    print(f"\n### Efficiency at 4,096 ranks, {units.show_rate(RATE)}\n")
-    print("| | " + " | ".join(found) + " |\n|---|" + "---:|" * len(found))
-    for spec in SPECS:
-        cells = [f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in found.values()]
-        print(f"| {spec} | " + " | ".join(cells) + " |")
-    if out is None:
-        return
+    table = [
+        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in found.values())] for spec in SPECS
+    ]
+    if out is not None:
+        draw_efficiencies(found, out / "scaling_efficiency.png")
+    return markdown(["", *found], table)
+
+
+def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
+    """A panel for each network, a line for each algorithm."""
     figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharey=True, layout="constrained")
     for axes, (name, lines) in zip(panels.flat, found.items()):
         for spec, rows in lines.items():
@@ -89,11 +93,11 @@ def efficiencies(work: Workload, out: Path | None) -> None:
     figure.suptitle(
         f"ResNet-50, {alone} a step alone, {units.show_rate(RATE)}, kernels that take no time (predicted)"
     )
-    save(figure, out / "scaling_efficiency.png")
+    save(figure, path)
 
 
-def patterns(out: Path | None) -> None:
-    """What a bucket of 25 MiB takes on the wire, in each pattern."""
+def patterns(out: Path | None) -> str:
+    """Milliseconds that a bucket of 25 MiB takes on the wire, in each pattern."""
     nbytes, link = 25 * 2**20, Link.of_rate(RATE, LATENCY)
     ranks = [n for n in RANKS if n >= 2 * WORKERS]
     cases = [
@@ -112,12 +116,17 @@ def patterns(out: Path | None) -> None:
 
     found = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
     shown = [ranks.index(n) for n in (16, 64, 512, 4096)]
-    print("\n### A bucket of 25 MiB on the wire, ms\n")
-    print("| | " + " | ".join(f"{ranks[i]:,}" for i in shown) + " |\n|---|" + "---:|" * len(shown))
-    for (spec, pattern), values in found.items():
-        print(f"| {spec}, {pattern} | " + " | ".join(f"{values[i]:,.1f}" for i in shown) + " |")
-    if out is None:
-        return
+    table = [
+        [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in shown)]
+        for (spec, pattern), values in found.items()
+    ]
+    if out is not None:
+        draw_patterns(found, ranks, out / "scaling_patterns.png")
+    return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in shown)], table)
+
+
+def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
+    """A line for each pattern, a colour for each compressor."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
     colors = {"none": "black", "int8": "tab:blue", "topk:ratio=0.01": "tab:orange"}
@@ -126,22 +135,20 @@ def patterns(out: Path | None) -> None:
     against_ranks(axes, ranks)
     axes.set(yscale="log", ylabel="ms on the wire", title=f"25 MiB of gradient, {units.show_rate(RATE)}")
     axes.legend(fontsize="small")
-    save(figure, out / "scaling_patterns.png")
+    save(figure, path)
 
 
-def crossovers(work: Workload) -> None:
-    """Between how many ranks each compressor takes less time than none."""
-    cases = [(name, "free kernels", FREE) for name in ("ring", "fat tree 4:1", "two levels, ring")]
-    for name, which, kernels in [*cases, ("ring", "one core's kernels", KERNELS)]:
-        print(f"\n### Pays between so many ranks: {name}, {which}\n")
-        print("| | " + " | ".join(map(units.show_rate, RATES)) + " |\n|---|" + "---|" * len(RATES))
-        for spec in SPECS[1:]:
-            cells = []
-            for rate in RATES:
-                network = networks(rate, kernels)[name]
-                plain = scaled("none", work, network)
-                cells.append(in_words(pays(plain, scaled(spec, work, network)), [r.ranks for r in plain]))
-            print(f"| {spec} | " + " | ".join(cells) + " |")
+def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> str:
+    """Between how many ranks on a network each compressor takes less time than none, by rate."""
+    table = []
+    for spec in SPECS[1:]:
+        cells = []
+        for rate in RATES:
+            network = networks(rate, kernels)[name]
+            plain = scaled("none", work, network)
+            cells.append(in_words(pays(plain, scaled(spec, work, network)), [row.ranks for row in plain]))
+        table.append([spec, *cells])
+    return markdown(["", *map(units.show_rate, RATES)], table, words=len(RATES) + 1)
 
 
 def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
@@ -182,11 +189,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="where the plots go (default: none is drawn)")
+    parser.add_argument(
+        "--page", type=Path, help="whose tables are replaced (default: they are printed only)"
+    )
     args = parser.parse_args()
     work = Workload(tuple(MODELS["resnet50"]()), BACKWARD, FORWARD)
-    efficiencies(work, args.out)
-    patterns(args.out)
-    crossovers(work)
+    tables = {
+        "efficiency": efficiencies(work, args.out),
+        "patterns": patterns(args.out),
+        "pays on a ring, free kernels": crossovers(work, "ring", FREE),
+        "pays on a ring, one core's kernels": crossovers(work, "ring", KERNELS),
+        "pays on a fat tree, free kernels": crossovers(work, "fat tree 4:1", FREE),
+        "pays in two levels, free kernels": crossovers(work, "two levels, ring", FREE),
+    }
+    show(tables, args.page)
 
 
 if __name__ == "__main__":

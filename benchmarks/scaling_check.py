@@ -2,11 +2,11 @@
 
     sudo python benchmarks/netlab.py --hosts 8 --rate 100mbit -- \
         python benchmarks/exchange.py --label 100mbit --json docs/results/exchange_8_100mbit.json
-    python benchmarks/scaling_check.py docs/results/*.json --out docs/images
+    python benchmarks/scaling_check.py docs/results/*.json --out docs/images --page docs/scaling.md
 
-Prints Markdown tables; the error is (predicted - measured) / measured. Nothing is fitted to what is predicted: a link
-has its nominal rate, or what the same hosts reach over an unshaped one where that is less, and `plan`'s latency;
-kernels are the default ones, and hosts that share a core take so many times longer for them.
+Prints Markdown tables, and writes them into a page; the error is (predicted - measured) / measured. Nothing is
+fitted to what is predicted: a link has its nominal rate, or what the same hosts reach over an unshaped one where that
+is less, and `plan`'s latency; kernels are the default ones, and hosts that share a core take so many times longer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from page_tables import markdown, show
 
 from hvd_compress.cost import Link, Ring
 from hvd_compress.cost.defaults import KERNELS
@@ -180,17 +182,19 @@ def allreduces(data: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
-    """A Markdown table, and how far predictions are off."""
-    print(f"\n### {title}\n\n| | | measured ms | predicted ms | error |\n|---|---|---:|---:|---:|")
-    for row in rows:
-        print(
-            f"| {row.where} | {row.what} | {1e3 * row.measured:,.0f} | {1e3 * row.predicted:,.0f} "
-            f"| {100 * row.error:+.0f}% |"
-        )
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown, with how far predictions are off."""
+    cells = [
+        [
+            row.where, row.what, f"{1e3 * row.measured:,.0f}", f"{1e3 * row.predicted:,.0f}",
+            f"{100 * row.error:+.0f}%",
+        ]
+        for row in rows
+    ]  # fmt: skip
     errors = [abs(row.error) for row in rows]
     within = sum(error <= 0.25 for error in errors)
-    print(f"\nMedian error {100 * statistics.median(errors):.0f}%, {within} of {len(rows)} within 25%.")
+    median = f"Median error {100 * statistics.median(errors):.0f}%, {within} of {len(rows)} within 25%."
+    return markdown(["", "", "measured ms", "predicted ms", "error"], cells, words=2) + "\n\n" + median
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -223,22 +227,27 @@ def main() -> None:
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files of exchange.py, and published.json")
     parser.add_argument("--out", type=Path, help="where the plot goes (default: none is drawn)")
+    parser.add_argument(
+        "--page", type=Path, help="whose tables are replaced (default: they are printed only)"
+    )
     args = parser.parse_args()
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
     measured = compare_all([result for result in results if result["benchmark"] == "exchange"])
+    tables = {}
     if measured:
-        show("Emulated hosts", measured)
+        tables["emulated hosts"] = table(measured)
         if args.out is not None:
             plot(measured, args.out / "scaling_measured.png")
     for data in (result for result in results if result["benchmark"] == "published"):
-        show("Earlier", earlier(data["earlier"]))
-        for latency in (0.0, 20e-6):
-            show(
-                f"Horovod's benchmark, {1e6 * latency:.0f} us per message", horovod(data["horovod"], latency)
-            )
-        show("GRACE, no compression", grace(data["grace"]))
-        show("GRACE, compressed", grace_compressed(data["grace"]))
-        show("Allreduces of 1-bit Adam's paper", allreduces(data["onebit_adam"]))
+        tables |= {
+            "earlier": table(earlier(data["earlier"])),
+            "Horovod's benchmark, 0 us": table(horovod(data["horovod"], 0.0)),
+            "Horovod's benchmark, 20 us": table(horovod(data["horovod"], 20e-6)),
+            "GRACE, no compression": table(grace(data["grace"])),
+            "GRACE, compressed": table(grace_compressed(data["grace"])),
+            "1-bit Adam's allreduces": table(allreduces(data["onebit_adam"])),
+        }
+    show(tables, args.page)
 
 
 if __name__ == "__main__":

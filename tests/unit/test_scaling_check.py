@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from hvd_compress.tools.network import Network
 from hvd_compress.tools.prediction import Workload, forecast
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import page_tables  # noqa: E402
+
 _spec = importlib.util.spec_from_file_location("scaling_check", ROOT / "benchmarks" / "scaling_check.py")
 check = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(check)
@@ -67,3 +71,16 @@ def test_what_was_published_is_read_and_predicted():
     assert all(row.predicted >= alone for row in resnet)
     assert resnet[-1].measured == pytest.approx(alone / 0.90)
     assert len(check.grace(data["grace"])) == 8 and len(check.earlier(data["earlier"])) == 18
+
+
+def test_tables_go_into_their_places(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    empty = "a\n\n<!-- table: it's -->\nold\n<!-- end of table -->\n\nb\n"
+    page.write_text(empty)
+    text = page_tables.markdown(["", "ms"], [["one", r"1\2"]])
+    for _ in range(2):
+        page_tables.show({"it's": text}, page)
+        assert page.read_text() == empty.replace("old", "\n|  | ms |\n|---|---:|\n| one | 1\\2 |\n")
+    assert "### it's" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has 0 places for the table 'another'"):
+        page_tables.show({"another": text}, page)
