@@ -19,6 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from page_tables import markdown, show
 
+from hvd_compress import formats
 from hvd_compress.cost import CostModel, KernelCost, Link, Ring, Scaled, TwoLevel, pays, weak_scaling
 from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import units
@@ -40,7 +41,7 @@ WORKERS, LOCAL = 8, Link.of_rate(100e9, 5e-6)
 # A leaf switch of 32 hosts.
 LEAF, OVERSUBSCRIPTION = 32, 4.0
 # Kernels that take no time, faster than any GPU's: what the network alone allows.
-FREE = dict.fromkeys(KERNELS, KernelCost())
+FREE = dict.fromkeys((formats.parse(spec).name for spec in SPECS), KernelCost())
 
 
 def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> dict[str, Network]:
