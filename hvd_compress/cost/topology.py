@@ -145,7 +145,8 @@ class TwoLevel:
             ranks as there are hosts.
 
     Raises:
-        ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts.
+        ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts or of
+            another kind.
     """
 
     link: Link
@@ -157,7 +158,13 @@ class TwoLevel:
     def __post_init__(self) -> None:
         check_count("TwoLevel", "hosts", self.hosts)
         check_count("TwoLevel", "workers", self.workers)
-        if self.network is not None and self.network.ranks != self.hosts:
+        if self.network is None:
+            return
+        if isinstance(self.network, TwoLevel) or not isinstance(getattr(self.network, "link", None), Link):
+            raise ValueError(
+                f"TwoLevel: network must be a Ring, Star, Tree or FatTree between the hosts, got {self.network!r}"
+            )
+        if self.network.ranks != self.hosts:
             raise ValueError(
                 f"TwoLevel: network is one between {self.network.ranks} hosts, not between {self.hosts}"
             )

@@ -102,6 +102,34 @@ def test_two_levels_over_another_network():
     assert TwoLevel(SLOW, FAST, 8, 4, Ring(SLOW, 8)).allgather(8) == TwoLevel(SLOW, FAST, 8, 4).allgather(8)
     with pytest.raises(ValueError, match="TwoLevel: network is one between 8 hosts, not between 4"):
         TwoLevel(SLOW, FAST, 4, 4, tree)
+    for wrong in ("ring", both, 8):
+        with pytest.raises(
+            ValueError, match="TwoLevel: network must be a Ring, Star, Tree or FatTree between"
+        ):
+            TwoLevel(SLOW, FAST, 32, 4, wrong)
+
+
+@given(LINKS, LINKS, st.integers(2, 64), st.integers(2, 8), st.integers(1, 16), st.floats(1, 16), SIZES)
+def test_two_levels_over_a_core_as_wide_as_its_leaves(link, local, hosts, workers, k, narrow, nbytes):
+    def model(network):
+        return CostModel(link, hosts * workers, TwoLevel(link, local, hosts, workers, network), KERNELS)
+
+    ring, wide = model(None), model(FatTree(link, hosts, k))
+    narrower = model(FatTree(link, hosts, k, narrow))
+    for name in COLLECTIVES:
+        seconds = getattr(ring.topology, name)(nbytes)
+        assert getattr(wide.topology, name)(nbytes) == pytest.approx(seconds, rel=1e-9)
+        assert getattr(narrower.topology, name)(nbytes) >= seconds * (1 - 1e-9)
+    found = ring.predict("int8", nbytes, pattern="two_level").total
+    assert wide.predict("int8", nbytes, pattern="two_level").total == pytest.approx(found, rel=1e-9)
+    assert narrower.predict("int8", nbytes, pattern="two_level").total >= found * (1 - 1e-9)
+
+
+def test_alone_there_is_nothing_to_do():
+    alone = FatTree(SLOW, 1, 4, 8)
+    assert alone.leaves == 1
+    assert alone.allreduce(8) == alone.allgather(8) == alone.alltoall(8) == 0
+    assert CostModel(SLOW, 1, alone, KERNELS).predict("int8", SIZE).total == 0.0
 
 
 def test_payloads_in_two_levels_by_hand():
