@@ -167,7 +167,9 @@ def bucket_limit(bucket_bytes: int, numel: int) -> int:
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
 
 
-def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, ranks: int) -> Flat:
+def flat(
+    bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, ranks: int, workers: int = 1
+) -> Flat:
     """The flat pieces of some gradients.
 
     Args:
@@ -176,6 +178,7 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
         alignment: What they ask for.
         limit: Bytes of float32 that cross at once.
         ranks: Between how many.
+        workers: On each host, where the exchange may have two levels.
     """
 
     def pieces_for(owners: int, each: int) -> Flat:
@@ -184,8 +187,9 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
 
     shared = pieces_for(ranks, _PIECES_OF_OWNER)
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
-    scattered = any(traffic.choose(c, largest, ranks) == "scatter_reduce" for c in candidates)
-    return shared if scattered else pieces_for(1, 1)
+    between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
+    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in candidates for each in between)
+    return shared if scattered else pieces_for(workers, 1)
 
 
 def is_compressed(shape: Shape, min_compress_size: int) -> bool:

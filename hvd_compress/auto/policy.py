@@ -245,11 +245,9 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
 
     timed = seen.wire > 0.0
     bias = used(state.bias)
-    messages, transfer, coding = (
-        tf.reduce_sum(bias * used(table))
-        for table in (costs.messages, costs.transfer, costs.encode + costs.decode)
-    )
-    coding = tf.where(timed, coding, 0.0)
+    messages, transfer = (tf.reduce_sum(bias * used(table)) for table in (costs.messages, costs.transfer))
+    # As calibrated: with the bias, the link and the bias could drift apart, one up and the other down.
+    coding = tf.where(timed, tf.reduce_sum(used(costs.encode + costs.decode)), 0.0)
     # A bucket that is on its way while another is encoded on the same core seems to be for longer than the link takes:
     # by how much is not known, so that what was expected is believed as far as it is possible.
     expected = messages * state.link[0] + transfer * state.link[1]

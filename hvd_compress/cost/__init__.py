@@ -4,20 +4,26 @@ Nothing here runs a tensor: predictions are numbers from numbers.
 """
 
 from .calibration import Calibration
+from .fat_tree import FatTree
 from .kernels import KernelCost
 from .link import Link
 from .model import CostModel, Prediction
+from .scaling import Scaled, pays, weak_scaling
 from .topology import Ring, Star, Topology, Tree, TwoLevel
 
 __all__ = [
     "Calibration",
     "CostModel",
+    "FatTree",
     "KernelCost",
     "Link",
     "Prediction",
     "Ring",
+    "Scaled",
     "Star",
     "Topology",
     "Tree",
     "TwoLevel",
+    "pays",
+    "weak_scaling",
 ]

@@ -150,6 +150,25 @@ def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
     return graph
 
 
+def fat_tree(
+    nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float
+) -> networkx.DiGraph:
+    """Leaf switches of `per_leaf` nodes each, as on a `switch`, and a core, to which each has one wide link.
+
+    See `hvdc.cost.FatTree`.
+    """
+    import networkx
+
+    graph = networkx.DiGraph()
+    for i, node in enumerate(nodes):
+        leaf = ("leaf", i // per_leaf)
+        graph.add_edge(node, leaf, alpha=link.alpha, beta=link.beta)
+        graph.add_edge(leaf, node, alpha=0.0, beta=link.beta)
+        for edge in ((leaf, "core"), ("core", leaf)):
+            graph.add_edge(*edge, alpha=0.0, beta=link.beta * oversubscription / per_leaf)
+    return graph
+
+
 def ring_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
     """2 (n - 1) rounds, in which each sends its neighbour m / n bytes."""
     return 2 * ring_allgather(nodes, nbytes / len(nodes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Protocol
+from typing import Any, Protocol
 
 from .link import Link
 
@@ -50,6 +50,11 @@ class Ring:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
         n, link = self.ranks, self.link
         return 2 * (n - 1) * link.alpha + (n - 1) / n * nbytes * (2 * link.beta + link.gamma)
+
+    def reduce_scatter(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m / n (beta + gamma))."""
+        n, link = self.ranks, self.link
+        return (n - 1) * (link.alpha + nbytes / n * (link.beta + link.gamma))
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
@@ -136,27 +141,61 @@ class TwoLevel:
         local: Between the workers of one host, one per worker.
         hosts: How many.
         workers: On each host.
+        network: Between hosts, where it is no `Ring` of `link`: an object such as `FatTree` or `Tree`, of as many
+            ranks as there are hosts.
+
+    Raises:
+        ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts or of
+            another kind.
     """
 
     link: Link
     local: Link
     hosts: int
     workers: int
+    network: Any = None
 
     def __post_init__(self) -> None:
         check_count("TwoLevel", "hosts", self.hosts)
         check_count("TwoLevel", "workers", self.workers)
+        if self.network is None:
+            return
+        if isinstance(self.network, TwoLevel) or not isinstance(getattr(self.network, "link", None), Link):
+            raise ValueError(
+                f"TwoLevel: network must be a Ring, Star, Tree or FatTree between the hosts, got {self.network!r}"
+            )
+        if self.network.ranks != self.hosts:
+            raise ValueError(
+                f"TwoLevel: network is one between {self.network.ranks} hosts, not between {self.hosts}"
+            )
 
     @property
     def ranks(self) -> int:
         """Workers on all hosts."""
         return self.hosts * self.workers
 
+    @property
+    def inside(self) -> Ring:
+        """Between the workers of a host."""
+        return Ring(self.local, self.workers)
+
+    @property
+    def between(self) -> Topology:
+        """Between the hosts."""
+        found: Topology = Ring(self.link, self.hosts) if self.network is None else self.network
+        return found
+
+    @property
+    def across(self) -> Topology:
+        """Between the workers of one place on all hosts, while those of the other places do the same."""
+        network: Any = self.between
+        link = dataclasses.replace(network.link, beta=network.link.beta * self.workers)
+        found: Topology = dataclasses.replace(network, link=link)
+        return found
+
     def allreduce(self, nbytes: float) -> float:
         """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""
-        return Ring(self.local, self.workers).allreduce(nbytes) + Ring(self.link, self.hosts).allreduce(
-            nbytes
-        )
+        return Ring(self.local, self.workers).allreduce(nbytes) + self.between.allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """Local allgather of m, between hosts of w m, then the others' (h - 1) w m inside."""
@@ -165,13 +204,13 @@ class TwoLevel:
         seconds = inside.allgather(nbytes)
         if self.hosts > 1:
             elsewhere = (self.hosts - 1) * per_host / self.workers
-            seconds += Ring(self.link, self.hosts).allgather(per_host) + inside.allgather(elsewhere)
+            seconds += self.between.allgather(per_host) + inside.allgather(elsewhere)
         return seconds
 
     def alltoall(self, nbytes: float) -> float:
         """Parts for the own host, then those for the others."""
         inside = Ring(self.local, self.workers).alltoall(nbytes / self.hosts)
-        return inside + Ring(self.link, self.hosts).alltoall(self.workers * nbytes)
+        return inside + self.between.alltoall(self.workers * nbytes)
 
 
 def check_count(who: str, name: str, value: int) -> None:

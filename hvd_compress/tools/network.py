@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..cost import Calibration, KernelCost, Link, Topology, TwoLevel
+from ..cost import Calibration, FatTree, KernelCost, Link, Topology, TwoLevel
 from ..cost.calibration import Measured
 from ..cost.defaults import KERNELS
 from ..cost.model import SHAPES
@@ -18,9 +18,14 @@ class Network:
     Attributes:
         rate: Of a link, bits per second.
         latency: Seconds per message.
-        shape: "ring", "star", "tree" or "two-level".
+        shape: "ring", "star", "tree", "fat-tree" or "two-level".
         workers: On each host, if it has two levels.
         local: The link inside of a host, if it has two levels.
+        between: Of two levels: the shape of the network between hosts.
+        hierarchical: Of two levels: whether float32 is summed inside of hosts, and only what crosses between them is
+            compressed.
+        ranks_per_leaf: At a leaf switch of a fat tree; hosts, where it lies between these.
+        oversubscription: Of a fat tree's leaves.
         measured: Each collective's link, where it was calibrated; they then stand for `rate`.
         kernels: What encoding costs, by spec string or name.
     """
@@ -30,8 +35,16 @@ class Network:
     shape: str = "ring"
     workers: int = 1
     local: Link | None = None
+    between: str = "ring"
+    hierarchical: bool = False
+    ranks_per_leaf: int = 1
+    oversubscription: float = 1.0
     measured: Mapping[str, Link] | None = None
     kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: dict(KERNELS))
+
+    def compressed_by(self, ranks: int) -> int:
+        """Among how many workers of a host each bucket is divided before it is compressed; 1 if it is not."""
+        return self.workers if self.hierarchical and ranks > self.workers else 1
 
     def link(self, rate: float) -> Link:
         """A link of this rate."""
@@ -55,8 +68,15 @@ class Network:
             assert self.local is not None
             if ranks % self.workers:
                 raise ValueError(f"{ranks} ranks do not fill hosts of {self.workers} workers")
-            return TwoLevel(self.link(rate), self.local, ranks // self.workers, self.workers)
-        return SHAPES[self.shape](self.link(rate), ranks)
+            hosts = ranks // self.workers
+            link, between = self.link(rate), self._flat(self.between, hosts, rate)
+            return TwoLevel(link, self.local, hosts, self.workers, between)
+        return self._flat(self.shape, ranks, rate)
+
+    def _flat(self, shape: str, ranks: int, rate: float) -> Topology:
+        if shape == "fat-tree":
+            return FatTree(self.link(rate), ranks, self.ranks_per_leaf, self.oversubscription)
+        return SHAPES[shape](self.link(rate), ranks)
 
 
 def calibrated(calibration: Calibration, network: Network | None) -> Network:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..cost import Calibration, Link
+from ..cost import Calibration, FatTree, Link
 from ..cost.model import SHAPES
 from . import advice, console, units
 from .models import MODELS, of_size
@@ -21,13 +21,15 @@ SPECS = (
 )  # fmt: skip
 LATENCY = 50e-6
 LOCAL_RATE, LOCAL_LATENCY = 100e9, 5e-6
+RANKS_PER_LEAF = 32
 
 
 @click.command(
     epilog="""\b
 Examples:
   hvd-compress plan --params 25.6M --ranks 8,16,64 --bandwidth 10gbit --latency 50us --backward 120ms
-  hvd-compress plan --model resnet50 --calibration link.json --backward 120ms --plot plan.png"""
+  hvd-compress plan --model resnet50 --calibration link.json --backward 120ms --plot plan.png
+  hvd-compress plan --model bert_base --ranks 512 --bandwidth 25gbit --topology fat-tree --oversubscription 4"""
 )
 @click.option("--params", type=units.COUNT, help="Parameters of the model, such as 25.6M.")
 @click.option("--model", type=click.Choice(sorted(MODELS)), help="The layers of a known model, instead.")
@@ -45,9 +47,28 @@ Examples:
     default=0.0,
     help="Rest of a step: forward, update.  [default: 0]",
 )
-@click.option("--topology", type=click.Choice([*SHAPES, "two-level"]), default="ring", show_default=True)
+@click.option(
+    "--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring", show_default=True
+)
+@click.option(
+    "--oversubscription",
+    type=float,
+    help="With --topology fat-tree: what a leaf's ranks send over what its links to the core carry, such as 4.",
+)
+@click.option(
+    "--ranks-per-leaf",
+    type=units.COUNT,
+    default=RANKS_PER_LEAF,
+    show_default=True,
+    help="With --topology fat-tree: ranks at a leaf switch.",
+)
 @click.option(
     "--workers-per-host", type=units.COUNT, help="With --topology two-level: workers that share a link."
+)
+@click.option(
+    "--hierarchical",
+    is_flag=True,
+    help="With --topology two-level: sum float32 inside of hosts, compress what crosses between them.",
 )
 @click.option(
     "--local-bandwidth", type=units.RATE, default=LOCAL_RATE, help="Inside of a host.  [default: 100gbit]"
@@ -128,12 +149,14 @@ class Case:
 
     Attributes:
         ranks: How many.
+        alone: Seconds of a step on a single rank.
         forecasts: By compressor; the first one is without compression.
         auto: What `auto` would do.
         ranges: Up to which rate (bits per second, None: any) which compressor is the best one.
     """
 
     ranks: int
+    alone: float
     forecasts: tuple[Forecast, ...]
     auto: Forecast
     ranges: tuple[tuple[float | None, str], ...]
@@ -148,22 +171,27 @@ class Case:
         """The one to take; see `advice.best_of`."""
         return advice.best_of(self.forecasts)
 
+    def efficiency(self, found: Forecast) -> float:
+        """The share of its speed alone that each rank keeps."""
+        return self.alone / found.step if found.step else 1.0
+
     def as_json(self) -> dict[str, Any]:
         """For scripts; seconds, bytes, bits per second."""
         return {
             "ranks": self.ranks,
             "best": self.best.compressor,
-            "compressors": [
-                {**_fields(each), "speedup": self.none.step / each.step} for each in self.forecasts
-            ],
+            "compressors": [{**_fields(each), **self._ratios(each)} for each in self.forecasts],
             "auto": {
                 **_fields(self.auto),
-                "speedup": self.none.step / self.auto.step,
+                **self._ratios(self.auto),
                 "buckets": [{"bytes": size, "compressor": spec} for size, spec in self.auto.chosen],
             },
             "best_by_bandwidth": [{"up_to": rate, "compressor": spec} for rate, spec in self.ranges],
             "stops_paying": advice.stops_paying(self.ranges),
         }
+
+    def _ratios(self, found: Forecast) -> dict[str, float]:
+        return {"speedup": self.none.step / found.step, "efficiency": self.efficiency(found)}
 
 
 def _fields(found: Forecast) -> dict[str, Any]:
@@ -180,12 +208,15 @@ def case_of(work: Workload, network: Network, ranks: int, specs: tuple[str, ...]
     def at(rate: float | None = None) -> tuple[Forecast, ...]:
         return tuple(forecast(spec, work, network, ranks, rate) for spec in specs)
 
-    return Case(ranks, at(), forecast_auto(work, network, ranks), advice.ranges(at))
+    return Case(
+        ranks, work.backward + work.rest, at(), forecast_auto(work, network, ranks), advice.ranges(at)
+    )
 
 
 def network_of(
-    bandwidth: float | None, latency: float, topology: str, workers_per_host: int | None, local_bandwidth: float,
-    local_latency: float, calibration: Path | None,
+    bandwidth: float | None, latency: float, topology: str, oversubscription: float | None, ranks_per_leaf: int,
+    workers_per_host: int | None, hierarchical: bool, local_bandwidth: float, local_latency: float,
+    calibration: Path | None,
 ) -> tuple[Network, Calibration | None]:  # fmt: skip
     """The network that the options describe, and the calibration that they name.
 
@@ -194,13 +225,28 @@ def network_of(
     """
     if (topology == "two-level") != (workers_per_host is not None):
         raise click.UsageError("--topology two-level and --workers-per-host go together.")
+    if hierarchical and topology != "two-level":
+        raise click.UsageError("--hierarchical needs --topology two-level.")
+    if (topology == "fat-tree") != (oversubscription is not None):
+        raise click.UsageError("--topology fat-tree and --oversubscription go together.")
+    with console.usage("--oversubscription"):
+        FatTree(Link(0.0, 0.0), 1, ranks_per_leaf, 1.0 if oversubscription is None else oversubscription)
     found, given = None, None
     if calibration is not None:
         with console.usage("--calibration"):
             found = Calibration.load(calibration)
     if bandwidth is not None:
         local = Link.of_rate(local_bandwidth, local_latency)
-        given = Network(bandwidth, latency, topology, workers_per_host or 1, local)
+        given = Network(
+            bandwidth,
+            latency,
+            topology,
+            workers_per_host or 1,
+            local,
+            hierarchical=hierarchical,
+            ranks_per_leaf=ranks_per_leaf,
+            oversubscription=oversubscription or 1.0,
+        )
     elif found is None:
         raise click.UsageError("Give --bandwidth, such as --bandwidth 10gbit, or --calibration.")
     elif topology != "ring":
@@ -221,6 +267,10 @@ def _title(work: Workload, network: Network) -> str:
         assert network.local is not None
         inside = f"{units.show_rate(8.0 / network.local.beta)}, {units.show_seconds(network.local.alpha)}"
         shape = f"hosts of {network.workers} workers (inside {inside})"
+        shape += ", compressed between them" if network.hierarchical else ""
+    if network.shape == "fat-tree":
+        leaves = f"leaves of {network.ranks_per_leaf} ranks"
+        shape = f"fat tree, {leaves}, oversubscribed {network.oversubscription:g} times"
     times = f"backward pass {units.show_seconds(work.backward)}"
     if work.rest:
         times += f", rest of a step {units.show_seconds(work.rest)}"
@@ -233,6 +283,7 @@ def _table(case: Case) -> Any:
             each.compressor,
             units.show_seconds(each.step),
             f"{case.none.step / each.step:.2f}x",
+            f"{100 * case.efficiency(each):.0f}%" if case.alone else "",
             units.show_seconds(each.exchange),
             units.show_seconds(each.exposed),
             units.show_bytes(each.sent),
@@ -243,7 +294,9 @@ def _table(case: Case) -> Any:
         ]
         for each in (*case.forecasts, case.auto)
     ]
-    columns = ["compressor", "step", "speedup", "exchange", "not hidden", "sent per rank", "ratio", "loses"]
+    columns = [
+        "compressor", "step", "speedup", "efficiency", "exchange", "not hidden", "sent per rank", "ratio", "loses",
+    ]  # fmt: skip
     return console.table(f"{case.ranks} ranks, predicted", columns, rows)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
+from ..cost import weak_scaling
 from . import units
 from .network import Network
 from .prediction import Workload, forecast
@@ -38,6 +39,8 @@ def _save(figure: Any, path: Path) -> None:
 def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ranks: int) -> None:
     """Step time against bandwidth between `ranks`, and against ranks up to 4,096, a line per compressor.
 
+    And, where a step takes time on a single rank, how efficient each rank remains.
+
     Raises:
         click.ClickException: It cannot be drawn or written.
     """
@@ -46,23 +49,33 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     step = network.workers if network.shape == "two-level" else 1
     counts = sorted({max(2 * step, step * round(2**power / step)) for power in range(1, 13)})
     counts = [count for count in counts if count <= _MOST_RANKS]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    alone = work.backward + work.rest
+    figure, (left, right, *rest) = plt.subplots(
+        1, 3 if alone else 2, figsize=(18 if alone else 13, 5), layout="constrained"
+    )
     for spec in specs:
         style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
         left.plot(
             rates / 1e9, [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates], **style
         )
-        right.plot(
-            counts, [1e3 * forecast(spec, work, network, count).step for count in counts], label=spec, **style
-        )
+        steps = {count: forecast(spec, work, network, count).step for count in counts}
+        right.plot(counts, [1e3 * step for step in steps.values()], label=spec, **style)
+        for axes in rest:
+            scaled = weak_scaling(steps.__getitem__, alone, counts)
+            axes.plot(counts, [100 * row.efficiency for row in scaled], **style)
     left.axvline(network.rate / 1e9, color="gray", linestyle=":")
     left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="ms per step", title=f"{ranks} ranks")
     right.set(
         xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step", title=units.show_rate(network.rate)
     )
-    right.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
-    right.xaxis.minorticks_off()
-    for axes in (left, right):
+    for axes in rest:
+        axes.set(
+            xscale="log", ylim=(0, 102), xlabel="ranks", ylabel="% of its speed alone", title="efficiency"
+        )
+    for axes in (right, *rest):
+        axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
+        axes.xaxis.minorticks_off()
+    for axes in (left, right, *rest):
         axes.grid(True, which="both", alpha=0.2)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(

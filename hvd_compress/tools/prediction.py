@@ -70,9 +70,9 @@ class Forecast:
         exchange: Seconds of all buckets' exchanges, one after the other.
         exposed: Seconds of it that the backward pass does not hide.
         encode: Seconds of it.
-        wire: Seconds of it.
+        wire: Seconds of it, those inside of hosts included.
         decode: Seconds of it.
-        sent: Bytes that each rank sends.
+        sent: Bytes that each rank sends; of the two-level exchange those that it sends to other hosts.
         plain: Bytes that it would send uncompressed.
         lost: The share of the energy of white noise that a step leaves to later ones; see `noise_lost`.
         chosen: The compressor of each bucket.
@@ -103,13 +103,14 @@ def makespan(waits: np.ndarray, exchange: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1024)
-def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int) -> list[Crossing]:
+def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, workers: int = 1) -> list[Crossing]:
     """The buckets of a step, in the order in which they cross, as `hvd_compress.plan` makes them.
 
     Args:
         work: What is trained.
         candidates: The compressors that may be used; all buckets but the uncompressed ones are theirs.
         ranks: Between how many.
+        workers: On each host, where the exchange has two levels.
     """
     plain = all(isinstance(candidate, NoCompression) for candidate in candidates)
     everything = range(len(work.shapes))
@@ -129,7 +130,7 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int) -> lis
         layout = geometry.Whole(members)
     else:
         alignment = max(candidate.alignment for candidate in candidates)
-        layout = geometry.flat(members, candidates, alignment, limit, ranks)
+        layout = geometry.flat(members, candidates, alignment, limit, ranks, workers)
     # Elements up to the end of each piece, of all that are compressed.
     sizes = [math.prod(shape) for shape in layout.shapes]
     ends = np.minimum(np.cumsum(sizes), members.numel)
@@ -161,11 +162,10 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
         ValueError: The spec string is not known, or what it costs, or the network does not fit the ranks.
     """
     model = _model(network, ranks, rate)
-    compressor = formats.parse(spec)
-    crossing = crossings(work, (compressor,), ranks)
-    return _forecast(
-        spec, work, model, [_with(c, NoCompression() if c.dense else compressor, ranks) for c in crossing]
-    )
+    compressor, workers = formats.parse(spec), network.compressed_by(ranks)
+    crossing = crossings(work, (compressor,), ranks, workers)
+    used = [NoCompression() if c.dense else compressor for c in crossing]
+    return _forecast(spec, work, model, [_with(c, use, ranks, workers) for c, use in zip(crossing, used)])
 
 
 def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
@@ -173,14 +173,14 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
 
     By its own rule (`auto.policy.best`), with the shares of white noise for what candidates let through.
     """
-    model = _model(network, ranks, rate)
+    model, workers = _model(network, ranks, rate), network.compressed_by(ranks)
     candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
-    crossing = crossings(work, candidates, ranks)
+    crossing = crossings(work, candidates, ranks, workers)
     mine = [i for i, each in enumerate(crossing) if not each.dense]
     chosen: list[Format] = [NoCompression()] * len(crossing)
     if mine:
         seconds = np.array(
-            [[_cost(model, _with(crossing[i], c, ranks)).total for c in candidates] for i in mine]
+            [[_cost(model, _with(crossing[i], c, ranks, workers)).total for c in candidates] for i in mine]
         )
         lost = np.array([noise_lost(candidate) for candidate in candidates])
         ready = work.backward * np.array([crossing[i].ready for i in mine])
@@ -189,7 +189,9 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
         picks = best(plain, np.diff(ready, prepend=0.0), seconds, lost, sizes)
         for i, pick in zip(mine, picks):
             chosen[i] = candidates[pick]
-    return _forecast("auto", work, model, [_with(c, chosen[i], ranks) for i, c in enumerate(crossing)])
+    return _forecast(
+        "auto", work, model, [_with(c, chosen[i], ranks, workers) for i, c in enumerate(crossing)]
+    )
 
 
 def best(
@@ -258,13 +260,16 @@ class _Sent(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _with(crossing: Crossing, compressor: Format, ranks: int) -> _Sent:
-    pattern = traffic.choose(compressor, crossing.shapes, ranks)
+def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
+    shapes = crossing.shapes
+    if workers > 1 and traffic.fits_two_levels(compressor, shapes, workers):
+        pattern, sent = "two_level", traffic.two_level(compressor, shapes, ranks // workers, workers)
+    else:
+        pattern = traffic.choose(compressor, shapes, ranks)
+        sent = traffic.PATTERNS[pattern](compressor, shapes, ranks)
     if isinstance(compressor, NoCompression):
         sent = traffic.ring_bytes(crossing.nbytes, ranks)
-    else:
-        sent = traffic.PATTERNS[pattern](compressor, crossing.shapes, ranks)
-    payload = traffic.payload_bytes(compressor, crossing.shapes)
+    payload = traffic.payload_bytes(compressor, shapes)
     return _Sent(crossing.nbytes, crossing.ready, compressor, payload, pattern, sent)
 
 
@@ -290,7 +295,7 @@ def _forecast(name: str, work: Workload, model: CostModel, exchanges: Sequence[_
         exchange=sum(cost.total for cost in costs),
         exposed=done - work.backward,
         encode=sum(cost.encode for cost in costs),
-        wire=sum(cost.wire for cost in costs),
+        wire=sum(cost.wire + cost.inside for cost in costs),
         decode=sum(cost.decode for cost in costs),
         sent=sum(one.sent for one in exchanges),
         plain=traffic.ring_bytes(4 * work.numel, model.ranks),

@@ -188,6 +188,49 @@ def test_two_levels_cost_less_than_one_ring():
     assert two["cases"][1]["compressors"][0]["exchange"] < flat["cases"][1]["compressors"][0]["exchange"]
 
 
+def test_compressed_between_hosts_only():
+    options = ["--topology", "two-level", "--workers-per-host", "8", "--hierarchical"]
+    specs = ["-c", "int8", "-c", "randomk:ratio=0.1"]
+    flat = json.loads(invoke(*PLAN, *specs, *options[:-1], "--json").output)["cases"]
+    two = json.loads(invoke(*PLAN, *specs, *options, "--json").output)["cases"]
+    assert [case["compressors"] for case in two[:1]] == [case["compressors"] for case in flat[:1]]  # one host
+    (none, int8, randomk), (_, before, summed) = two[1]["compressors"], flat[1]["compressors"]
+    # A ring leaves each host but once in any case.
+    assert none == flat[1]["compressors"][0]
+    assert randomk["exchange"] == pytest.approx(summed["exchange"], rel=0.05)
+    # Each worker encodes an eighth, and sends that to the other host.
+    nbytes, cost, buckets = 4 * 25_600_000, KERNELS["quantize"], len(two[1]["auto"]["buckets"])
+    assert int8["encode"] == pytest.approx(buckets * cost.call + nbytes / 8 * cost.encode, rel=0.02)
+    assert int8["sent"] == pytest.approx(nbytes / 8 / 4 * (1 + 8 / 256), rel=0.02)
+    assert int8["step"] < before["step"]
+    assert "compressed between them" in invoke(*PLAN, "-c", "int8", *options).output
+
+
+def test_a_fat_tree_slows_what_crosses_its_core():
+    def wires(*options):
+        found = json.loads(
+            invoke(*PLAN, "--ranks", "64", "-c", "int8", "-c", "randomk:ratio=0.1", *options, "--json").output
+        )
+        return [each["wire"] for each in found["cases"][0]["compressors"]]
+
+    ring, tree = wires(), wires("--topology", "fat-tree", "--oversubscription", "4", "--ranks-per-leaf", "16")
+    assert tree[0] == ring[0] and tree[2] == ring[2]  # allreduce: one flow leaves a leaf
+    assert 1.5 * ring[1] < tree[1] < 2.5 * ring[1]  # the alltoall half of scatter-reduce: up to four times
+    wide = wires("--topology", "fat-tree", "--oversubscription", "1")
+    assert wide == pytest.approx(ring, rel=1e-9)
+
+
+def test_efficiency_is_the_speed_alone_that_is_left():
+    found = json.loads(invoke(*PLAN, "--forward", "60ms", "-c", "int8", "--json").output)
+    for case in found["cases"]:
+        for each in (*case["compressors"], case["auto"]):
+            assert each["efficiency"] == pytest.approx(0.18 / each["step"])
+    assert "efficiency" in invoke(*PLAN, "-c", "int8").output
+    work = Workload(tuple(of_size(4_000_000)), backward=0.02, rest=0.01)
+    for spec in ("none", "int8", "topk:ratio=0.01"):
+        assert prediction.forecast(spec, work, Network(1e9, 1e-4), 1).step == pytest.approx(0.03)
+
+
 def test_a_calibration_brings_links_and_kernels(tmp_path):
     path = tmp_path / "link.json"
     links = {"allreduce": Link(1e-3, 8e-9), "allgather": Link(2e-3, 16e-9), "alltoall": Link(1e-3, 8e-9)}
@@ -229,6 +272,11 @@ def test_a_plot_is_drawn(tmp_path):
         ([*PLAN, "--calibration", "nowhere.json"], "the calibration nowhere.json cannot be read"),
         ([*PLAN, "--topology", "two-level"], "--topology two-level and --workers-per-host go together."),
         ([*PLAN, "--topology", "two-level", "--workers-per-host", "3"], "8 ranks do not fill hosts of 3 workers"),
+        ([*PLAN, "--hierarchical"], "--hierarchical needs --topology two-level."),
+        ([*PLAN, "--topology", "fat-tree"], "--topology fat-tree and --oversubscription go together."),
+        ([*PLAN, "--oversubscription", "4"], "--topology fat-tree and --oversubscription go together."),
+        ([*PLAN, "--topology", "fat-tree", "--oversubscription", "0.5"], "oversubscription must be a number from 1 on"),
+        ([*PLAN, "--topology", "fat-tree", "--oversubscription", "0"], "oversubscription must be a number from 1 on"),
         (["bench"], "horovodrun -np 2 hvd-compress bench"),
         (["calibrate"], "horovodrun -np 2 hvd-compress calibrate"),
         (["plan", "--no-such"], "--no-such"),

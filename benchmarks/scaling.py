@@ -1,0 +1,210 @@
+"""Weak scaling to 4,096 ranks, predicted: efficiency of every algorithm on several networks, and what pays where.
+
+    python benchmarks/scaling.py --out docs/images --page docs/scaling.md
+
+Nothing is run but the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from page_tables import markdown, show
+
+from hvd_compress import formats
+from hvd_compress.cost import CostModel, KernelCost, Link, Ring, Scaled, TwoLevel, pays, weak_scaling
+from hvd_compress.cost.defaults import KERNELS
+from hvd_compress.tools import units
+from hvd_compress.tools.models import MODELS
+from hvd_compress.tools.network import Network
+from hvd_compress.tools.prediction import Workload, forecast
+
+# Every algorithm has a line.
+SPECS = (
+    "none", "fp16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01", "randomk:ratio=0.01",
+    "hybrid:ratio=0.01,bits=4",
+)  # fmt: skip
+RANKS = [2**power for power in range(13)]
+# A GPU's step of ResNet-50, of which the backward pass takes two thirds.
+BACKWARD, FORWARD = 0.12, 0.06
+RATE, LATENCY = 10e9, 20e-6
+RATES = (1e9, 10e9, 25e9, 100e9)
+WORKERS, LOCAL = 8, Link.of_rate(100e9, 5e-6)
+# A leaf switch of 32 hosts.
+LEAF, OVERSUBSCRIPTION = 32, 4.0
+# Kernels that take no time, faster than any GPU's: what the network alone allows.
+FREE = dict.fromkeys((formats.parse(spec).name for spec in SPECS), KernelCost())
+
+
+def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> dict[str, Network]:
+    """Those that are drawn, flat ones and those of hosts of eight workers."""
+    flat = Network(rate, LATENCY, ranks_per_leaf=LEAF, oversubscription=OVERSUBSCRIPTION, kernels=kernels)
+    two = dataclasses.replace(flat, shape="two-level", workers=WORKERS, local=LOCAL, hierarchical=True)
+    return {
+        "ring": flat,
+        "tree": dataclasses.replace(flat, shape="tree"),
+        "fat tree 4:1": dataclasses.replace(flat, shape="fat-tree"),
+        "two levels, ring": two,
+        "two levels, tree": dataclasses.replace(two, between="tree"),
+        "two levels, fat tree 4:1": dataclasses.replace(two, between="fat-tree"),
+    }
+
+
+def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
+    """Weak scaling of one algorithm, between as many ranks as fill hosts."""
+    workers = network.workers
+    ranks = [n for n in RANKS if n % workers == 0]
+    return weak_scaling(lambda n: forecast(spec, work, network, n).step, work.backward + work.rest, ranks)
+
+
+def efficiencies(work: Workload, out: Path | None) -> str:
+    """Efficiency against ranks, a panel for each network; a table of that at the most ranks."""
+    found = {
+        name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
+    }
+    table = [
+        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in found.values())] for spec in SPECS
+    ]
+    if out is not None:
+        draw_efficiencies(found, out / "scaling_efficiency.png")
+    return markdown(["", *found], table)
+
+
+def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
+    """A panel for each network, a line for each algorithm."""
+    figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharey=True, layout="constrained")
+    for axes, (name, lines) in zip(panels.flat, found.items()):
+        for spec, rows in lines.items():
+            style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
+            axes.plot(
+                [row.ranks for row in rows], [100 * row.efficiency for row in rows], label=spec, **style
+            )
+        against_ranks(axes)
+        axes.set(title=name, ylim=(0, 102), ylabel="% of its speed alone")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    alone = units.show_seconds(BACKWARD + FORWARD)
+    figure.suptitle(
+        f"ResNet-50, {alone} a step alone, {units.show_rate(RATE)}, kernels that take no time (predicted)"
+    )
+    save(figure, path)
+
+
+def patterns(out: Path | None) -> str:
+    """Milliseconds that a bucket of 25 MiB takes on the wire, in each pattern."""
+    nbytes, link = 25 * 2**20, Link.of_rate(RATE, LATENCY)
+    ranks = [n for n in RANKS if n >= 2 * WORKERS]
+    cases = [
+        ("none", "allreduce"),
+        *(
+            (spec, p)
+            for spec in ("int8", "topk:ratio=0.01")
+            for p in ("allgather", "scatter_reduce", "two_level")
+        ),
+    ]
+
+    def seconds(spec: str, pattern: str, n: int) -> float:
+        two = TwoLevel(link, LOCAL, n // WORKERS, WORKERS)
+        model = CostModel(link, n, two if pattern == "two_level" else Ring(link, n))
+        return model.predict(spec, nbytes, pattern, form="alpha_beta").total
+
+    found = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
+    shown = [ranks.index(n) for n in (16, 64, 512, 4096)]
+    table = [
+        [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in shown)]
+        for (spec, pattern), values in found.items()
+    ]
+    if out is not None:
+        draw_patterns(found, ranks, out / "scaling_patterns.png")
+    return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in shown)], table)
+
+
+def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
+    """A line for each pattern, a colour for each compressor."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
+    colors = {"none": "black", "int8": "tab:blue", "topk:ratio=0.01": "tab:orange"}
+    for (spec, pattern), values in found.items():
+        axes.plot(ranks, values, styles[pattern], color=colors[spec], label=f"{spec}, {pattern}")
+    against_ranks(axes, ranks)
+    axes.set(yscale="log", ylabel="ms on the wire", title=f"25 MiB of gradient, {units.show_rate(RATE)}")
+    axes.legend(fontsize="small")
+    save(figure, path)
+
+
+def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> str:
+    """Between how many ranks on a network each compressor takes less time than none, by rate."""
+    table = []
+    for spec in SPECS[1:]:
+        cells = []
+        for rate in RATES:
+            network = networks(rate, kernels)[name]
+            plain = scaled("none", work, network)
+            cells.append(in_words(pays(plain, scaled(spec, work, network)), [row.ranks for row in plain]))
+        table.append([spec, *cells])
+    return markdown(["", *map(units.show_rate, RATES)], table, words=len(RATES) + 1)
+
+
+def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
+    """The numbers of ranks that were found, of those that were tried: runs of them."""
+    if not found:
+        return "never"
+    places = [ranks.index(n) for n in found]
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place - 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    shown = [
+        f"{ranks[a]:,}" + ("" if a == b else " on" if b == len(ranks) - 1 else f" to {ranks[b]:,}")
+        for a, b in runs
+    ]
+    return ", ".join(shown)
+
+
+def against_ranks(axes: Any, ranks: Sequence[int] = RANKS) -> None:
+    """The axis of ranks."""
+    axes.set(xscale="log", xlabel="ranks")
+    axes.set_xticks(ranks, [f"{n:,}" for n in ranks], rotation=45)
+    axes.xaxis.minorticks_off()
+    axes.grid(True, which="both", alpha=0.2)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a plot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="where the plots go (default: none is drawn)")
+    parser.add_argument(
+        "--page", type=Path, help="whose tables are replaced (default: they are printed only)"
+    )
+    args = parser.parse_args()
+    work = Workload(tuple(MODELS["resnet50"]()), BACKWARD, FORWARD)
+    tables = {
+        "efficiency": efficiencies(work, args.out),
+        "patterns": patterns(args.out),
+        "pays on a ring, free kernels": crossovers(work, "ring", FREE),
+        "pays on a ring, one core's kernels": crossovers(work, "ring", KERNELS),
+        "pays on a fat tree, free kernels": crossovers(work, "fat tree 4:1", FREE),
+        "pays in two levels, free kernels": crossovers(work, "two levels, ring", FREE),
+    }
+    show(tables, args.page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A network of leaf switches under an oversubscribed core."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+
+from .link import Link
+from .topology import check_count
+
+
+@dataclasses.dataclass(frozen=True)
+class FatTree:
+    """Leaf switches under a core that is narrower than all of them together.
+
+    A fat tree's links grow towards the root (Leiserson 1985, section II); built of switches, a leaf has so many links
+    up that its ranks could send 1 / `oversubscription` of their rate through the core at once (Al-Fares,
+    Loukissas and Vahdat 2008, section 2.1.2: the ratio of the worst achievable bandwidth between hosts to the
+    bisection bandwidth). Here flows share these links evenly, as with multipath routing that never collides,
+    and all levels above the leaves count as one.
+
+    Ranks sit in order: 0 to k - 1 at the first leaf, and so on, k being `ranks_per_leaf`. Collectives are those of
+    `Ring`. In a ring a single flow leaves each leaf, so that allreduce and allgather hardly notice the core. In round
+    s of the pairwise alltoall min(s, n - s, k) of a leaf's k ranks send to other leaves.
+
+    Attributes:
+        link: Of a rank to its leaf.
+        ranks: How many there are.
+        ranks_per_leaf: At each leaf switch; the last one may have fewer, but has as many links to the core.
+        oversubscription: What a leaf's ranks can send together over what its links to the core carry, from 1 on;
+            1 is a network that blocks nowhere.
+
+    Raises:
+        ValueError: A number of ranks is not a whole number from 1 on, or the oversubscription is below 1.
+    """
+
+    link: Link
+    ranks: int
+    ranks_per_leaf: int
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("FatTree", "ranks", self.ranks)
+        check_count("FatTree", "ranks_per_leaf", self.ranks_per_leaf)
+        value = self.oversubscription
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not 1.0 <= value < math.inf:
+            raise ValueError(f"FatTree: oversubscription must be a number from 1 on, got {value!r}")
+
+    @property
+    def leaves(self) -> int:
+        """How many leaf switches."""
+        return math.ceil(self.ranks / self.ranks_per_leaf)
+
+    def slowdown(self, flows: float) -> float:
+        """How many times longer a message takes where so many flows leave each leaf at once."""
+        return max(1.0, flows * self.oversubscription / self.ranks_per_leaf)
+
+    def allreduce(self, nbytes: float) -> float:
+        """2 (n - 1) alpha + 2 (n - 1) / n m beta max(1, o / k) + (n - 1) / n m gamma; o: oversubscription."""
+        n, link = self.ranks, self.link
+        reducing = (n - 1) / n * nbytes * link.gamma
+        return 2 * (n - 1) * (link.alpha + nbytes / n * link.beta * self._of_a_ring()) + reducing
+
+    def allgather(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m beta max(1, o / k))."""
+        return (self.ranks - 1) * (self.link.alpha + nbytes * self.link.beta * self._of_a_ring())
+
+    def alltoall(self, nbytes: float) -> float:
+        """(n - 1) alpha + m / n beta sum over rounds s of max(1, min(s, n - s, k) o / k).
+
+        As if all ranks waited for each other between rounds.
+        """
+        n, k, link = self.ranks, self.ranks_per_leaf, self.link
+        if self.leaves == 1:
+            rounds = float(n - 1)
+        else:
+            most = min(k, n - k)  # flows that leave a full leaf at once, the same in n - 2 most + 1 rounds
+            rising = sum(self.slowdown(flows) for flows in range(1, most))
+            rounds = 2 * rising + (n - 2 * most + 1) * self.slowdown(most)
+        return (n - 1) * link.alpha + nbytes / n * link.beta * rounds
+
+    def _of_a_ring(self) -> float:
+        return self.slowdown(1) if self.leaves > 1 else 1.0
