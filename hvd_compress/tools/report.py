@@ -84,7 +84,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _median(values: np.ndarray) -> str:
     known = values[np.isfinite(values)][1:]
-    return f"{np.median(known):,.4g}" if len(known) else "–"  # noqa: RUF001 (an en dash)
+    if not len(known):
+        return "–"  # noqa: RUF001 (an en dash)
+    value = float(np.median(known))
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
 
 
 def _ranks(run: Run) -> tuple[Sequence[str], list[list[str]]]:
