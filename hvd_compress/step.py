@@ -12,7 +12,7 @@ from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
 from .compressors import Auto, Compressor, Seeds
-from .exchange import choice, uncompressed
+from .exchange import choice, slices, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
 from .monitor import recorder
@@ -59,20 +59,19 @@ class Step:
             self._due = None if self._recorder is None else self._recorder.due()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()
-            dense, agreed = self._reduce_dense()
+            rows = self._merge_slices()
+            dense, agreed, told = self._reduce_dense(rows)
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
                     reduced[i] = tensor
             oks = []
-            if plan.sections:
+            if plan.kept:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
-            for i in plan.sparse:
-                settings = plan.settings
-                reduced[i] = uncompressed.reduce_slices(
-                    gradients[i], settings.op, settings.device_sparse, settings.process_set
-                )
-                if plan.sections:
+            self._tables = self._reduce_slices(rows, told)
+            for i, table in zip(plan.sparse, self._tables):
+                reduced[i] = self._as_slices(i, table)
+                if plan.kept:
                     oks.append(nonfinite.all_finite([reduced[i]]))
             # The dense ones go before the last bucket, so as not to cross all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
@@ -146,20 +145,61 @@ class Step:
             found.append((Stamps(ready, ready, arrived, arrived), self._nothing_lost()))
         return found
 
-    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any]:
-        """The uncompressed gradients, and what the ranks tell each other for the choice (or None)."""
-        told = [] if self._plan.chooser is None else [self._plan.chooser.outgoing()]
-        found, agreed = [], None
+    def _reduce_dense(
+        self, rows: Sequence[slices.Merged]
+    ) -> tuple[list[uncompressed.Dense], tf.Tensor | None, tf.Tensor | None]:
+        """The uncompressed gradients, and what the ranks tell each other: for the choice, and of slices (or None)."""
+        chooser = self._plan.chooser
+        told = [] if chooser is None else [chooser.outgoing()]
+        if rows:
+            told.append(slices.tell(rows, self._group("slices")))
+        found, agreed = [], list(told)
         for b, bucket in enumerate(self._plan.dense):
             tensors = [self._gradients[i] for i in bucket.members]
             # What the ranks tell goes along with the first bucket.
             result = self._allreduce([*tensors, *told], f"dense_{b}")
             if told:
-                agreed, told = result.tensors.pop(), []
+                agreed, told = result.tensors[len(tensors) :], []
+                del result.tensors[len(tensors) :]
             found.append(result)
         if told:
-            (agreed,) = self._allreduce(told, "agreed").tensors
-        return found, agreed
+            agreed = self._allreduce(told, "agreed").tensors
+        return found, None if chooser is None else agreed[0], agreed[-1] if rows else None
+
+    # IndexedSlices
+
+    def _merge_slices(self) -> list[slices.Merged]:
+        plan = self._plan
+        with tf.device(plan.settings.device_sparse):
+            return [slices.merge(s.table, self._gradients[i]) for s, i in zip(plan.tables, plan.sparse)]
+
+    def _reduce_slices(self, rows: Sequence[slices.Merged], told: tf.Tensor | None) -> list[slices.Reduced]:
+        plan, settings = self._plan, self._plan.settings
+        if not rows:
+            return []
+        assert plan.slices is not None
+        group, op = self._group("slices"), settings.op
+        with tf.device(settings.device_sparse):
+            counts = slices.heard(told, len(rows), group, op == hvd.Average)
+            feedback = [
+                slices.Feedback(
+                    next(iter(section.state.residuals), None),
+                    settings.residual_decay,
+                    self._seeds(len(plan.buckets) + t),
+                )
+                for t, section in enumerate(plan.tables)
+            ]
+            tables = [section.table for section in plan.tables]
+            found = slices.reduce(
+                tables, rows, feedback, counts, op, settings.gradient_predivide_factor, group
+            )
+        plan.slices.assign(slices.seen(tables, rows, counts))
+        return found
+
+    def _as_slices(self, i: int, table: slices.Reduced) -> tf.IndexedSlices:
+        own, shape = self._gradients[i], self._plan.shapes[i]
+        values = tf.cast(tf.reshape(table.values, [-1, *shape[1:]]), own.dtype)
+        return tf.IndexedSlices(values, tf.cast(table.rows, own.indices.dtype), own.dense_shape)
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
@@ -323,12 +363,20 @@ class Step:
         if not flags:
             return tf.constant(True)
         ok = tf.reduce_all(tf.stack(flags))
-        if not changes:
+        rows = [
+            (variable, table)
+            for section, table in zip(self._plan.tables, self._tables)
+            for variable in section.state.residuals
+        ]
+        if not changes and not rows:
             return ok
 
         def keep() -> tf.Tensor:
             for variable, value in changes:
                 variable.assign(value)
+            for variable, table in rows:
+                left = tf.reshape(tf.cast(table.kept, variable.dtype), [-1, *variable.shape[1:]])
+                variable.scatter_nd_update(table.kept_rows[:, None], left)
             return tf.constant(True)
 
         return tf.cond(ok, keep, lambda: tf.constant(False))
