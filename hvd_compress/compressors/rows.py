@@ -103,10 +103,10 @@ class Rows:
             return _bytes(sent), x - tf.cast(sent, x.dtype)
         count = tf.shape(x)[0]
         padded = _padded(x)
+        zero = tf.zeros_like(padded[:, :1])
         if isinstance(compressor, OneBit):
             _, block = blocks_of(self.columns, SIGN_BLOCK)
-            filled = self._filled(padded, block, tf.zeros_like(padded[:, :1]))
-            parts, left = _signs(filled, self._sizes(block))
+            parts, left = _signs(self._filled(padded, block, zero), self._sizes(block))
         else:
             _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
@@ -116,10 +116,10 @@ class Rows:
             # The last column again, which changes no extremes.
             filled = self._filled(clipped, block, clipped[:, -1:])
             (step, *others), left, _ = encode_matrix(filled, None, 1.0, compressor.bits, seed, True)
-            finite = tf.reduce_all(tf.math.is_finite(filled), 1, keepdims=True)
+            finite = tf.reduce_all(tf.math.is_finite(self._filled(padded, block, zero)), 1, keepdims=True)
             parts = [tf.where(finite, step, float("nan")), *others]
             if clipped is not padded:
-                left += self._filled(padded - clipped, block, tf.zeros_like(padded[:, :1]))
+                left += self._filled(padded - clipped, block, zero)
         coded = [tf.reshape(_bytes(part), [tf.shape(padded)[0], -1]) for part in parts]
         left = tf.reshape(left, [tf.shape(padded)[0], -1])[:count, : self.columns]
         return tf.concat(coded, 1)[:count], left
