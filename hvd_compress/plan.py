@@ -227,15 +227,11 @@ class Plan:
         for compressor, (section, pieces) in zip(self.compressors(), self.buckets):
             shapes = section.layout.shapes[pieces.start : pieces.stop]
             sent += choice.choose(compressor, shapes, ranks).bytes_sent(compressor, shapes, ranks)
-        unmerged = 0
-        for section, (rows, is_dense, given) in zip(self.tables, self._last_slices()):
-            table = section.table
-            sent += table.dense_bytes if is_dense else table.rows_bytes(rows)
-            unmerged += (ranks - 1) * given * table.plain_bytes
-        return sent, uncompressed.bytes_sent(sum(plain.values()), ranks) + unmerged
-
-    def _last_slices(self) -> list[list[int]]:
-        return [] if self.slices is None else self.slices.numpy().tolist()
+        plainly = uncompressed.bytes_sent(sum(plain.values()), ranks)
+        for section, last in zip(self.tables, [] if self.slices is None else self.slices.numpy().tolist()):
+            rows = section.table.bytes_sent(*last)
+            sent, plainly = sent + rows[0], plainly + rows[1]
+        return sent, plainly
 
 
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:

@@ -12,12 +12,13 @@ from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
 from .compressors import Auto, Compressor, Seeds
-from .exchange import choice, slices, uncompressed
+from .exchange import choice, uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
 from .monitor import recorder
 from .pieces import FlatPieces
 from .plan import LayoutState, Plan
+from .sparse_gradients import SparseGradients
 
 
 class Crossed(NamedTuple):
@@ -59,8 +60,8 @@ class Step:
             self._due = None if self._recorder is None else self._recorder.due()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()
-            rows = self._merge_slices()
-            dense, agreed, told = self._reduce_dense(rows)
+            self._sparse = SparseGradients(plan, gradients, self._group("slices"), self._seeds)
+            dense, agreed, told = self._reduce_dense()
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
                     reduced[i] = tensor
@@ -68,11 +69,10 @@ class Step:
             if plan.kept:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
-            self._tables = self._reduce_slices(rows, told)
-            for i, table in zip(plan.sparse, self._tables):
-                reduced[i] = self._as_slices(i, table)
+            for i, found in zip(plan.sparse, self._sparse.reduce(told)):
+                reduced[i] = found
                 if plan.kept:
-                    oks.append(nonfinite.all_finite([reduced[i]]))
+                    oks.append(nonfinite.all_finite([found]))
             # The dense ones go before the last bucket, so as not to cross all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
             fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
@@ -113,7 +113,7 @@ class Step:
                     assert before is not None
                     choices[b] = before[place]
                 stamps, norms = ([pair[i] for pair in found] for i in range(2))
-                self._recorder.record(step, committed, ready, stamps, norms, choices)
+                self._recorder.record(step, committed, ready, stamps, norms, choices, self._sparse.bytes_sent)
             plan.step.assign_add(1)
             tuning.step(plan.name)
         return reduced
@@ -135,25 +135,23 @@ class Step:
     def _watch_uncompressed(
         self, dense: Sequence[uncompressed.Dense], sparse: Sequence[Any]
     ) -> list[tuple[Stamps, tf.Tensor]]:
-        """Stamps and norms of what crosses as it is; `sparse`: reduced IndexedSlices."""
+        """Stamps and norms of what crosses in no bucket; `sparse`: reduced IndexedSlices."""
         pairs = [(found.outgoing, found.incoming) for found in dense]
         pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
+        norms = [self._nothing_lost() for _ in dense]
+        norms += [] if self._due is None else self._sparse.norms(self._due)
         found = []
-        for outgoing, incoming in pairs:
+        for (outgoing, incoming), norm in zip(pairs, norms):
             ready = clock.stamp(outgoing)
             arrived = clock.stamp(incoming, ready)
-            found.append((Stamps(ready, ready, arrived, arrived), self._nothing_lost()))
+            found.append((Stamps(ready, ready, arrived, arrived), norm))
         return found
 
-    def _reduce_dense(
-        self, rows: Sequence[slices.Merged]
-    ) -> tuple[list[uncompressed.Dense], tf.Tensor | None, tf.Tensor | None]:
-        """The uncompressed gradients, and what the ranks tell each other: for the choice, and of slices (or None)."""
+    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any, list[tf.Tensor]]:
+        """The uncompressed gradients, and what the ranks tell each other, for the choice (or None) and of slices."""
         chooser = self._plan.chooser
-        told = [] if chooser is None else [chooser.outgoing()]
-        if rows:
-            told.append(slices.tell(rows, self._group("slices")))
-        found, agreed = [], list(told)
+        told = [*([] if chooser is None else [chooser.outgoing()]), *self._sparse.outgoing]
+        found, agreed = [], list[tf.Tensor]()
         for b, bucket in enumerate(self._plan.dense):
             tensors = [self._gradients[i] for i in bucket.members]
             # What the ranks tell goes along with the first bucket.
@@ -164,42 +162,7 @@ class Step:
             found.append(result)
         if told:
             agreed = self._allreduce(told, "agreed").tensors
-        return found, None if chooser is None else agreed[0], agreed[-1] if rows else None
-
-    # IndexedSlices
-
-    def _merge_slices(self) -> list[slices.Merged]:
-        plan = self._plan
-        with tf.device(plan.settings.device_sparse):
-            return [slices.merge(s.table, self._gradients[i]) for s, i in zip(plan.tables, plan.sparse)]
-
-    def _reduce_slices(self, rows: Sequence[slices.Merged], told: tf.Tensor | None) -> list[slices.Reduced]:
-        plan, settings = self._plan, self._plan.settings
-        if not rows:
-            return []
-        assert plan.slices is not None
-        group, op = self._group("slices"), settings.op
-        with tf.device(settings.device_sparse):
-            counts = slices.heard(told, len(rows), group, op == hvd.Average)
-            feedback = [
-                slices.Feedback(
-                    next(iter(section.state.residuals), None),
-                    settings.residual_decay,
-                    self._seeds(len(plan.buckets) + t),
-                )
-                for t, section in enumerate(plan.tables)
-            ]
-            tables = [section.table for section in plan.tables]
-            found = slices.reduce(
-                tables, rows, feedback, counts, op, settings.gradient_predivide_factor, group
-            )
-        plan.slices.assign(slices.seen(tables, rows, counts))
-        return found
-
-    def _as_slices(self, i: int, table: slices.Reduced) -> tf.IndexedSlices:
-        own, shape = self._gradients[i], self._plan.shapes[i]
-        values = tf.cast(tf.reshape(table.values, [-1, *shape[1:]]), own.dtype)
-        return tf.IndexedSlices(values, tf.cast(table.rows, own.indices.dtype), own.dense_shape)
+        return found, None if chooser is None else agreed.pop(0), agreed
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
@@ -363,20 +326,13 @@ class Step:
         if not flags:
             return tf.constant(True)
         ok = tf.reduce_all(tf.stack(flags))
-        rows = [
-            (variable, table)
-            for section, table in zip(self._plan.tables, self._tables)
-            for variable in section.state.residuals
-        ]
-        if not changes and not rows:
+        if not changes and not self._sparse.has_residuals:
             return ok
 
         def keep() -> tf.Tensor:
             for variable, value in changes:
                 variable.assign(value)
-            for variable, table in rows:
-                left = tf.reshape(tf.cast(table.kept, variable.dtype), [-1, *variable.shape[1:]])
-                variable.scatter_nd_update(table.kept_rows[:, None], left)
+            self._sparse.keep()
             return tf.constant(True)
 
         return tf.cond(ok, keep, lambda: tf.constant(False))

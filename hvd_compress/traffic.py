@@ -31,11 +31,6 @@ def ring_bytes(nbytes: int, ranks: int) -> int:
     return round(2 * (ranks - 1) / ranks * nbytes)
 
 
-def gathered_bytes(nbytes: int, ranks: int) -> int:
-    """What each rank of a ring sends, on average, to allgather `nbytes` in all: all but one rank's share."""
-    return round((ranks - 1) / ranks * nbytes)
-
-
 def allreduce(compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
     """What each rank of a ring sends, the flag included."""
     return ring_bytes(payload_bytes(compressor, shapes) + 4, ranks)

@@ -27,7 +27,6 @@ from ..formats.base import Shape
 from ..geometry import flat
 from ..kernels import noise
 from ..pieces import FlatPieces
-from ..traffic import gathered_bytes
 from . import choice, uncompressed
 from .common import Group, Share
 
@@ -74,7 +73,8 @@ class Table:
     def dense_bytes(self) -> int:
         """What each rank sends of the dense gradient."""
         if isinstance(self.compressor, NoCompression):
-            return uncompressed.bytes_sent(math.prod(self.shape) * self.dtype.size, self.ranks)
+            size = 4 if self.dtype == tf.bfloat16 else self.dtype.size  # summed as float32
+            return uncompressed.bytes_sent(math.prod(self.shape) * size, self.ranks)
         sent = 0
         for run in self.layout.in_buckets(self.limit):
             shapes = self.layout.shapes[run.start : run.stop]
@@ -91,11 +91,6 @@ class Table:
         return self.dense_bytes * self.ranks // ((self.ranks - 1) * self.rows.nbytes)
 
     @property
-    def plain_bytes(self) -> int:
-        """What stock Horovod sends for one slice: values, and the number of the row as int64."""
-        return self.columns * self.dtype.size + 8
-
-    @property
     def wide(self) -> tf.DType:
         """In which dtype rows are summed: where they are compressed, and 16-bit floats, as float32."""
         if not self.dtype.is_floating:
@@ -107,9 +102,18 @@ class Table:
         """Whether the gradient crosses as a dense tensor, a bool scalar; `counts`: rows of each rank, int64."""
         return tf.reduce_sum(counts) > self.most_rows
 
-    def rows_bytes(self, count: int) -> int:
-        """What each rank sends, on average, where all together have so many rows."""
-        return gathered_bytes(count * self.rows.nbytes, self.ranks)
+    def bytes_sent(self, rows: Any, dense: Any, given: Any) -> tuple[Any, Any]:
+        """What each rank sends in a step, on average, and what stock Horovod sends; numbers or int64 tensors.
+
+        Args:
+            rows: How many all ranks have together.
+            dense: 1 if they cross as a dense tensor, else 0.
+            given: This rank's slices, before those of the same row are summed. As if all ranks had as many.
+        """
+        in_rows = (self.ranks - 1) * rows * self.rows.nbytes // self.ranks
+        # Horovod gathers values and, as int64, numbers of rows.
+        plain = (self.ranks - 1) * given * (self.columns * self.dtype.size + 8)
+        return dense * self.dense_bytes + (1 - dense) * in_rows, plain
 
 
 class Merged(NamedTuple):
@@ -135,6 +139,7 @@ class Reduced(NamedTuple):
     values: tf.Tensor  # [m, columns], scaled sums; both the same on all ranks
     kept_rows: tf.Tensor  # int64 [k], whose residuals change
     kept: tf.Tensor  # [k, columns], to these
+    norms: tf.Tensor  # float32 [2], of gradient + residual on this rank, and of what compression lost of that
 
 
 def merge(table: Table, slices: tf.IndexedSlices) -> Merged:
@@ -165,12 +170,6 @@ def heard(told: tf.Tensor, tables: int, group: Group, averaged: bool) -> tf.Tens
     return high * _LOW + low
 
 
-def seen(tables: Sequence[Table], merged: Sequence[Merged], counts: tf.Tensor) -> tf.Tensor:
-    """What the step cost, int64 [tables, 3]; see `plan.Plan.slices`."""
-    dense = [tf.cast(table.is_dense(count), tf.int64) for table, count in zip(tables, tf.unstack(counts))]
-    return tf.stack([tf.reduce_sum(counts, 1), tf.stack(dense), tf.stack([m.given for m in merged])], 1)
-
-
 def reduce(
     tables: Sequence[Table],
     merged: Sequence[Merged],
@@ -197,13 +196,13 @@ def reduce(
     dense = [m.table.is_dense(count) for m, count in zip(mine, tf.unstack(counts))]
     encoded = [tf.cond(d, m.nothing, functools.partial(m.encode, predivide)) for d, m in zip(dense, mine)]
     gathered = hvd.grouped_allgather(
-        [tf.ensure_shape(payload, [None, m.table.rows.nbytes]) for m, (payload, _) in zip(mine, encoded)],
+        [tf.ensure_shape(payload, [None, m.table.rows.nbytes]) for m, (payload, *_) in zip(mine, encoded)],
         **group.keywords("_rows"),
     )
     found = []
-    for t, (m, payload, (_, left)) in enumerate(zip(mine, gathered, encoded)):
+    for t, (m, payload, (_, left, norms)) in enumerate(zip(mine, gathered, encoded)):
         own = dataclasses.replace(group, name=group.name and f"{group.name}_dense_{t}")
-        in_rows = functools.partial(m.in_rows, payload, left, counts[t], scale)
+        in_rows = functools.partial(m.in_rows, payload, left, norms, counts[t], scale)
         as_dense = functools.partial(m.as_dense, op, predivide, scale, own)
         possible = m.table.most_rows < group.size * m.table.shape[0]
         found.append(Reduced(*(tf.cond(dense[t], as_dense, in_rows) if possible else in_rows())))
@@ -217,14 +216,13 @@ class _Mine(NamedTuple):
     merged: Merged
     feedback: Feedback
 
-    def nothing(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def nothing(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """In place of `encode`."""
-        return tf.zeros([0, self.table.rows.nbytes], tf.uint8), tf.zeros(
-            [0, self.table.columns], self.table.wide
-        )
+        payload = tf.zeros([0, self.table.rows.nbytes], tf.uint8)
+        return payload, tf.zeros([0, self.table.columns], self.table.wide), tf.zeros([2])
 
-    def encode(self, predivide: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows as bytes, and what these leave out."""
+    def encode(self, predivide: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The rows as bytes, what these leave out, and the norms of `Reduced`."""
         rows, values, _ = self.merged
         residual, decay, seeds = self.feedback
         if predivide != 1.0:
@@ -232,9 +230,12 @@ class _Mine(NamedTuple):
         if residual is not None:
             kept = tf.reshape(tf.cast(tf.gather(residual, rows), tf.float32), [-1, self.table.columns])
             values += kept if decay == 1.0 else decay * kept
-        return self.table.rows.encode(rows, values, seeds)
+        payload, left = self.table.rows.encode(rows, values, seeds)
+        return payload, left, tf.stack([_norm(values), _norm(left)])
 
-    def in_rows(self, gathered: tf.Tensor, left: tf.Tensor, counts: tf.Tensor, scale: float) -> Reduced:
+    def in_rows(
+        self, gathered: tf.Tensor, left: tf.Tensor, norms: tf.Tensor, counts: tf.Tensor, scale: float
+    ) -> Reduced:
         """The sum of what all ranks sent, rank after rank."""
         payload = tf.ensure_shape(gathered, [None, self.table.rows.nbytes])
         rows, values = self.table.rows.decode(payload)
@@ -247,7 +248,7 @@ class _Mine(NamedTuple):
         if scale != 1.0:
             exact = tf.float64 if total.dtype.is_integer else total.dtype
             total = tf.cast(tf.cast(total, exact) * scale, total.dtype)
-        return Reduced(distinct, total, self.merged.rows, left)
+        return Reduced(distinct, total, self.merged.rows, left, norms)
 
     def as_dense(self, op: Any, predivide: float, scale: float, group: Group) -> Reduced:
         """The sum of the dense tensors that all ranks' slices stand for."""
@@ -256,7 +257,8 @@ class _Mine(NamedTuple):
         dense = tf.scatter_nd(rows[:, None], values, [table.shape[0], table.columns])
         if isinstance(table.compressor, NoCompression):
             (total,) = uncompressed.reduce([tf.cast(dense, table.dtype)], op, predivide, group).tensors
-            return Reduced(every, tf.cast(total, table.wide), every[:0], values[:0])
+            norms = tf.stack([_norm(dense), 0.0])
+            return Reduced(every, tf.cast(total, table.wide), every[:0], values[:0], norms)
         residual, decay, seeds = self.feedback
         layout, ranks = table.layout, group.size
         pieces = layout.cut([dense / predivide], range(layout.count))
@@ -267,15 +269,17 @@ class _Mine(NamedTuple):
         for b, run in enumerate(layout.in_buckets(table.limit)):
             here = slice(run.start, run.stop)
             drawn = Seeds(*(noise.fold(seed, b) for seed in (seeds.shared, seeds.local)))
-            share = Share(pieces[here], residuals[here], decay, residual is not None, drawn)
+            share = Share(pieces[here], residuals[here], decay, True, drawn)
             pattern = choice.choose(table.compressor, layout.shapes[here], ranks)
             own = dataclasses.replace(group, name=group.name and f"{group.name}_{b}")
             found = pattern.reduce(table.compressor, share, scale, own)
             totals += found.pieces
             lefts += found.residuals
-        (total,) = layout.join(totals, [tf.float32])
-        shape = [table.shape[0], table.columns]
-        if residual is None:
-            return Reduced(every, tf.reshape(total, shape), every[:0], values[:0])
-        (left,) = layout.join(lefts, [tf.float32])
-        return Reduced(every, tf.reshape(total, shape), every, tf.reshape(left, shape))
+        (total,), (left,) = (layout.join(some, [tf.float32]) for some in (totals, lefts))
+        total, left = (tf.reshape(tensor, [table.shape[0], table.columns]) for tensor in (total, left))
+        added = [piece if r is None else piece + decay * r for piece, r in zip(pieces, residuals)]
+        return Reduced(every, total, every, left, tf.stack([_norm(*added), _norm(left)]))
+
+
+def _norm(*tensors: tf.Tensor) -> tf.Tensor:
+    return tf.sqrt(tf.add_n([2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors]))

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress import traffic
 from hvd_compress.reducer import Reducer
 from hvd_compress.settings import Settings
 
@@ -221,3 +222,105 @@ def test_rows_that_are_not_there_stay_so(rank):
     training = Training("none", rows=255)
     indices, _ = training._reduce(tf.constant([-3, 255, 10**9, 4], tf.int64), tf.ones([4, COLUMNS]))
     assert sorted(indices.numpy().tolist()) == [4, 255]
+
+
+# Bytes
+
+
+def payloads_of(training, steps, monkeypatch):
+    """The sizes of all that this rank hands to an allgather, by step."""
+    sizes, original = [], hvd.grouped_allgather
+
+    def watched(tensors, **options):
+        tf.py_function(lambda *found: sizes.append(sum(int(tf.size(t)) for t in found)), tensors, [])
+        return original(tensors, **options)
+
+    monkeypatch.setattr(hvd, "grouped_allgather", watched)
+    for indices, values in steps:
+        training(indices, values)
+    return sizes
+
+
+@pytest.mark.parametrize("spec, row", [("none", 3 + 256), ("int8", 3 + 8 + 64), ("int4", 3 + 8 + 32)])
+def test_bytes_on_the_wire(spec, row, rank, size, monkeypatch):
+    rows, columns, tokens = 100_000, 64, 2048
+    rng = np.random.default_rng(rank)
+    indices = np.minimum(rng.zipf(1.2, tokens) - 1, rows - 1)
+    training = Training(spec, rows=rows, columns=columns)
+    values = rng.standard_normal((tokens, columns)).astype(np.float32)
+    distinct = len(np.unique(indices))
+    assert payloads_of(training, [(indices, values)], monkeypatch) == [distinct * row]
+    sent, stock = training.reducer.last_plan("").bytes_sent()
+    everyone = int(hvd.allreduce(tf.constant(distinct), op=hvd.Sum, name="distinct"))
+    assert sent == everyone * row * (size - 1) // size
+    assert stock == tokens * (256 + 8) * (size - 1)
+    assert sent < stock * distinct / tokens * row / 256 * 1.05
+    dense = 2 * (size - 1) / size * rows * columns * 4
+    assert sent < dense / 10
+    (report,) = training.reducer.report().buckets
+    assert report.nbytes == rows * columns * 4 and report.chosen == hvdc.Compression.parse(spec).spec
+
+
+def test_several_tables_cross_at_once(rank, size, monkeypatch):
+    """Of other sizes, types and compressors, and one of them dense."""
+    shapes = {"words": (500, 16), "places": (10, 16), "pairs": (300, 4, 4), "counts": (40,)}
+    variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+    policy = (("pairs*", hvdc.Compression.int4), ("places*", hvdc.Compression.none))
+    reducer = Reducer(Settings(hvdc.Compression.int8, op=hvd.Sum, min_compress_size=100, policy=policy))
+    calls, original = [], hvd.grouped_allgather
+    monkeypatch.setattr(hvd, "grouped_allgather", lambda t, **k: calls.append(len(t)) or original(t, **k))
+
+    def gradients(rank):
+        rng = np.random.default_rng(rank)
+        picked = {name: rng.integers(0, shape[0], 60) for name, shape in shapes.items()}
+        picked["places"] = np.tile(np.arange(10), 6)
+        return [
+            (i, rng.standard_normal((60, *shapes[name][1:])).astype(np.float32)) for name, i in picked.items()
+        ]
+
+    slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i)) for i, v in gradients(rank)]
+    found = reducer(slices, variables)
+    assert calls == [4]
+    (plan,) = reducer.plans.values()
+    specs = [section.compressor.spec for section in plan.tables]
+    assert specs == ["quantize:bits=8", "none", "quantize:bits=4", "none"]
+    assert plan.slices.numpy()[:, 1].tolist() == [0, 1, 0, 0]
+    for k, (result, shape) in enumerate(zip(found, shapes.values())):
+        dense = np.zeros(shape)
+        np.add.at(dense, result.indices.numpy(), result.values.numpy())
+        expected = np.zeros(shape)
+        for r in range(size):
+            np.add.at(expected, *gradients(r)[k])
+        np.testing.assert_allclose(dense, expected, atol=[0.1, 1e-5, 1.5, 1e-5][k])
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize("spec", ["none", "int8"])
+def test_four_ranks_conserve_mass_and_choose_alike(spec, rank, size, gather, monkeypatch):
+    """Dense gradients are scatter-reduced there, with a loss of the second encoding."""
+    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
+    rows, columns = 512, 64
+    training, old, dense = Training(spec, rows=rows, columns=columns), 0.0, []
+    for step in range(6):
+        rng = np.random.default_rng([rank, step])
+        count = rows if step in (1, 4) else 20 * rank
+        indices = np.concatenate([rng.permutation(rows)[:count], rng.integers(0, rows, 5)])
+        values = rng.standard_normal((len(indices), columns)).astype(np.float32)
+        found = training(indices, values)
+        everyone = gather(found)
+        assert (everyone == everyone[0]).all()
+        left = gather(training.residual).sum(0) if spec == "int8" else 0.0
+        came = gather(dense_of(indices, values, rows)).sum(0)
+        np.testing.assert_allclose(size * found + left, came + old, atol=5e-5)
+        old = left
+        dense.append(int(training.plan.slices[0, 1]))
+    assert dense == [0, 1, 0, 0, 1, 0]
+
+
+def test_other_ranks_are_not_asked(rank, size, process_sets):
+    mine = process_sets[rank % 2]
+    training = Training("int8", process_set=mine)
+    indices, values = draw(rank, 3)
+    found = training._reduce(tf.constant(indices, tf.int64), tf.constant(values))
+    if mine.size() == 1:
+        np.testing.assert_array_equal(found[1], values)
