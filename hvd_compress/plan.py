@@ -238,7 +238,8 @@ def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
     if gradient is None:
         return ()
     if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.TensorSpec(None)  # its values' first dimension is that of the batch
+        # How many rows there are depends on the batch.
+        gradient = tf.TensorSpec(tf.TensorShape([None]).concatenate(gradient.values.shape[1:]))
     shape, own = gradient.shape, tf.TensorShape(variable.shape)
     if not shape.is_compatible_with(own):
         raise ValueError(

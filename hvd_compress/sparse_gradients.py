@@ -51,7 +51,8 @@ class SparseGradients:
         plan, settings = self._plan, self._plan.settings
         averaged = settings.op == hvd.Average
         with tf.device(settings.device_sparse):
-            counts = slices.heard(told[0], len(self._tables), self._group, averaged)
+            with tf.device("CPU"):  # sizes, which TensorFlow needs there
+                counts = slices.heard(told[0], len(self._tables), self._group, averaged)
             feedback = [
                 slices.Feedback(
                     section.state.residuals[0] if section.state.residuals else None,
@@ -63,15 +64,11 @@ class SparseGradients:
             predivide = settings.gradient_predivide_factor
             exchanged = (self._tables, self._merged, feedback, counts)
             self._found = slices.reduce(*exchanged, settings.op, predivide, self._group)
-            reduced = [self._as_given(*pair) for pair in zip(self._given, self._found)]
+            rows = zip(self._tables, self._given, self._found)
+            reduced = [_like(own, table.shape, found) for table, own, found in rows]
         with tf.device("CPU"):
             self._count(counts)
         return reduced
-
-    def _as_given(self, own: tf.IndexedSlices, found: slices.Reduced) -> tf.IndexedSlices:
-        values = tf.reshape(found.values, [-1, *own.values.shape[1:]])
-        rows = tf.cast(found.rows, own.indices.dtype)
-        return tf.IndexedSlices(tf.cast(values, own.dtype), rows, own.dense_shape)
 
     def _count(self, counts: tf.Tensor) -> None:
         """Remembers what the step cost."""
@@ -111,3 +108,9 @@ class SparseGradients:
 
             found.append(tf.cond(due, take, recorder.not_measured))
         return found
+
+
+def _like(own: tf.IndexedSlices, shape: Sequence[int], found: slices.Reduced) -> tf.IndexedSlices:
+    """What was found, in the dtypes of this rank's own slices of a table of this shape."""
+    values = tf.cast(tf.reshape(found.values, [-1, *shape[1:]]), own.dtype)
+    return tf.IndexedSlices(values, tf.cast(found.rows, own.indices.dtype), own.dense_shape)

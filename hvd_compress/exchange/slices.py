@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -191,10 +191,10 @@ def reduce(
         group: The ranks.
     """
     mine = [_Mine(*row) for row in zip(tables, merged, feedback)]
-    averaged = op == hvd.Average
-    scale = predivide / group.size if averaged else 1.0
-    dense = [m.table.is_dense(count) for m, count in zip(mine, tf.unstack(counts))]
-    encoded = [tf.cond(d, m.nothing, functools.partial(m.encode, predivide)) for d, m in zip(dense, mine)]
+    scale = predivide / group.size if op == hvd.Average else 1.0
+    with tf.device("CPU"):
+        dense = [m.table.is_dense(count) for m, count in zip(mine, tf.unstack(counts))]
+    encoded = [_either(d, m, m.nothing, functools.partial(m.encode, predivide)) for d, m in zip(dense, mine)]
     gathered = hvd.grouped_allgather(
         [tf.ensure_shape(payload, [None, m.table.rows.nbytes]) for m, (payload, *_) in zip(mine, encoded)],
         **group.keywords("_rows"),
@@ -204,9 +204,16 @@ def reduce(
         own = dataclasses.replace(group, name=group.name and f"{group.name}_dense_{t}")
         in_rows = functools.partial(m.in_rows, payload, left, norms, counts[t], scale)
         as_dense = functools.partial(m.as_dense, op, predivide, scale, own)
-        possible = m.table.most_rows < group.size * m.table.shape[0]
-        found.append(Reduced(*(tf.cond(dense[t], as_dense, in_rows) if possible else in_rows())))
+        found.append(Reduced(*_either(dense[t], m, as_dense, in_rows)))
     return found
+
+
+def _either(dense: tf.Tensor, mine: _Mine, as_dense: Callable[[], Any], in_rows: Callable[[], Any]) -> Any:
+    """What holds for this step; without the branch that cannot."""
+    table = mine.table
+    # One more than all of them: see `merge`.
+    possible = table.most_rows < table.ranks * (table.shape[0] + 1)
+    return tf.cond(dense, as_dense, in_rows) if possible else in_rows()
 
 
 class _Mine(NamedTuple):
@@ -242,7 +249,8 @@ class _Mine(NamedTuple):
         distinct, place = tf.unique(rows, tf.int64)
         values = tf.cast(values, self.table.wide)
         total = tf.zeros([tf.size(distinct), self.table.columns], self.table.wide)
-        ends = tf.unstack(tf.cumsum(counts))
+        with tf.device("CPU"):
+            ends = tf.unstack(tf.cumsum(counts))
         for begin, end in zip([tf.zeros_like(ends[0]), *ends], ends):
             total = tf.tensor_scatter_nd_add(total, place[begin:end, None], values[begin:end])
         if scale != 1.0:
@@ -261,7 +269,8 @@ class _Mine(NamedTuple):
             return Reduced(every, tf.cast(total, table.wide), every[:0], values[:0], norms)
         residual, decay, seeds = self.feedback
         layout, ranks = table.layout, group.size
-        pieces = layout.cut([dense / predivide], range(layout.count))
+        dense = dense if predivide == 1.0 else dense / predivide
+        pieces = layout.cut([dense], range(layout.count))
         residuals: list[Any] = [None] * layout.count
         if residual is not None:
             residuals = layout.cut([residual.read_value()], range(layout.count))

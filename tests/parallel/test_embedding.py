@@ -132,8 +132,8 @@ def test_policy_and_auto(rank, gather):
     assert (everyone == everyone[0]).all()
     report = model.optimizer.compression_report()
     assert report.buckets[-1].rows_of == plan_of(model).paths[0]
-    assert report.buckets[-1].chosen == "quantize:bits=4"
-    assert f"rows of {plan_of(model).paths[0]} (0.0 MB): quantize:bits=4" in str(report)
+    assert report.buckets[-1].chosen == "int4"
+    assert f"rows of {plan_of(model).paths[0]} (0.0 MB): int4" in str(report)
 
 
 def test_rows_are_watched(rank, size):

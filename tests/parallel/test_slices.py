@@ -283,7 +283,7 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
     assert calls == [4]
     (plan,) = reducer.plans.values()
     specs = [section.compressor.spec for section in plan.tables]
-    assert specs == ["quantize:bits=8", "none", "quantize:bits=4", "none"]
+    assert specs == ["int8", "none", "int4", "none"]
     assert plan.slices.numpy()[:, 1].tolist() == [0, 1, 0, 0]
     for k, (result, shape) in enumerate(zip(found, shapes.values())):
         dense = np.zeros(shape)
@@ -324,3 +324,10 @@ def test_other_ranks_are_not_asked(rank, size, process_sets):
     found = training._reduce(tf.constant(indices, tf.int64), tf.constant(values))
     if mine.size() == 1:
         np.testing.assert_array_equal(found[1], values)
+
+
+def test_rows_of_another_length_are_refused(rank):
+    reducer = Reducer(Settings(hvdc.Compression.int8))
+    slices = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]))
+    with pytest.raises(ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"):
+        reducer([slices], [tf.Variable(tf.zeros([40, 16]), name="table")])
