@@ -329,5 +329,7 @@ def test_other_ranks_are_not_asked(rank, size, process_sets):
 def test_rows_of_another_length_are_refused(rank):
     reducer = Reducer(Settings(hvdc.Compression.int8))
     slices = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]))
-    with pytest.raises(ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"
+    ):
         reducer([slices], [tf.Variable(tf.zeros([40, 16]), name="table")])
