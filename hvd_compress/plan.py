@@ -18,7 +18,9 @@ from .auto.report import BucketReport
 from .buckets import Bucket
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression
+from .compressors.rows import for_rows
 from .exchange import choice, uncompressed
+from .exchange.slices import Table
 from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
@@ -46,6 +48,13 @@ class Section:
     state: LayoutState
 
 
+@dataclasses.dataclass
+class TableSection(Section):
+    """A variable whose gradient is IndexedSlices, and what is kept of its rows."""
+
+    table: Table
+
+
 class Plan:
     """How one list of gradients is reduced.
 
@@ -54,6 +63,9 @@ class Plan:
         buckets: Which pieces of which section cross at once, in this order.
         dense: Positions of the gradients that are reduced uncompressed, in buckets of their own.
         sparse: Positions of IndexedSlices.
+        tables: How these cross, in the same order.
+        slices: Of each table in the last step, int64 [tables, 3]: rows of all ranks together, whether they crossed as
+            a dense tensor, and this rank's slices before those of the same row were summed; None without tables.
         chosen: Positions of the buckets of `auto`, which are the last ones.
         chooser: What chooses for these; None where there are none.
         paths: The variables' paths or names.
@@ -98,9 +110,13 @@ class Plan:
         ]
         compressed = set(chosen)
         rest = [i for i in tensors if i not in compressed]
+        self.tables = [self._table(i) for i in self.sparse]
         limit = self._limit(Bucket(tuple(rest), tuple(self.shapes[i] for i in rest)))
         self.dense = buckets.assign(self.shapes, rest, limit, None if chosen else groups)
         self.step = tracing.variable(tf.constant(0, tf.int64), f"{name}_step")
+        with tf.device("CPU"):
+            seen = tf.zeros([len(self.tables), 3], tf.int64)
+            self.slices = tracing.variable(seen, f"{name}_slices") if self.tables else None
         self.chosen = [
             b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
         ]
@@ -119,6 +135,20 @@ class Plan:
         mine = [self.buckets[b] for b in self.chosen]
         shapes = [section.layout.shapes[pieces.start : pieces.stop] for section, pieces in mine]
         return start.chooser(auto, self.settings, shapes)
+
+    @property
+    def kept(self) -> list[Section]:
+        """What has state to be saved."""
+        return [*self.sections, *(section for section in self.tables if section.state.residuals)]
+
+    def _table(self, i: int) -> TableSection:
+        shape, path = self.shapes[i], self.paths[i]
+        wanted = self.settings.compressor_of(path)
+        compressor = for_rows(wanted) if self._is_compressed(i, wanted) else NoCompression()
+        layout = WholeTensors(Bucket((i,), (shape,)))
+        limit = self._limit(layout.bucket)
+        table = Table(shape, self.dtypes[i], compressor, self.settings.process_set.size(), limit)
+        return TableSection(compressor, layout, self._new_state(compressor, [shape], rows=True), table)
 
     def _limit(self, members: Bucket) -> int:
         """Bytes of float32 that cross at once at most."""
@@ -141,14 +171,18 @@ class Plan:
             return False
         return geometry.is_compressed(self.shapes[i], self.settings.min_compress_size)
 
-    def _new_state(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> LayoutState:
+    def _new_state(
+        self, compressor: Compressor, shapes: Sequence[tuple[int, ...]], rows: bool = False
+    ) -> LayoutState:
+        device = self.settings.device_sparse if rows else self.settings.device_dense
+
         def zeros(what: str, dtype: str) -> list[tf.Variable]:
-            with tf.device(self.settings.device_dense):
+            with tf.device(device):
                 return [tracing.variable(tf.zeros(shape, dtype), f"{self.name}_{what}") for shape in shapes]
 
         return LayoutState(
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back(compressor) else [],
-            zeros("velocity", "float32") if self.settings.momentum_correction else [],
+            zeros("velocity", "float32") if self.settings.momentum_correction and not rows else [],
         )
 
     def compressors(self) -> list[Compressor]:
@@ -170,12 +204,17 @@ class Plan:
         if self.chooser is not None:
             for b, chosen in zip(self.chosen, report.of_chooser(self.chooser, int(self.step))):
                 found[b] = chosen
+        for section in self.tables:
+            nbytes = 4 * section.layout.bucket.numel
+            (i,) = section.layout.bucket.members
+            found.append(BucketReport(nbytes, section.compressor.spec, rows_of=self.paths[i]))
         return found
 
     def bytes_sent(self) -> tuple[int, int]:
         """Bytes that each rank sends per step: as configured, and if nothing were compressed.
 
-        As a ring sends them; what IndexedSlices cost depends on the batch and is not counted.
+        As a ring sends them. IndexedSlices count as in the last step; uncompressed they are what Horovod would send,
+        values and numbers of rows as they come.
         """
         ranks = self.settings.process_set.size()
         plain = {
@@ -188,14 +227,19 @@ class Plan:
         for compressor, (section, pieces) in zip(self.compressors(), self.buckets):
             shapes = section.layout.shapes[pieces.start : pieces.stop]
             sent += choice.choose(compressor, shapes, ranks).bytes_sent(compressor, shapes, ranks)
-        return sent, uncompressed.bytes_sent(sum(plain.values()), ranks)
+        plainly = uncompressed.bytes_sent(sum(plain.values()), ranks)
+        for section, last in zip(self.tables, [] if self.slices is None else self.slices.numpy().tolist()):
+            rows = section.table.bytes_sent(*last)
+            sent, plainly = sent + rows[0], plainly + rows[1]
+        return sent, plainly
 
 
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
     if gradient is None:
         return ()
     if isinstance(gradient, tf.IndexedSlices):
-        return ()
+        # How many rows there are depends on the batch.
+        gradient = tf.TensorSpec(tf.TensorShape([None]).concatenate(gradient.values.shape[1:]))
     shape, own = gradient.shape, tf.TensorShape(variable.shape)
     if not shape.is_compatible_with(own):
         raise ValueError(

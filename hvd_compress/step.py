@@ -19,6 +19,7 @@ from .kernels import noise
 from .monitor import recorder
 from .pieces import FlatPieces
 from .plan import LayoutState, Plan
+from .sparse_gradients import SparseGradients
 
 # Of pieces with so many elements a part is tried.
 _LARGE_PIECE = 2**17
@@ -63,21 +64,19 @@ class Step:
             self._due = None if self._recorder is None else self._recorder.due()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()
-            dense, agreed = self._reduce_dense()
+            self._sparse = SparseGradients(plan, gradients, self._group("slices"), self._seeds)
+            dense, agreed, told = self._reduce_dense()
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
                     reduced[i] = tensor
             oks = []
-            if plan.sections:
+            if plan.kept:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
-            for i in plan.sparse:
-                settings = plan.settings
-                reduced[i] = uncompressed.reduce_slices(
-                    gradients[i], settings.op, settings.device_sparse, settings.process_set
-                )
-                if plan.sections:
-                    oks.append(nonfinite.all_finite([reduced[i]]))
+            for i, found in zip(plan.sparse, self._sparse.reduce(told)):
+                reduced[i] = found
+                if plan.kept:
+                    oks.append(nonfinite.all_finite([found]))
             # The dense ones go before the last bucket, so as not to cross all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
             fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
@@ -118,7 +117,7 @@ class Step:
                     assert before is not None
                     choices[b] = before[place]
                 stamps, norms = ([pair[i] for pair in found] for i in range(2))
-                self._recorder.record(step, committed, ready, stamps, norms, choices)
+                self._recorder.record(step, committed, ready, stamps, norms, choices, self._sparse.bytes_sent)
             plan.step.assign_add(1)
             tuning.step(plan.name)
         return reduced
@@ -140,30 +139,34 @@ class Step:
     def _watch_uncompressed(
         self, dense: Sequence[uncompressed.Dense], sparse: Sequence[Any]
     ) -> list[tuple[Stamps, tf.Tensor]]:
-        """Stamps and norms of what crosses as it is; `sparse`: reduced IndexedSlices."""
+        """Stamps and norms of what crosses in no bucket; `sparse`: reduced IndexedSlices."""
         pairs = [(found.outgoing, found.incoming) for found in dense]
         pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
+        norms = [self._nothing_lost() for _ in dense]
+        norms += [] if self._due is None else self._sparse.norms(self._due)
         found = []
-        for outgoing, incoming in pairs:
+        for (outgoing, incoming), norm in zip(pairs, norms):
             ready = clock.stamp(outgoing)
             arrived = clock.stamp(incoming, ready)
-            found.append((Stamps(ready, ready, arrived, arrived), self._nothing_lost()))
+            found.append((Stamps(ready, ready, arrived, arrived), norm))
         return found
 
-    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any]:
-        """The uncompressed gradients, and what the ranks tell each other for the choice (or None)."""
-        told = [] if self._plan.chooser is None else [self._plan.chooser.outgoing()]
-        found, agreed = [], None
+    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any, list[tf.Tensor]]:
+        """The uncompressed gradients, and what the ranks tell each other, for the choice (or None) and of slices."""
+        chooser = self._plan.chooser
+        told = [*([] if chooser is None else [chooser.outgoing()]), *self._sparse.outgoing]
+        found, agreed = [], list[tf.Tensor]()
         for b, bucket in enumerate(self._plan.dense):
             tensors = [self._gradients[i] for i in bucket.members]
             # What the ranks tell goes along with the first bucket.
             result = self._allreduce([*tensors, *told], f"dense_{b}")
             if told:
-                agreed, told = result.tensors.pop(), []
+                agreed, told = result.tensors[len(tensors) :], []
+                del result.tensors[len(tensors) :]
             found.append(result)
         if told:
-            (agreed,) = self._allreduce(told, "agreed").tensors
-        return found, agreed
+            agreed = self._allreduce(told, "agreed").tensors
+        return found, None if chooser is None else agreed.pop(0), agreed
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
@@ -331,12 +334,13 @@ class Step:
         if not flags:
             return tf.constant(True)
         ok = tf.reduce_all(tf.stack(flags))
-        if not changes:
+        if not changes and not self._sparse.has_residuals:
             return ok
 
         def keep() -> tf.Tensor:
             for variable, value in changes:
                 variable.assign(value)
+            self._sparse.keep()
             return tf.constant(True)
 
         return tf.cond(ok, keep, lambda: tf.constant(False))

@@ -52,7 +52,7 @@ def DistributedGradientTape(
         device_dense: As Horovod's.
         device_sparse: As Horovod's.
         compression: A compressor, or its spec string; None for what `HVD_COMPRESS` says, else none.
-        sparse_as_dense: As Horovod's: IndexedSlices become dense, and are compressed.
+        sparse_as_dense: As Horovod's: IndexedSlices become dense, and are compressed as such.
         op: hvd.Average or hvd.Sum.
         gradient_predivide_factor: As Horovod's.
         num_groups: Deprecated by Horovod; use `groups`.

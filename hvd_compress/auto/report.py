@@ -42,6 +42,7 @@ class BucketReport:
         measured: Seconds, a running average; None where none was measured yet.
         switches: How often the choice changed.
         candidates: All of them.
+        rows_of: The variable's path, where single rows of it cross (an embedding); else empty.
     """
 
     nbytes: int
@@ -50,6 +51,7 @@ class BucketReport:
     measured: float | None = None
     switches: int = 0
     candidates: tuple[Candidate, ...] = ()
+    rows_of: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class CompressionReport:
     """What is compressed how, bucket by bucket; printable.
 
     Attributes:
-        buckets: In the order in which they cross.
+        buckets: In the order in which they cross; rows of embeddings last.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -67,6 +69,9 @@ class CompressionReport:
         for i, bucket in enumerate(self.buckets):
             times = f"; predicted {_ms(bucket.predicted)}, measured {_ms(bucket.measured)}"
             switches = f"; {bucket.switches} switches" if bucket.candidates else ""
+            if bucket.rows_of:
+                lines.append(f"rows of {bucket.rows_of} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}")
+                continue
             lines.append(
                 f"bucket {i} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"
                 f"{times if bucket.candidates else ''}{switches}"

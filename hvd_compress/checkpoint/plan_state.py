@@ -20,7 +20,7 @@ class Member(NamedTuple):
     """One gradient of a plan; its position in the plan's list is what identifies it."""
 
     path: str  # of its variable, the counters that Keras puts into names included
-    shape: tuple[int, ...]  # () for IndexedSlices and None
+    shape: tuple[int, ...]  # () for None
     kind: str  # "dense", "sparse" (IndexedSlices) or "none"
 
     @property
@@ -96,7 +96,7 @@ def state_of(plan: Plan) -> PlanState:
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
     with tf.init_scope(), tf.device("CPU"):
-        for section in plan.sections:
+        for section in plan.kept:
             layout = section.layout
             members = layout.bucket.members
             for field, variables in vars(section.state).items():
@@ -106,8 +106,11 @@ def state_of(plan: Plan) -> PlanState:
                     joined = layout.join([tf.constant(p, dtype) for p in pieces], [dtype] * len(members))
                     tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, joined))
                     outside = [piece[free] for piece, free in zip(pieces, _free(layout))]
-                    padding.setdefault(field, []).append(np.concatenate(outside))
+                else:
+                    outside = [np.zeros(0, np.float32)]
+                padding.setdefault(field, []).append(np.concatenate(outside))
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.named.items()}
+    padding = {field: padding[field] for field in tensors}
     return PlanState(_members(plan), tensors, padding, _pieces(plan), named)
 
 
@@ -119,7 +122,7 @@ def restore(plan: Plan, state: PlanState) -> None:
     """
     own = {
         (field, i)
-        for section in plan.sections
+        for section in plan.kept
         for field, variables in vars(section.state).items()
         if variables
         for i in section.layout.bucket.members
@@ -135,7 +138,7 @@ def restore(plan: Plan, state: PlanState) -> None:
         )
     same_pieces = state.pieces == _pieces(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for number, section in enumerate(plan.sections):
+        for number, section in enumerate(plan.kept):
             layout = section.layout
             for field, variables in vars(section.state).items():
                 if not variables:
@@ -229,7 +232,7 @@ def _fits(state: PlanState, plan: Plan) -> bool:
 
 
 def _pieces(plan: Plan) -> list[Any]:
-    layouts = [section.layout for section in plan.sections]
+    layouts = [section.layout for section in plan.kept]
     return [[list(layout.bucket.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
 
 

@@ -90,10 +90,23 @@ def encode_blocks(
     """Quantizes gradient + decay * residual: the parts, what they leave out, and whether all is finite."""
     gradients = blocks.of(gradient, BLOCK)
     residuals = None if residual is None else blocks.of(residual, BLOCK)
-    step, base, finite = _grid(gradients, residuals, decay, bits, seed is not None)
-    codes, left = _quantize(gradients, residuals, step, base, decay, bits, seed, keep)
+    parts, left, finite = encode_matrix(gradients, residuals, decay, bits, seed, keep)
     if left is not None:
         left = blocks.back(left, gradient.shape)
+    return parts, left, finite
+
+
+def encode_matrix(
+    gradient: tf.Tensor,
+    residual: tf.Tensor | None,
+    decay: float,
+    bits: int,
+    seed: tf.Tensor | None,
+    keep: bool,
+) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
+    """`encode_blocks` of what is in blocks already, float32 [blocks, block size]; as many as there are then."""
+    step, base, finite = _grid(gradient, residual, decay, bits, seed is not None)
+    codes, left = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
     return [step, base, *codes], left, finite
 
 
@@ -119,7 +132,7 @@ def _quantize(
     values = fed_back(gradient, residual, decay)
     draws = None
     if seed is not None:
-        draws = tf.reshape(noise.uniform(seed, values.shape[0] * values.shape[1]), values.shape)
+        draws = tf.reshape(noise.uniform(seed, tf.size(values)), tf.shape(values))
     codes, decoded = linear.quantize(values, step, base, bits, draws)
     return bitpack.pack(codes, bits), values - decoded if keep else None
 
@@ -128,7 +141,12 @@ def decode_blocks(
     ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
 ) -> tf.Tensor:
     """The scaled sum of what `encode_blocks` made of tensors of this shape on several ranks."""
-    return blocks.back(_decode_sum([list(parts) for parts in ranks], bits, scale), shape)
+    return blocks.back(decode_matrix(ranks, bits, scale), shape)
+
+
+def decode_matrix(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
+    """The scaled sum of what `encode_matrix` made on several ranks, float32 [blocks, a, b]: rows of a * b elements."""
+    return _decode_sum([list(parts) for parts in ranks], bits, scale)
 
 
 @compiled
@@ -140,12 +158,14 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tenso
     return total * scale
 
 
-def clip_to_percentile(flat: tf.Tensor, percentile: float) -> tf.Tensor:
-    """Clips `flat` [n] to plus and minus a percentile of its magnitudes, interpolated linearly."""
-    n = flat.shape[0]
-    ordered = tf.sort(tf.abs(flat[:: max(1, n // 65536)]))
-    position = percentile / 100.0 * (ordered.shape[0] - 1)
+def clip_to_percentile(x: tf.Tensor, percentile: float) -> tf.Tensor:
+    """Clips vectors, `x` [..., n], to plus and minus a percentile of their magnitudes, interpolated linearly."""
+    n = x.shape[-1]
+    ordered = tf.sort(tf.abs(x[..., :: max(1, n // 65536)]))
+    last = ordered.shape[-1] - 1
+    position = percentile / 100.0 * last
     below = int(position)
-    above = min(below + 1, ordered.shape[0] - 1)
-    limit = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-    return tf.clip_by_value(flat, -limit, limit)
+    above = min(below + 1, last)
+    low, high = ordered[..., below, None], ordered[..., above, None]
+    limit = low + (high - low) * (position - below)
+    return tf.clip_by_value(x, -limit, limit)

@@ -68,14 +68,6 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
     return Dense(reduced, outgoing, incoming)
 
 
-def reduce_slices(slices: tf.IndexedSlices, op: Any, device: str, process_set: Any) -> tf.IndexedSlices:
-    """The IndexedSlices of all ranks, of the dtypes of `checks.REDUCIBLE`."""
-    # Identities: Horovod asks tensors of a graph for their names, which constants from outside have not.
-    slices = tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices), slices.dense_shape)
-    reduced = hvd.allreduce(wide(slices), device_sparse=device, op=op, process_set=process_set)
-    return of_dtype(reduced, slices.dtype)
-
-
 def wide(tensor: Any) -> Any:
     """A tensor or IndexedSlices as float32 if it is bfloat16, for which Horovod has no op."""
     return of_dtype(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor

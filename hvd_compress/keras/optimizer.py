@@ -57,7 +57,8 @@ def DistributedOptimizer(
         compression: A compressor of `hvdc.Compression`, one of your own (`hvdc.Compressor`), or a spec string such
             as "int8" or "hybrid:ratio=0.01,bits=4". None takes the environment variable `HVD_COMPRESS`, and where
             that is not set, does not compress.
-        sparse_as_dense: Make IndexedSlices dense; they are then compressed too.
+        sparse_as_dense: Make IndexedSlices (of embeddings) dense, and compress them as such. Otherwise their rows
+            cross, each compressed for itself, or the dense gradient in steps where that is less to send.
         gradient_predivide_factor: Splits the averaging: gradients are divided by it before the sum and
             multiplied by gradient_predivide_factor / size after it. Needs op Average.
         op: hvd.Average or hvd.Sum.
@@ -177,7 +178,9 @@ class DistributedMixin:
         self._hvdc.register_local_var(var)
 
     def bytes_sent(self) -> tuple[int, int]:
-        """Bytes that each rank sends per step: as configured, and what no compression would send.
+        """Bytes that each rank sends per step: as configured, and what stock Horovod would send.
+
+        Rows of embeddings count as in the last step.
 
         Raises:
             RuntimeError: No step has been made yet.

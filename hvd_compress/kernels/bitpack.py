@@ -44,7 +44,7 @@ def unpack(packed: list[tf.Tensor], bits: int) -> tf.Tensor:
         return fields_[0]
     codes = None
     for width, field in zip(fields(bits), fields_):  # spread over other numbers of rows: brought together
-        field = tf.reshape(field, [field.shape[0], 1, -1])
+        field = tf.reshape(field, [-1, 1, field.shape[1] * field.shape[2]])
         codes = field if codes is None else tf.bitwise.bitwise_or(tf.bitwise.left_shift(codes, width), field)
     return codes
 

@@ -33,14 +33,14 @@ def fold(seed: tf.Tensor, value: tf.Tensor | int) -> tf.Tensor:
     return tf.bitcast(mix(mix(a + tf.constant(_GOLDEN, tf.uint32)) + b), tf.int32)
 
 
-def bits(seed: tf.Tensor, n: int) -> tf.Tensor:
+def bits(seed: tf.Tensor, n: int | tf.Tensor) -> tf.Tensor:
     """`n` uint32 values, uniform over all 32 bits; `seed` is an int32 scalar."""
     start = mix(tf.bitcast(seed, tf.uint32) + tf.constant(_GOLDEN, tf.uint32))
     position = tf.bitcast(tf.range(n, dtype=tf.int32), tf.uint32)
     return mix(tf.bitwise.bitwise_xor(position * tf.constant(_GOLDEN, tf.uint32), start))
 
 
-def uniform(seed: tf.Tensor, n: int) -> tf.Tensor:
+def uniform(seed: tf.Tensor, n: int | tf.Tensor) -> tf.Tensor:
     """`n` float32 values, uniform in [0, 1) in steps of 2**-24; `seed` is an int32 scalar."""
     top = tf.bitwise.right_shift(bits(seed, n), tf.constant(8, tf.uint32))
     return tf.cast(tf.bitcast(top, tf.int32), tf.float32) * 2.0**-24

@@ -37,7 +37,9 @@ _REPEATS, _PATIENCE = 4, 0.3
 HEADER = ("step", "committed", "ready", "loss_total", "loss_count")
 STAMPS = ("begun", "sent", "arrived", "done")
 NORMS = ("gradient_norm", "norm", "lost_norm", "residual_norm")
-COLUMNS = (*STAMPS, *NORMS, "choice")
+# Bytes of IndexedSlices, which differ from step to step, as in `WatchedBucket`; NaN for other buckets.
+BYTES = ("sent_bytes", "plain_bytes")
+COLUMNS = (*STAMPS, *NORMS, "choice", *BYTES)
 
 # The running sum of the loss and the weight that it stands for (of Keras's metric), as tensors.
 Loss = Callable[[], "tuple[tf.Tensor, tf.Tensor] | None"]
@@ -50,9 +52,9 @@ class WatchedBucket(NamedTuple):
         name: "0", "1", ... in the order in which they cross; "dense-0", ... of uncompressed gradients; "sparse-0",
             ... of IndexedSlices.
         nbytes: Of its gradients; 0 for IndexedSlices, which differ from step to step.
-        plain: Bytes that a rank sends if it is not compressed.
+        plain: Bytes that a rank sends if it is not compressed; 0 for IndexedSlices.
         compressors: Spec strings of what it may be compressed with.
-        sent: Bytes that a rank sends with each of these.
+        sent: Bytes that a rank sends with each of these; 0 for IndexedSlices.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Recorder:
         stamps: Sequence[Stamps],
         norms: Sequence[tf.Tensor],
         choices: Sequence[tf.Tensor],
+        sparse: tf.Tensor,
     ) -> None:
         """Keeps one step; everything in the order of `buckets`.
 
@@ -105,13 +108,15 @@ class Recorder:
             stamps: Of each bucket.
             norms: float32 [4] each, see `norms_of`.
             choices: Which of the bucket's compressors was used, scalars.
+            sparse: `BYTES` of the last buckets, those of IndexedSlices, float64 [number of them, 2].
         """
         with tf.device("CPU"):
             nan = tf.constant(math.nan, tf.float64)
             loss = (self._loss() if self._loss is not None else None) or (nan, nan)
             row = [tf.stack([_double(x) for x in (step, committed, ready, *loss)])]
-            for stamp, norm, chosen in zip(stamps, norms, choices):
-                row += [tf.stack(list(stamp)), _double(norm), _double(chosen)[None]]
+            unknown = [tf.stack([nan, nan])] * (len(self.buckets) - sparse.shape[0])
+            for stamp, norm, chosen, nbytes in zip(stamps, norms, choices, [*unknown, *tf.unstack(sparse)]):
+                row += [tf.stack(list(stamp)), _double(norm), _double(chosen)[None], nbytes]
             index = tf.cast(self._count.read_value() % ROWS, tf.int32)
             written = self._rows.scatter_nd_update([[index]], tf.concat(row, 0)[None])
             with tf.control_dependencies([written]):
@@ -206,21 +211,22 @@ def norms_of(
         if not isinstance(compressor, BuiltinCompressor):  # may keep something from call to call
             return tf.constant(math.nan)
         again = share._replace(keep=True)
-        return _norm([again.encode(compressor, i).residual for i in range(len(share.pieces))])
+        return norm_of([again.encode(compressor, i).residual for i in range(len(share.pieces))])
 
     def take() -> tf.Tensor:
         summed = [
             piece if kept is None else piece + share.decay * tf.cast(kept, tf.float32)
             for piece, kept in zip(share.pieces, share.residuals)
         ]
-        residual = tf.constant(0.0) if left is None else _norm(left)
-        return tf.stack([_norm(fresh), _norm(summed), lost() if left is None else residual, residual])
+        residual = tf.constant(0.0) if left is None else norm_of(left)
+        return tf.stack([norm_of(fresh), norm_of(summed), lost() if left is None else residual, residual])
 
     return tf.cond(due, take, not_measured)
 
 
-def _norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors]))
+def norm_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The 2-norm over all of these tensors; 0 where there are none."""
+    return tf.sqrt(2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tensor) for tensor in tensors)]))
 
 
 def _double(value: Any) -> tf.Tensor:
@@ -246,6 +252,6 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         nbytes = sum(size * plan.dtypes[i].size for i, size in zip(bucket.members, bucket.sizes))
         plain = uncompressed.bytes_sent(nbytes, ranks)
         found.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
-    for s in range(len(plan.sparse)):
-        found.append(WatchedBucket(f"sparse-{s}", 0, 0, ("none",), (0,)))
+    for s, section in enumerate(plan.tables):
+        found.append(WatchedBucket(f"sparse-{s}", 0, 0, (section.compressor.spec,), (0,)))
     return found

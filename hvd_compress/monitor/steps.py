@@ -155,7 +155,9 @@ class Reader:
 
     def _buckets(self, found: dict[str, Array], finite: Array) -> Buckets:
         choice = found["choice"].astype(np.int64)
-        sent = [table[choice[:, b]] for b, table in enumerate(self._sent)]
+        sent = np.zeros(choice.shape)
+        for b, table in enumerate(self._sent):
+            sent[:, b] = table[choice[:, b]]
         order = np.argsort(found["sent"], axis=1, kind="stable")
         arrived = np.take_along_axis(found["arrived"], order, 1)
         begins = np.take_along_axis(found["sent"], order, 1)
@@ -167,8 +169,8 @@ class Reader:
         error = np.where(lost == 0.0, 0.0, _divided(lost, norm))
         return Buckets(
             choice,
-            np.stack(sent, 1) if sent else np.zeros_like(wire),
-            np.broadcast_to(self._plain, wire.shape),
+            _or_known(found["sent_bytes"], sent),
+            _or_known(found["plain_bytes"], np.broadcast_to(self._plain, sent.shape)),
             np.maximum(found["sent"] - found["begun"], 0.0),
             wire,
             np.maximum(found["done"] - found["arrived"], 0.0),
@@ -188,6 +190,11 @@ class Reader:
             self._loss = (float(total[-1]), float(count[-1]))
         loss = _divided(total - before[0], weight)
         return np.where(weight > 0.0, np.where(np.isnan(loss), np.inf, loss), np.nan)
+
+
+def _or_known(measured: Array, known: Array) -> Array:
+    """What was measured; what is `known` of each step where nothing was."""
+    return np.where(np.isnan(measured), known, measured)
 
 
 def _divided(a: Array, b: Array) -> Array:

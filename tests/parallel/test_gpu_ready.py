@@ -145,3 +145,18 @@ def test_device_dense_is_where_everything_runs():
     graph = traced("int8", device_dense="/cpu:0")
     placed = {op.device for op in graph.get_operations() if op.type.startswith(("Horovod", "Partitioned"))}
     assert placed == {"/device:CPU:0"}, placed
+
+
+@pytest.mark.parametrize("spec", ["none", "bf16", "int8", "quantize:bits=3,rounding=stochastic", "onebit"])
+def test_rows_of_embeddings(spec):
+    reducer = Reducer(Settings(hvdc.Compression.parse(spec), residual_dtype="bfloat16"))
+    reducer.watch()
+    tables = [tf.Variable(tf.zeros(shape)) for shape in [(70_000, 24), (500, 300)]]
+
+    @tf.function
+    def reduce(first, second):
+        slices = [tf.IndexedSlices(v, tf.range(tf.shape(v, tf.int64)[0])) for v in (first, second)]
+        return reducer(slices, tables)
+
+    specs = [tf.TensorSpec([None, table.shape[1]]) for table in tables]
+    check(reduce.get_concrete_function(*specs).graph, "HorovodGroupedAllgather", "TensorScatterAdd")

@@ -1,0 +1,44 @@
+"""What rows of a table (an embedding) become when they are sent one by one: numbers only."""
+
+from __future__ import annotations
+
+import math
+
+from .base import Format
+from .casts import Cast, NoCompression
+from .quantized import BLOCK, SIGN_BLOCK, OneBit, Quantize
+
+
+def index_bytes(table: int) -> int:
+    """Bytes of a row's number in a table of so many rows; they also hold `table`, which is none of them."""
+    return math.ceil(table.bit_length() / 8)
+
+
+def blocks_of(columns: int, largest: int) -> tuple[int, int]:
+    """Into how many blocks a row is divided, all of the same size, and this size: a multiple of 8."""
+    count = max(1, math.ceil(columns / largest))
+    return count, 8 * math.ceil(columns / count / 8)
+
+
+def row_bytes(form: Format, table: int, columns: int, itemsize: int = 4) -> int:
+    """The bytes of one row, its number included.
+
+    Args:
+        form: none, fp16, bf16, quantize or onebit.
+        table: How many rows the table has.
+        columns: Elements of a row.
+        itemsize: Bytes of an element that is sent as it is.
+
+    Raises:
+        TypeError: Rows are not sent in another form.
+    """
+    if isinstance(form, Cast):
+        size = itemsize if isinstance(form, NoCompression) else 2
+        return index_bytes(table) + columns * size
+    if isinstance(form, Quantize):
+        count, block = blocks_of(columns, BLOCK)
+        return index_bytes(table) + count * (8 + block * form.bits // 8)
+    if isinstance(form, OneBit):
+        count, block = blocks_of(columns, SIGN_BLOCK)
+        return index_bytes(table) + count * (4 + block // 8)
+    raise TypeError(f"{form} is no form for rows")
