@@ -164,7 +164,9 @@ def bucket_limit(bucket_bytes: int, numel: int) -> int:
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
 
 
-def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, ranks: int) -> Flat:
+def flat(
+    bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, ranks: int, workers: int = 1
+) -> Flat:
     """The flat pieces of some gradients.
 
     Args:
@@ -173,6 +175,7 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
         alignment: What they ask for.
         limit: Bytes of float32 that cross at once.
         ranks: Between how many.
+        workers: On each host, where the exchange may have two levels.
     """
 
     def pieces_for(owners: int) -> Flat:
@@ -181,8 +184,9 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
 
     shared = pieces_for(ranks)
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
-    scattered = any(traffic.choose(c, largest, ranks) == "scatter_reduce" for c in candidates)
-    return shared if scattered else pieces_for(1)
+    between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
+    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in candidates for each in between)
+    return shared if scattered else pieces_for(workers)
 
 
 def is_compressed(shape: Shape, min_compress_size: int) -> bool:

@@ -47,6 +47,41 @@ def scatter_reduce(compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
     return 2 * (ranks - 1) * flagged_bytes(part)
 
 
+def two_level(compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int) -> int:
+    """What each rank sends to other hosts: its share of the pieces, in the pattern that is best between so many."""
+    part = shapes[: len(shapes) // workers]
+    return PATTERNS[choose(compressor, part, hosts)](compressor, part, hosts)
+
+
+def fits_two_levels(compressor: Any, shapes: Sequence[Shape], workers: int) -> bool:
+    """Whether pieces of these shapes can cross in two levels between hosts of so many workers.
+
+    Not what is summed in an allreduce, whose ring leaves each host but once in any case; nor whole tensors.
+    """
+    distinct = set(shapes)
+    alike = len(distinct) == 1 and len(shapes) % workers == 0
+    return alike and not compressor.per_tensor and not is_summed(compressor, list(distinct))
+
+
+def leaving_host(compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int, pattern: str) -> int:
+    """What all workers of a host send to other hosts, with neighbours in the ring on the same host.
+
+    Args:
+        compressor: Of the pieces.
+        shapes: Of the pieces.
+        hosts: How many.
+        workers: On each of them.
+        pattern: One of `PATTERNS`, between all ranks, or "two_level".
+    """
+    ranks = hosts * workers
+    if pattern == "two_level":
+        return workers * two_level(compressor, shapes, hosts, workers)
+    if pattern == "scatter_reduce":  # each to all on other hosts, then a ring
+        once = flagged_bytes(len(shapes) // ranks * payload_bytes(compressor, shapes[:1]))
+        return (workers * (ranks - workers) + ranks - 1) * once
+    return PATTERNS[pattern](compressor, shapes, ranks)  # in a ring only one of them sends to another host
+
+
 PATTERNS: dict[str, Callable[[Any, Sequence[Shape], int], int]] = {
     "allreduce": allreduce,
     "allgather": allgather,

@@ -29,8 +29,9 @@ class Prediction:
         pattern: How the payload crosses.
         payload: Bytes that the whole bucket becomes.
         encode: Seconds.
-        wire: Seconds.
+        wire: Seconds; in two levels those between hosts.
         decode: Seconds.
+        inside: Seconds between the workers of a host, in two levels.
     """
 
     compressor: str
@@ -39,11 +40,12 @@ class Prediction:
     encode: float
     wire: float
     decode: float
+    inside: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds, without overlap."""
-        return self.encode + self.wire + self.decode
+        return self.encode + self.wire + self.decode + self.inside
 
 
 class CostModel:
@@ -99,7 +101,9 @@ class CostModel:
         chosen = _parse(compressor)
         if is_summed(chosen, [(1,)]):
             return ("allreduce",)
-        return ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
+        flat = ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
+        levels = _levels(self.topology)
+        return (*flat, "two_level") if levels and not chosen.per_tensor else flat
 
     def predict(
         self,
@@ -114,7 +118,8 @@ class CostModel:
         Args:
             compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
-            pattern: "allreduce", "allgather" or "scatter_reduce"; default: the fastest that is possible.
+            pattern: "allreduce", "allgather" or "scatter_reduce" between all ranks, or "two_level" (needs a topology of
+                several hosts of several workers); default: the fastest that is possible.
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
                 that of summing; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
@@ -153,20 +158,36 @@ class CostModel:
         topology = self.topology
         if form in ("bandwidth", "k_bit"):
             topology = _without_latency(topology)
+        if pattern == "two_level":
+            return self._predict_two_levels(compressor, nbytes, payload, topology, form)
         encode, decode = self._kernels(compressor, nbytes, pattern) if form == "full" else (0.0, 0.0)
         return Prediction(
             compressor.spec, pattern, payload, encode, _wire(topology, pattern, payload), decode
         )
 
+    def _predict_two_levels(
+        self, compressor: Format | Compressor, nbytes: float, payload: int, topology: Any, form: str
+    ) -> Prediction:
+        """Each worker sums and encodes its share, exchanges it with its like on the other hosts, and decodes all."""
+        inside, across = topology.inside, topology.across
+        cost = self.cost_of(compressor) if form == "full" else KernelCost()
+        part, share, hosts = nbytes / inside.ranks, payload / inside.ranks, across.ranks
+        summed = inside.reduce_scatter(nbytes)
+        found = []
+        for pattern in ("allgather", "scatter_reduce")[: 2 if hosts > 2 else 1]:
+            encode, decode = _coding(cost, part, pattern, hosts)
+            # Payloads of all hosts, or of their sum, are handed on and decoded.
+            many = hosts if pattern == "allgather" else 1
+            handed = inside.allgather(many * share)
+            decode += cost.decoding(nbytes - part, many)
+            wire = _wire(across, pattern, share)
+            found.append(
+                Prediction(compressor.spec, "two_level", payload, encode, wire, decode, summed + handed)
+            )
+        return min(found, key=lambda prediction: prediction.total)
+
     def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
-        n, cost = self.ranks, self.cost_of(compressor)
-        if pattern == "allreduce":
-            return cost.encoding(nbytes), cost.decoding(nbytes, 1)
-        if pattern == "allgather":
-            return cost.encoding(nbytes), cost.decoding(nbytes, n)
-        # The own part is not encoded at first, but the sum of it is; the others' are decoded for that.
-        first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
-        return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
+        return _coding(self.cost_of(compressor), nbytes, pattern, self.ranks)
 
     def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
         """What this compressor's kernels cost.
@@ -191,6 +212,23 @@ def bits_per_element(compressor: str | Format | Compressor) -> float:
     return float(bits * getattr(chosen, "ratio", 1.0))
 
 
+def _coding(cost: KernelCost, nbytes: float, pattern: str, n: int) -> tuple[float, float]:
+    """Seconds of encoding and of decoding between n ranks."""
+    if pattern == "allreduce":
+        return cost.encoding(nbytes), cost.decoding(nbytes, 1)
+    if pattern == "allgather":
+        return cost.encoding(nbytes), cost.decoding(nbytes, n)
+    # The own part is not encoded at first, but the sum of it is; the others' are decoded for that.
+    first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
+    return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
+
+
+def _levels(topology: Any) -> bool:
+    """Whether the topology is one of several hosts of several workers."""
+    inside, across = getattr(topology, "inside", None), getattr(topology, "across", None)
+    return inside is not None and across is not None and inside.ranks > 1 and across.ranks > 1
+
+
 def _parse(compressor: str | Format | Compressor) -> Any:
     """A compressor as it is; of a spec string the format, for which no TensorFlow is needed."""
     return formats.parse(compressor) if isinstance(compressor, str) else compressor
@@ -208,7 +246,9 @@ def _without_latency(topology: Any) -> Topology:
     def bare(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: bare(link) for name, link in value.items()}
-        return Link(0.0, value.beta) if isinstance(value, Link) else value
+        if isinstance(value, Link):
+            return Link(0.0, value.beta)
+        return _without_latency(value) if dataclasses.is_dataclass(value) else value
 
     fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
     changed: Topology = dataclasses.replace(topology, **{name: bare(value) for name, value in fields.items()})

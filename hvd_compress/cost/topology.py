@@ -51,6 +51,11 @@ class Ring:
         n, link = self.ranks, self.link
         return 2 * (n - 1) * link.alpha + (n - 1) / n * nbytes * (2 * link.beta + link.gamma)
 
+    def reduce_scatter(self, nbytes: float) -> float:
+        """(n - 1) (alpha + m / n (beta + gamma))."""
+        n, link = self.ranks, self.link
+        return (n - 1) * (link.alpha + nbytes / n * (link.beta + link.gamma))
+
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
         return (self.ranks - 1) * (self.link.alpha + nbytes * self.link.beta)
@@ -151,6 +156,16 @@ class TwoLevel:
     def ranks(self) -> int:
         """Workers on all hosts."""
         return self.hosts * self.workers
+
+    @property
+    def inside(self) -> Ring:
+        """Between the workers of a host."""
+        return Ring(self.local, self.workers)
+
+    @property
+    def across(self) -> Ring:
+        """Between the workers of one place on all hosts, while those of the other places do the same."""
+        return Ring(dataclasses.replace(self.link, beta=self.link.beta * self.workers), self.hosts)
 
     def allreduce(self, nbytes: float) -> float:
         """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""
