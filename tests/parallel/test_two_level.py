@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress import hosts, traffic
+from hvd_compress import hosts, plan, traffic
 from hvd_compress.auto import levels
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.cost import Calibration, KernelCost, Link
@@ -17,7 +17,7 @@ from hvd_compress.settings import Settings
 
 pytestmark = pytest.mark.np4
 
-SHAPES = [(100, 333), (512, 1030), (1500, 700), (7, 11)]
+SHAPES = [(100, 333), (512, 130), (300, 700), (7, 11)]
 SPECS = [
     "int8",
     "int4",
@@ -82,7 +82,7 @@ def halves(x):
 )
 def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank, size, gather):
     """50 steps; ranks 0 and 1 are on one host, 2 and 3 on the other, and pieces 0 and 1 those of even and odd ranks."""
-    shape, half, decay = (2, 2**13), 2**13, 0.9
+    shape, half, decay = (2, 2**13), 2**13, 0.5
     reducer = new_reducer(compressor, residual_decay=decay)
     variable = tf.Variable(tf.zeros(shape))
     kept = {(host, piece): np.zeros(half, np.float32) for host in range(2) for piece in range(2)}
@@ -133,12 +133,12 @@ def check_mass(reducer, gather, size, old, steps=3, scale=1.0):
     return old
 
 
-@pytest.mark.parametrize("compressor", [*SPECS, HalfPrecision()], ids=str)
+@pytest.mark.parametrize("compressor", ["int8", "topk:ratio=0.01", HalfPrecision()], ids=str)
 def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
-    reducer = new_reducer(compressor, bucket_bytes=2**21)
+    reducer = new_reducer(compressor, bucket_bytes=2**19)
     left = check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
     plan = plan_of(reducer)
-    assert len(plan.buckets) == 4
+    assert len(plan.buckets) > 1
     for section, pieces in plan.buckets:
         assert isinstance(
             plan.pattern(section.compressor, section.layout.shapes[pieces.start : pieces.stop]), TwoLevel
@@ -151,7 +151,7 @@ def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
     before = new_reducer("topk:ratio=0.01", hierarchical=False)
     nothing = [np.zeros(shape) for shape in SHAPES]
     old = check_mass(before, gather, size, nothing)
-    reducer = new_reducer("topk:ratio=0.01", bucket_bytes=2**21)
+    reducer = new_reducer("topk:ratio=0.01", bucket_bytes=2**19)
     plan_state.put(reducer, [plan_state.state_of(plan_of(before))])
     old = check_mass(reducer, gather, size, old)
     # And back.
@@ -162,17 +162,17 @@ def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
 
 def test_sum_and_predivision(two_hosts, gather, size):
     nothing = [np.zeros(shape) for shape in SHAPES]
-    check_mass(new_reducer("int4", op=hvd.Sum), gather, size, nothing, scale=1 / size)
+    check_mass(new_reducer("hybrid:ratio=0.05,bits=4", op=hvd.Sum), gather, size, nothing, scale=1 / size)
     for divided, usual in zip(
-        new_reducer("int8", gradient_predivide_factor=2.0)(
+        new_reducer("quantize:bits=8,rounding=stochastic", gradient_predivide_factor=2.0)(
             list(map(tf.constant, draw(hvd.rank(), 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES]
         ),
         [np.mean([draw(r, 0)[i] for r in range(size)], axis=0) for i in range(len(SHAPES))],
     ):
-        np.testing.assert_allclose(divided, usual, atol=0.03)
+        np.testing.assert_allclose(divided, usual, atol=0.04)
 
 
-@pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.01", "fp16"])
+@pytest.mark.parametrize("spec", ["int4", "bf16"])
 def test_nan_reaches_all_and_leaves_no_trace(spec, between, two_hosts, rank, size):
     reducer = new_reducer(spec, groups=1, residual_dtype="bfloat16")
     variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
@@ -191,7 +191,7 @@ def test_nan_reaches_all_and_leaves_no_trace(spec, between, two_hosts, rank, siz
     assert all(np.isfinite(g).all() for g in reducer(list(map(tf.constant, gradients)), variables))
 
 
-@pytest.mark.parametrize("spec", ["randomk:ratio=0.1", "block_sparse:ratio=0.1,block=2", "none"])
+@pytest.mark.parametrize("spec", ["randomk:ratio=0.1", "block_sparse:ratio=0.1,block=2"])
 def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
     reducer = new_reducer(spec)
     check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
@@ -234,22 +234,30 @@ def calibration(inside, across):
 @pytest.mark.parametrize(
     "inside, across, two", [(1e10, 1e7, {"int8", "topk:ratio=0.01"}), (1e9, 1e8, {"int8"}), (1e8, 1e9, set())]
 )
-def test_the_faster_way_is_chosen(inside, across, two, two_hosts, rank, tmp_path, monkeypatch, capfd, gather):
+def test_the_faster_way_is_chosen(inside, across, two, two_hosts, rank, capfd):
+    int8, topk, summed = map(hvdc.Compression.parse, ["int8", "topk:ratio=0.01", "none"])
+    # Whatever the others believe, rank 0's numbers decide.
+    own = calibration(inside, across) if rank == 0 else calibration(1.0, 1.0)
+    buckets = [[(2**20,)] * 4] * 2
+    flat = levels.flat_ones([(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts)
+    assert {"int8", "topk:ratio=0.01"} - {c.spec for c in flat} == two
+    line = [line for line in capfd.readouterr().err.splitlines() if "between 2 hosts of 2 workers" in line]
+    assert len(line) == (rank == 0)
+
+
+def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
     path = tmp_path / "link.json"
-    calibration(inside, across).save(path)
+    calibration(1e9, 1e8).save(path)
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
-    spec = "auto:candidates=(none|int8|topk:ratio=0.01)"
-    reducer = new_reducer(spec, hierarchical="auto")
-    check_mass(reducer, gather, 4, [np.zeros(shape) for shape in SHAPES], steps=5)
+    reducer = new_reducer("auto:candidates=(int8|topk:ratio=0.01)", hierarchical="auto")
+    check_mass(reducer, gather, 4, [np.zeros(shape) for shape in SHAPES])
     plan = plan_of(reducer)
     chosen = {
         c.spec
         for c in plan.sections[0].compressor.candidates
         if isinstance(plan.pattern(c, plan.sections[0].layout.shapes), TwoLevel)
     }
-    assert chosen == two
-    line = [line for line in capfd.readouterr().err.splitlines() if "between 2 hosts of 2 workers" in line]
-    assert len(line) == (rank == 0)
+    assert chosen == {"int8"}
 
 
 def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, capfd):
@@ -263,14 +271,16 @@ def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, c
         levels.check(old, two_hosts)
 
 
-def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path):
+def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(plan, "calibrate", lambda *a: measured.append(hvdc.calibrate(*a)) or measured[-1])
     reducer = new_reducer("int8", hierarchical="auto")
     reducer(list(map(tf.constant, draw(rank, 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
     assert ("predicted" in capfd.readouterr().err) == (rank == 0)
     flat = hvd.allgather_object([c.spec for c in plan_of(reducer).flat])
     assert flat == [flat[0]] * size
 
-    found = hvdc.calibrate(["int8"])
+    (found,) = measured
     texts = hvd.allgather_object(str(found))
     assert texts == [str(found)] * size
     assert (found.levels.hosts, found.levels.workers) == (2, 2)
