@@ -3,7 +3,7 @@
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/exchange.py
     horovodrun -np 2 -H one:1,two:1 python benchmarks/exchange.py --model bert_base
     sudo python benchmarks/netlab.py --hosts 2 --workers 2 --rate 1gbit -- \
-        python benchmarks/exchange.py --specs int8 --hierarchical flat two-level auto
+        python benchmarks/exchange.py --specs int8 --levels flat two-level auto
 
 Runs under horovodrun; each worker has other gradients of the model's shapes. All methods take turns in one
 run; ratios are against stock Horovod without compression. Time is from a barrier until the worker has all
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument(
-        "--hierarchical",
+        "--levels",
         nargs="+",
         choices=sorted(LEVELS),
         default=["auto"],
@@ -81,10 +81,10 @@ def main() -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    from hvd_compress import hosts
+    import hvd_compress as hvdc
     from hvd_compress.tools.exchange import Method, barrier, gradients
 
-    hosts.init()
+    hvdc.init()
     shapes = MODELS[args.model]()
     variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]
     interfaces = Path("/proc/net/dev").read_text()
@@ -104,11 +104,11 @@ def main() -> None:
 
     methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
     ours = {
-        spec if args.hierarchical == ["auto"] else f"{spec} {how}": Method(
+        spec if args.levels == ["auto"] else f"{spec} {how}": Method(
             spec, variables, args.bucket_bytes, LEVELS[how]
         )
         for spec in args.specs
-        for how in args.hierarchical
+        for how in args.levels
     }
     workers = hvd.local_size()
     methods |= {spec: method.run for spec, method in ours.items()}

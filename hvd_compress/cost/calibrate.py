@@ -30,7 +30,7 @@ _FEWEST = 2
 _REPEATS = 9
 _REPEATS_OF_LARGE = 3
 _LARGE = 2**19
-# Seconds that the next larger size may take.
+# Seconds that the bytes of the next larger size may take.
 _PATIENCE = 0.1
 # Of gradient, on which kernels are timed.
 _PIECES = 4
@@ -117,8 +117,8 @@ def _measure_link(
     sizes: list[int] = []
     seconds: list[float] = []
     for size in _SIZES:
-        # Decided by a number that is the same on all ranks.
-        if len(sizes) >= _FEWEST and seconds[-1] * size / sizes[-1] > _PATIENCE:
+        # Decided by a number that is the same on all ranks; what the smallest takes does not grow with the size.
+        if len(sizes) >= _FEWEST and (seconds[-1] - seconds[0]) * size / sizes[-1] > _PATIENCE:
             break
         run = collective(name, size, group)
         run()
