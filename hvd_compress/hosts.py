@@ -41,6 +41,7 @@ class Hosts:
         return len(self.local.ranks)
 
 
+_called = False
 _found: Hosts | None = None
 _why = "hvdc.init() was not called in place of hvd.init()"  # there are no Hosts
 
@@ -61,13 +62,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         comm: As Horovod's.
         process_sets: As Horovod's: yours, besides.
     """
-    global _found, _why
+    global _called, _found, _why
     if hvd.is_initialized():
-        if current() is None:
+        if not _called:
             _why = "Horovod was initialized before hvdc.init()"
             _say(_why)
         return
-    _found = None
+    _called, _found = True, None
     hvd.init(comm, process_sets)
     places = [(0, 0)]
     if hvd.size() > 1:
