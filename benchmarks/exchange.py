@@ -2,11 +2,13 @@
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/exchange.py
     horovodrun -np 2 -H one:1,two:1 python benchmarks/exchange.py --model bert_base
+    sudo python benchmarks/netlab.py --hosts 2 --workers 2 --rate 1gbit -- \
+        python benchmarks/exchange.py --specs int8 --levels flat two-level auto
 
 Runs under horovodrun; each worker has other gradients of the model's shapes. All methods take turns in one
 run; ratios are against stock Horovod without compression. Time is from a barrier until the worker has all
-reduced gradients, residuals updated; the slowest worker counts. Bytes are those that left the network
-interface, as the kernel counts them.
+reduced gradients, residuals updated; the slowest worker counts. Bytes are those that left the first host's network
+interface, as the kernel counts them: those of all its workers.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import common
 from hvd_compress.tools.models import MODELS
 
 STOCK = {"horovod none": "none", "horovod fp16": "fp16"}
+LEVELS = {"auto": "auto", "flat": False, "two-level": True}
 SPECS = [
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
     "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4",
@@ -36,6 +39,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
+    parser.add_argument(
+        "--levels",
+        nargs="+",
+        choices=sorted(LEVELS),
+        default=["auto"],
+        help="how our compressors cross between hosts of several workers (default: auto)",
+    )
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--bucket-bytes", type=int, help="default: that of DistributedOptimizer")
     parser.add_argument(
@@ -71,9 +81,10 @@ def main() -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    import hvd_compress as hvdc
     from hvd_compress.tools.exchange import Method, barrier, gradients
 
-    hvd.init()
+    hvdc.init()
     shapes = MODELS[args.model]()
     variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]
     interfaces = Path("/proc/net/dev").read_text()
@@ -92,7 +103,14 @@ def main() -> None:
         return reduce
 
     methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
-    ours = {spec: Method(spec, variables, args.bucket_bytes) for spec in args.specs}
+    ours = {
+        spec if args.levels == ["auto"] else f"{spec} {how}": Method(
+            spec, variables, args.bucket_bytes, LEVELS[how]
+        )
+        for spec in args.specs
+        for how in args.levels
+    }
+    workers = hvd.local_size()
     methods |= {spec: method.run for spec, method in ours.items()}
 
     show = hvd.rank() == 0
@@ -113,7 +131,7 @@ def main() -> None:
             "memory": memory("VmHWM") - resident,
         }
         if name in ours:
-            facts[name]["predicted_sent"] = ours[name].plan.bytes_sent()[0]
+            facts[name]["predicted_sent"] = workers * ours[name].plan.bytes_sent()[0]
 
     times = common.interleave(methods, args.rounds, barrier, show)
     # The slowest worker of each round.

@@ -192,7 +192,11 @@ def main() -> int:
         help="of each link, as tc writes it: 100mbit, 10gbit (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers-per-host", type=int, default=1, help="they share the host's link (default: %(default)s)"
+        "--workers-per-host",
+        "--workers",
+        type=int,
+        default=1,
+        help="they share the host's link and core (default: %(default)s)",
     )
     parser.add_argument("command", nargs="+", help="after --, what horovodrun starts on every host")
     args = parser.parse_args()

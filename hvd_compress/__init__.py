@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .compressors import Compressor
     from .cost import CostModel, Link
     from .cost.calibrate import calibrate
+    from .hosts import init
     from .keras import callbacks
     from .keras.optimizer import DistributedOptimizer
     from .monitor.profile import profile
@@ -43,6 +44,7 @@ __all__ = [
     "cost",
     "elastic",
     "grouped_allreduce",
+    "init",
     "load_residuals",
     "profile",
     "save_residuals",
@@ -62,6 +64,7 @@ _WITH_HOROVOD = {
     "callbacks": "keras.callbacks",
     "elastic": "elastic",
     "grouped_allreduce": "collectives",
+    "init": "hosts",
     "load_residuals": "checkpoint.residuals",
     "profile": "monitor.profile",
     "save_residuals": "checkpoint.residuals",

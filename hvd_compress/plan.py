@@ -11,14 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import buckets, checks, geometry, tracing
-from .auto import report, start
+from . import buckets, checks, geometry, hosts, tracing, traffic
+from .auto import levels, report, start
 from .auto.chooser import Chooser
 from .auto.report import BucketReport
 from .buckets import Bucket
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression
 from .compressors.rows import for_rows
+from .cost.calibrate import calibrate
 from .exchange import choice, uncompressed
 from .exchange.slices import Table
 from .monitor.recorder import Recorder
@@ -68,6 +69,8 @@ class Plan:
             a dense tensor, and this rank's slices before those of the same row were summed; None without tables.
         chosen: Positions of the buckets of `auto`, which are the last ones.
         chooser: What chooses for these; None where there are none.
+        hosts: Between which compressed gradients may cross in two levels; None where they may not.
+        flat: Compressors that cross in one level all the same.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
         turns: How often the plan is part of a function, before the last time; by the function's graph.
@@ -81,6 +84,10 @@ class Plan:
     ) -> None:
         self.name = name
         self.settings = settings
+        self._placed = hosts.of_settings(settings)
+        two_levels = settings.hierarchical is not False and not settings.momentum_correction
+        self.hosts = self._placed if two_levels else None
+        self.flat: list[Compressor] = []
         self.shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
         self.paths = [plan_state.path_of(v) for v in variables]
         self.dtypes: list[Any] = [None if g is None else g.dtype for g in gradients]
@@ -120,6 +127,7 @@ class Plan:
         self.chosen = [
             b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
         ]
+        self._choose_levels()
         self.chooser = self._new_chooser() if self.chosen else None
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
@@ -134,7 +142,33 @@ class Plan:
         assert isinstance(auto, Auto)
         mine = [self.buckets[b] for b in self.chosen]
         shapes = [section.layout.shapes[pieces.start : pieces.stop] for section, pieces in mine]
-        return start.chooser(auto, self.settings, shapes)
+        calibration = start.calibration(auto, self.settings, shapes[0][0])
+        if self.hosts is not None and self.settings.hierarchical is True:
+            levels.check(calibration, self.hosts)
+        elif self.hosts is not None:
+            candidates = [(candidate, shapes) for candidate in auto.candidates]
+            self.flat += levels.flat_ones(candidates, calibration, self.settings, self.hosts)
+        return start.chooser(auto, self.settings, shapes, calibration, self.pattern)
+
+    def _choose_levels(self) -> None:
+        """Compares one level and two for compressors that are not chosen automatically, if it is ours to choose."""
+        if self.hosts is None or self.settings.hierarchical != "auto":
+            return
+        fixed = [section for section in self.sections if not isinstance(section.compressor, Auto)]
+        candidates = [
+            (s.compressor, [s.layout.shapes[p.start : p.stop] for other, p in self.buckets if other is s])
+            for s in fixed
+        ]
+        candidates = [(c, buckets) for c, buckets in candidates if levels.fits(c, buckets, self.hosts)]
+        if candidates:
+            piece = candidates[0][1][0][0]
+            found = calibrate([c for c, _ in candidates], self.settings.process_set, piece[0])
+            self.flat += levels.flat_ones(candidates, found, self.settings, self.hosts)
+
+    def pattern(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """In which a bucket of pieces of these shapes crosses, see `exchange.choice`."""
+        hosts = None if compressor in self.flat else self.hosts
+        return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
 
     @property
     def kept(self) -> list[Section]:
@@ -163,7 +197,8 @@ class Plan:
         candidates = compressor.candidates if isinstance(compressor, Auto) else (compressor,)
         ranks = self.settings.process_set.size()
         limit = self._limit(members)
-        flat = geometry.flat(members, candidates, compressor.alignment, limit, ranks)
+        workers = self.hosts.workers if self.hosts is not None else 1
+        flat = geometry.flat(members, candidates, compressor.alignment, limit, ranks, workers)
         return FlatPieces(flat.bucket, flat.multiple, flat.alignment, flat.largest)
 
     def _is_compressed(self, i: int, compressor: Compressor) -> bool:
@@ -214,7 +249,8 @@ class Plan:
         """Bytes that each rank sends per step: as configured, and if nothing were compressed.
 
         As a ring sends them. IndexedSlices count as in the last step; uncompressed they are what Horovod would send,
-        values and numbers of rows as they come.
+        values and numbers of rows as they come. Where `hvdc.init()` has found several hosts of several workers: what
+        leaves a host, divided by its workers (but for IndexedSlices).
         """
         ranks = self.settings.process_set.size()
         plain = {
@@ -223,15 +259,21 @@ class Plan:
             for i in bucket.members
         }
         dense = sum(plain[i] for bucket in self.dense for i in bucket.members)
-        sent = uncompressed.bytes_sent(dense, ranks)
+        sent, as_plain = (uncompressed.bytes_sent(nbytes, ranks) for nbytes in (dense, sum(plain.values())))
+        if self._placed is not None:  # a ring leaves each host once
+            sent, as_plain = sent // self._placed.workers, as_plain // self._placed.workers
         for compressor, (section, pieces) in zip(self.compressors(), self.buckets):
             shapes = section.layout.shapes[pieces.start : pieces.stop]
-            sent += choice.choose(compressor, shapes, ranks).bytes_sent(compressor, shapes, ranks)
-        plainly = uncompressed.bytes_sent(sum(plain.values()), ranks)
+            pattern = self.pattern(compressor, shapes)
+            if self._placed is None:
+                sent += pattern.bytes_sent(compressor, shapes, ranks)
+            else:
+                hosts, workers, name = self._placed.count, self._placed.workers, choice.name_of(pattern)
+                sent += traffic.leaving_host(compressor, shapes, hosts, workers, name) // workers
         for section, last in zip(self.tables, [] if self.slices is None else self.slices.numpy().tolist()):
             rows = section.table.bytes_sent(*last)
-            sent, plainly = sent + rows[0], plainly + rows[1]
-        return sent, plainly
+            sent, as_plain = sent + rows[0], as_plain + rows[1]
+        return sent, as_plain
 
 
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import checks, nonfinite
+from . import checks, hosts, nonfinite
 from .compressors import Auto, Compressor, NoCompression
 from .geometry import BUCKET_BYTES as BUCKET_BYTES
 from .geometry import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
@@ -45,6 +45,7 @@ class Settings:
     momentum_correction: float = 0.0
     policy: Any = ()  # (pattern, compressor) pairs; see `policies`
     on_nonfinite: str = "propagate"
+    hierarchical: bool | str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):
@@ -73,6 +74,11 @@ class Settings:
             raise ValueError(
                 f"on_nonfinite must be one of {nonfinite.POLICIES}, got {shown(self.on_nonfinite)}"
             )
+        self._keep("hierarchical", lambda _, value: _checked_hierarchical(value))
+        if self.hierarchical is True and self.process_set is not hvd.global_process_set:
+            raise ValueError("hierarchical=True needs the global process set: leave process_set out")
+        if self.hierarchical is True and self.momentum_correction:
+            raise ValueError("hierarchical=True and momentum_correction cannot go together: choose one")
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
         compressors = (self.compressor, *(compressor for _, compressor in self.policy))
@@ -149,6 +155,12 @@ def _checked_groups(groups: Any) -> Any:
         raise ValueError(
             f"groups should be a non-negative integer or a list of list of tf.Variable, got {shown(groups)}"
         ) from None
+
+
+def _checked_hierarchical(value: Any) -> bool | str:
+    if not isinstance(value, (bool, str)) or value not in hosts.CHOICES:
+        raise ValueError(f"hierarchical must be 'auto', True or False, got {shown(value)}")
+    return value
 
 
 def _residual_dtype(dtype: Any) -> str:

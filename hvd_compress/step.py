@@ -13,7 +13,7 @@ from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
 from .compressors import Auto, Compressor, Seeds
-from .exchange import choice, uncompressed
+from .exchange import uncompressed
 from .exchange.common import Group, Share
 from .kernels import noise
 from .monitor import recorder
@@ -32,6 +32,7 @@ class Crossed(NamedTuple):
     ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
     kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
     outgoing: tf.Tensor  # there when this rank has encoded the bucket
+    early: tf.Tensor  # there when it may begin with the next one: `outgoing`, or before
     stamps: Stamps | None = None  # of `auto`, and while somebody watches
     norms: Any = ()  # a tensor while somebody watches
 
@@ -236,7 +237,7 @@ class Step:
                 crossed[b] = found._replace(stamps=stamps)
             # Of a tensor that a function returns, TensorFlow takes nothing but the call to be waited for, once
             # it has dissolved the function in the graph.
-            after = [tf.identity(crossed[b].outgoing)]
+            after = [tf.identity(crossed[b].early)]
         return crossed
 
     def _choose(self, pieces: list[tf.Tensor], state: LayoutState, index: int, begun: tf.Tensor) -> Crossed:
@@ -245,10 +246,13 @@ class Step:
 
         def exchange(compressor: Compressor) -> Any:
             found, incoming = self._exchange(compressor, pieces, state, index)
-            return found.pieces, found.ok, found.kept, self._stamps(found, incoming), found.norms
+            stamps = self._stamps(found, incoming)
+            early = stamps[0] if self._plan.hosts is None else clock.stamp([found.early])
+            return found.pieces, found.ok, found.kept, stamps, early, found.norms
 
-        found, ok, kept, stamps, norms = self._plan.chooser.switch(self._plan.chosen.index(index), exchange)
-        return Crossed(found, ok, kept, stamps[0], Stamps(begun, *stamps), norms)
+        chosen = self._plan.chooser.switch(self._plan.chosen.index(index), exchange)
+        found, ok, kept, stamps, early, norms = chosen
+        return Crossed(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
 
     def _stamps(self, found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """When a bucket was encoded, had arrived, and was decoded."""
@@ -261,7 +265,6 @@ class Step:
     ) -> tuple[Crossed, tf.Tensor]:
         """A bucket's exchange, and what arrives last of it."""
         settings = self._plan.settings
-        shapes = [tuple(piece.shape.as_list()) for piece in pieces]
         predivide = settings.gradient_predivide_factor
         if predivide != 1.0:
             pieces = [piece / predivide for piece in pieces]
@@ -281,13 +284,14 @@ class Step:
         keep = bool(state.residuals) and settings.feeds_back(compressor)
         share = Share(pieces, residuals, decay, keep, self._seeds(index))
         group = self._group(f"bucket_{index}_{plain_name(compressor.spec)}")
-        pattern = choice.choose(compressor, shapes, ranks)
+        pattern = self._plan.pattern(compressor, share.shapes)
         found = pattern.reduce(compressor, share, scale, group)
         # Where others may feed back but this one does not, what is left is sent, and nothing kept.
         left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
         kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
         kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
-        crossed = Crossed(found.pieces, found.ok, kept, found.outgoing)
+        early = found.outgoing if found.early is None else found.early
+        crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
         if self._due is not None:
             fresh = velocities or pieces
             norms = recorder.norms_of(self._due, compressor, fresh, share, left if keep else None)

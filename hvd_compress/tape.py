@@ -42,6 +42,7 @@ def DistributedGradientTape(
     momentum_correction: float = 0.0,
     policy: Mapping[str, CompressionLike] | None = None,
     on_nonfinite: str = "propagate",
+    hierarchical: bool | str = "auto",
 ) -> Any:
     """A tape whose `gradient()` returns gradients reduced over the ranks, compressed on the way.
 
@@ -70,6 +71,7 @@ def DistributedGradientTape(
             gradients that are not finite. "skip": every rank gets zeros for all sources (an optimizer with
             momentum still moves). "raise": every rank raises tf.errors.InvalidArgumentError. Residuals stay as they
             were in any case.
+        hierarchical: See `hvdc.DistributedOptimizer`.
 
     Returns:
         A tape with the state of `gradtape`; besides `gradient`, it has `register_local_source(source)` and
@@ -102,6 +104,7 @@ def DistributedGradientTape(
         momentum_correction=momentum_correction,
         policy=policies(policy),
         on_nonfinite=on_nonfinite,
+        hierarchical=hierarchical,
     )
     return _DistributedGradientTape(gradtape, settings)
 

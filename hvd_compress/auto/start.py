@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,17 +21,22 @@ from . import policy
 from .chooser import Chooser
 
 
-def chooser(auto: Auto, settings: Settings, shapes: Sequence[Sequence[Shape]]) -> Chooser:
-    """A chooser for buckets of pieces of these shapes. A collective call, which takes some seconds."""
-    calibration = _calibration(auto, settings, shapes[0][0])
+def chooser(
+    auto: Auto,
+    settings: Settings,
+    shapes: Sequence[Sequence[Shape]],
+    found: Calibration,
+    pattern: Callable[[Compressor, Sequence[Shape]], Any],
+) -> Chooser:
+    """A chooser for buckets of pieces of these shapes, which cross in these patterns. A collective call."""
     nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
-    costs = _costs(auto, calibration, shapes, nbytes)
+    costs = _costs(auto, found, shapes, nbytes, pattern)
     lost = [_lost(candidate, shapes[0][0]) for candidate in auto.candidates]
     return Chooser(auto, settings.process_set, settings.op, nbytes, costs, lost)
 
 
-def _calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
-    """The one in the file that HVD_COMPRESS_CALIBRATION names, else a new one."""
+def calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
+    """The one in the file that HVD_COMPRESS_CALIBRATION names, else a new one: a collective call of some seconds."""
     path = os.environ.get("HVD_COMPRESS_CALIBRATION", "").strip()
     variable, group = "environment variable HVD_COMPRESS_CALIBRATION", settings.process_set
     loaded = agreement.on_all(
@@ -64,17 +70,22 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
 
 
 def _costs(
-    auto: Auto, calibration: Calibration, shapes: Sequence[Sequence[Shape]], nbytes: Sequence[int]
+    auto: Auto,
+    calibration: Calibration,
+    shapes: Sequence[Sequence[Shape]],
+    nbytes: Sequence[int],
+    pattern_of: Callable[[Compressor, Sequence[Shape]], Any],
 ) -> policy.Costs:
     """Predictions for each bucket and candidate, [B, C]."""
     model = calibration.model()
     rows = []
     for bucket, size in zip(shapes, nbytes):
         for candidate in auto.candidates:
-            pattern = choice.name_of(choice.choose(candidate, bucket, calibration.ranks))
+            pattern = choice.name_of(pattern_of(candidate, bucket))
             found = model.predict(candidate, size, pattern)
             transfer = model.predict(candidate, size, pattern, "bandwidth").wire
-            rows.append((found.encode, found.wire - transfer, transfer, found.decode))
+            # The link inside of a host does not change with the one between hosts.
+            rows.append((found.encode + found.inside, found.wire - transfer, transfer, found.decode))
     table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)
     return policy.Costs(*np.moveaxis(table, 2, 0))
 

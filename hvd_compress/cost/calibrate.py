@@ -11,15 +11,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import host_memory
+from .. import host_memory, hosts
 from .. import payload as _payload
 from ..compression import CompressionLike, resolve
 from ..compressors import Compressor, NoCompression
 from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
-from ..exchange import common
+from ..exchange import common, inside
 from ..pieces import LARGEST
-from .calibration import COLLECTIVES, Calibration
+from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
 from .link import Link
 from .topology import Ring
@@ -30,7 +30,7 @@ _FEWEST = 2
 _REPEATS = 9
 _REPEATS_OF_LARGE = 3
 _LARGE = 2**19
-# Seconds that the next larger size may take.
+# Seconds that the bytes of the next larger size may take.
 _PATIENCE = 0.1
 # Of gradient, on which kernels are timed.
 _PIECES = 4
@@ -45,7 +45,8 @@ def calibrate(
 ) -> Calibration:
     """Measures the collectives between the ranks, and the compressors' kernels.
 
-    Takes some seconds, most of them for compiling the kernels.
+    Takes some seconds, most of them for compiling the kernels. After `hvdc.init()` on several hosts of several workers
+    those inside of hosts and between hosts are measured, too.
     A collective call: all ranks of the process set must make it.
 
     Args:
@@ -67,7 +68,18 @@ def calibrate(
     links, residuals = {}, {}
     for name in COLLECTIVES:
         watch(name)
-        links[name], residuals[name] = _measure_link(name, group)
+        links[name], residuals[name] = _measure_link(name, group, group)
+    levels = None
+    where = hosts.current() if process_set is hvd.global_process_set else None
+    if where is not None:
+        watch("inside and across hosts")
+        local_group, across = group.among(where.local, "_local"), group.among(where.across, "_across")
+        levels = Levels(
+            where.count,
+            where.workers,
+            {name: _measure_link(name, local_group, group, _inside)[0] for name in INSIDE},
+            {name: _measure_link(name, across, group)[0] for name in ACROSS},
+        )
     chosen = [resolve(compressor) for compressor in compressors]
     host_memory.keep_freed_memory()
     # Kernels cost what they cost on the slowest rank, or ranks would predict different times.
@@ -79,7 +91,7 @@ def calibrate(
     local = np.array(times, np.float64)
     slowest = _slowest(local, group, "_kernels")
     kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, slowest)}
-    return Calibration(group.size, links, kernels, residuals)
+    return Calibration(group.size, links, kernels, residuals, levels)
 
 
 def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
@@ -88,22 +100,31 @@ def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
     return np.asarray(hvd.allreduce(tf.constant(values), op=hvd.Max, **group.keywords(phase)))
 
 
-def _measure_link(name: str, group: common.Group) -> tuple[Link, float]:
-    """Alpha and beta of one collective, as those of a ring, and the residual of the fit."""
+def _measure_link(
+    name: str,
+    group: common.Group,
+    everyone: common.Group,
+    collective: Callable[[str, int, common.Group], Callable[[], Any]] | None = None,
+) -> tuple[Link, float]:
+    """Alpha and beta of one collective, as those of a ring, and the residual of the fit.
+
+    In all groups such as this one, into which `everyone` is divided, at once.
+    """
+    collective = collective or _collective
     n = group.size
     if n == 1:
         return Link(0.0, 0.0), 0.0
     sizes: list[int] = []
     seconds: list[float] = []
     for size in _SIZES:
-        # Decided by a number that is the same on all ranks.
-        if len(sizes) >= _FEWEST and seconds[-1] * size / sizes[-1] > _PATIENCE:
+        # Decided by a number that is the same on all ranks; what the smallest takes does not grow with the size.
+        if len(sizes) >= _FEWEST and (seconds[-1] - seconds[0]) * size / sizes[-1] > _PATIENCE:
             break
-        run = _collective(name, size, group)
+        run = collective(name, size, group)
         run()
         repeats = _REPEATS if size < _LARGE else _REPEATS_OF_LARGE
         # The slowest rank of each time, then the usual one of them.
-        times = _slowest(np.array([_timed(run, group) for _ in range(repeats)]), group, "_times")
+        times = _slowest(np.array([_timed(run, everyone) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
         seconds.append(float(np.median(times)))
     per_message, per_byte = fit(sizes, seconds)
@@ -127,6 +148,21 @@ def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
         return common.alltoall([part] * (group.size - 1), group, f"_{name}_{size}")
 
     keywords = group.keywords(f"_{name}_{size}")
+    return run
+
+
+def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
+    """A collective between the workers of a host, see `exchange.inside`."""
+    named = group.among(group.process_set, f"_{size}")
+    payload = tf.zeros([size], tf.uint8)
+    pieces = [tf.zeros([max(1, size // 4 // group.size)])] * group.size
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        if name == "reduce_scatter":
+            return inside.reduce_scatter(pieces, named)[0]
+        return inside.allgather(payload, named)
+
     return run
 
 

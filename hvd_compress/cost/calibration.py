@@ -15,6 +15,8 @@ from .model import CostModel
 from .topology import Ring, check_count
 
 COLLECTIVES = ("allreduce", "allgather", "alltoall")
+# Of an exchange in two levels.
+INSIDE, ACROSS = ("reduce_scatter", "allgather"), ("allgather", "alltoall")
 _FORMAT = "hvd_compress calibration 1"
 
 
@@ -27,6 +29,12 @@ class Measured:
 
     links: Mapping[str, Link]
     ranks: int
+    inside: Measured | None = None  # between the workers of a host, if there are several hosts of several
+    across: Measured | None = None  # between those of one place on all hosts, while the others do the same
+
+    def reduce_scatter(self, nbytes: float) -> float:
+        """As `Ring.reduce_scatter` over the link that reduce_scatter was found to have."""
+        return Ring(self.links["reduce_scatter"], self.ranks).reduce_scatter(nbytes)
 
     def allreduce(self, nbytes: float) -> float:
         """As `Ring.allreduce` over the link that allreduce was found to have."""
@@ -42,6 +50,23 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Levels:
+    """What was measured inside of hosts and between them, with the collectives of an exchange in two levels.
+
+    Attributes:
+        hosts: How many.
+        workers: On each of them.
+        inside: Each collective's alpha and beta (summing included) between the workers of a host, all hosts at once.
+        across: Likewise between the workers of one place on all hosts, all places at once.
+    """
+
+    hosts: int
+    workers: int
+    inside: Mapping[str, Link]
+    across: Mapping[str, Link]
+
+
+@dataclasses.dataclass(frozen=True)
 class Calibration:
     """What `hvdc.calibrate` found; the same on all ranks.
 
@@ -51,21 +76,32 @@ class Calibration:
         kernels: By the compressor's spec string; the slowest rank's.
         residuals: How far each collective's alpha and beta are from what was measured: the root mean square of
             the relative errors over all sizes.
+        levels: None where there are not several hosts of several workers (see `hvdc.init`).
     """
 
     ranks: int
     links: Mapping[str, Link]
     kernels: Mapping[str, KernelCost]
     residuals: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    levels: Levels | None = None
 
     def model(self) -> CostModel:
         """The cost model of this network and these kernels."""
         link = self.links["allreduce"]
-        return CostModel(link, self.ranks, Measured(self.links, self.ranks), self.kernels)
+        both: dict[str, Measured] = {}
+        if self.levels is not None:
+            both["inside"] = Measured(self.levels.inside, self.levels.workers)
+            both["across"] = Measured(self.levels.across, self.levels.hosts)
+        return CostModel(link, self.ranks, Measured(self.links, self.ranks, **both), self.kernels)
 
     def __str__(self) -> str:
         lines = [f"calibration of {self.ranks} ranks"]
-        for name, link in self.links.items():
+        links = dict(self.links)
+        if self.levels is not None:
+            lines[0] += f", {self.levels.hosts} hosts of {self.levels.workers} workers"
+            links |= {f"{name} inside a host": link for name, link in self.levels.inside.items()}
+            links |= {f"{name} across hosts": link for name, link in self.levels.across.items()}
+        for name, link in links.items():
             rate = f"{8e-9 / link.beta:,.3g} Gbit/s" if link.beta else "no limit seen"
             lines.append(f"  {name}: {link.alpha * 1e6:,.0f} us per message, {rate}")
         for spec, cost in self.kernels.items():
@@ -105,11 +141,22 @@ class Calibration:
             links = {name: Link(**fields["links"][name]) for name in COLLECTIVES}
             kernels = {spec: _kernel_cost(spec, cost) for spec, cost in fields["kernels"].items()}
             residuals = {name: float(value) for name, value in fields.get("residuals", {}).items()}
+            levels = None if fields.get("levels") is None else _levels(fields["levels"], fields["ranks"])
         except KeyError as error:
             raise refuse(f"{error.args[0]} is missing") from None
         except (AttributeError, TypeError, ValueError) as error:
             raise refuse(str(error)) from None
-        return cls(fields["ranks"], links, kernels, residuals)
+        return cls(fields["ranks"], links, kernels, residuals, levels)
+
+
+def _levels(fields: Mapping[str, Any], ranks: int) -> Levels:
+    for name in ("hosts", "workers"):
+        check_count("levels", name, fields[name])
+    if fields["hosts"] * fields["workers"] != ranks:
+        raise ValueError(f"{fields['hosts']} hosts of {fields['workers']} workers are not {ranks} ranks")
+    inside = {name: Link(**fields["inside"][name]) for name in INSIDE}
+    across = {name: Link(**fields["across"][name]) for name in ACROSS}
+    return Levels(fields["hosts"], fields["workers"], inside, across)
 
 
 def _kernel_cost(spec: str, fields: Mapping[str, Any]) -> KernelCost:

@@ -17,17 +17,25 @@ import tensorflow as tf
 from ..compressors import Compressor, Encoded
 from ..traffic import allgather as bytes_sent  # noqa: F401  (what each rank sends)
 from . import coding, common
-from .common import Group, Reduced, Share
+from .common import Exchanged, Group, Reduced, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`."""
+    found = exchange(compressor, share, group)
+    ok = common.all_of([common.flag_of(payload) for payload in found.payloads])
+    pieces = decode(compressor, share.shapes, found.payloads, found.contexts, common.factor(scale, ok))
+    return Reduced(pieces, found.residuals, ok, found.outgoing, found.payloads[group.rank - 1])
+
+
+def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
+    """All of it but decoding."""
     coded = coding.encode(compressor, share, _join)
     payloads = common.allgather(coded.outgoing, group)
-    ok = common.all_of([common.flag_of(payload) for payload in payloads])
-    shapes = [tuple(piece.shape.as_list()) for piece in share.pieces]
-    pieces = coding.decode(compressor, shapes, payloads, coded.contexts, common.factor(scale, ok))
-    return Reduced(pieces, coded.residuals, ok, coded.outgoing, payloads[group.rank - 1])
+    return Exchanged(payloads, coded.contexts, coded.residuals, coded.outgoing)
+
+
+decode = coding.decode
 
 
 def _join(encoded: Sequence[Encoded], finite: tf.Tensor) -> tf.Tensor:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 from .. import traffic
 from ..compressors import Compressor
+from ..hosts import Hosts
 from . import allgather, allreduce, scatter_reduce
 from .common import Shape
+from .two_level import TwoLevel
 
 _MODULES = {"allgather": allgather, "allreduce": allreduce, "scatter_reduce": scatter_reduce}
 
 
-def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> ModuleType:
-    """The pattern for pieces of these shapes: the one in which a rank sends least."""
+def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int, hosts: Hosts | None = None) -> Any:
+    """The pattern for pieces of these shapes: in two levels between `hosts`, if that is possible.
+
+    Else the one in which a rank sends least. A pattern has `reduce` and `bytes_sent`.
+    """
+    if hosts is not None and traffic.fits_two_levels(compressor, shapes, hosts.workers):
+        return TwoLevel(hosts)
     return _MODULES[traffic.choose(compressor, shapes, ranks)]
 
 
-def name_of(pattern: ModuleType) -> str:
+def name_of(pattern: Any) -> str:
     """What the cost model calls it."""
-    return pattern.__name__.rpartition(".")[2]
+    return "two_level" if isinstance(pattern, TwoLevel) else pattern.__name__.rpartition(".")[2]

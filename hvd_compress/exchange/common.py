@@ -52,6 +52,10 @@ class Group:
             "ignore_name_scope": self.ignore_name_scope,
         }
 
+    def among(self, process_set: Any, what: str) -> Group:
+        """Some of the ranks; `what` keeps the names of their collectives apart from the others'."""
+        return dataclasses.replace(self, process_set=process_set, name=self.name and self.name + what)
+
 
 class Share(NamedTuple):
     """What a rank brings to the reduction of one bucket."""
@@ -62,10 +66,24 @@ class Share(NamedTuple):
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
 
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of the pieces."""
+        return [tuple(piece.shape.as_list()) for piece in self.pieces]
+
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes piece `i`."""
         seeds = self.seeds._replace(piece=i)
         return compressor.encode(self.pieces[i], seeds, self.residuals[i], self.decay, self.keep)
+
+
+class Exchanged(NamedTuple):
+    """What a pattern has brought to all ranks, not decoded yet."""
+
+    payloads: list[tf.Tensor]  # of each rank, as `with_flag` makes them
+    contexts: list[Any]  # of each piece, for decoding
+    residuals: list[tf.Tensor | None]
+    outgoing: tf.Tensor  # as of `Reduced`
 
 
 class Reduced(NamedTuple):
@@ -76,6 +94,7 @@ class Reduced(NamedTuple):
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first, for what should run after its encoding
     incoming: tf.Tensor  # what arrives last
+    early: tf.Tensor | None = None  # there before `outgoing`, when the next bucket may begin already
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
@@ -120,7 +139,7 @@ def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> list[tf.Tens
         theirs = _difference(hvd.allreduce(payload, op=hvd.Sum, **group.keywords(phase)), payload)
         return [payload, theirs] if group.rank == 0 else [theirs, payload]
     gathered = hvd.allgather(payload, **group.keywords(phase))
-    return _in_parts(gathered, group.size, payload.shape[0])
+    return in_parts(gathered, group.size, payload.shape[0])
 
 
 @compiled  # TensorFlow's own subtraction of bytes is not vectorized: 12 ms for 26 MB against 1
@@ -130,15 +149,21 @@ def _difference(total: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
 
 def alltoall(payloads: Sequence[tf.Tensor], group: Group, phase: str) -> list[tf.Tensor]:
     """Sends one payload, uint8 [nbytes], to each other rank; returns theirs. Both in the order of ranks."""
-    length = payloads[0].shape[0]
+    sent = payloads[0] if len(payloads) == 1 else tf.concat(list(payloads), 0)
+    return scatter(sent, group, phase)
+
+
+def scatter(joined: tf.Tensor, group: Group, phase: str) -> list[tf.Tensor]:
+    """Sends each other rank its part of `joined`, any dtype [(ranks - 1) * length]; returns theirs, [length] each."""
+    length = joined.shape[0] // (group.size - 1)
     with tf.device("CPU"):  # where Horovod reads them
         splits = tf.constant([0 if rank == group.rank else length for rank in range(group.size)], tf.int32)
-    sent = payloads[0] if len(payloads) == 1 else tf.concat(list(payloads), 0)
-    received = hvd.alltoall(sent, splits=splits, **group.keywords(phase))
+    received = hvd.alltoall(joined, splits=splits, **group.keywords(phase))
     received = received[0] if isinstance(received, (tuple, list)) else received
-    return _in_parts(received, len(payloads), length)
+    return in_parts(received, group.size - 1, length)
 
 
-def _in_parts(joined: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
+def in_parts(joined: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
+    """So many parts, [length] each, of `joined`, [count * length]."""
     joined = tf.ensure_shape(joined, [count * length])
     return [tf.strided_slice(joined, [i * length], [(i + 1) * length], [1]) for i in range(count)]

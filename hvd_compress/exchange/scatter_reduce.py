@@ -15,6 +15,9 @@ has no loss of its own to keep: one residual serves both, and over all ranks not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from .. import payload as _payload
@@ -22,13 +25,21 @@ from .. import residual
 from ..compressors import Compressor
 from ..traffic import scatter_reduce as bytes_sent  # noqa: F401  (what each rank sends)
 from . import common
-from .common import Group, Reduced, Share
+from .common import Exchanged, Group, Reduced, Shape, Share
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`; the pieces are of one shape, and a multiple of the ranks."""
+    found = exchange(compressor, share, group)
+    ok = common.all_of([common.flag_of(payload) for payload in found.payloads])
+    pieces = decode(compressor, share.shapes, found.payloads, found.contexts, common.factor(scale, ok))
+    return Reduced(pieces, found.residuals, ok, found.outgoing, found.payloads[group.rank - 1])
+
+
+def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
+    """All of it but the last decoding: what each owner has encoded, and a flag that is down if any is."""
     each = len(share.pieces) // group.size
-    layout = compressor.layout(tuple(share.pieces[0].shape.as_list()))
+    layout = compressor.layout(share.shapes[0])
     step = _payload.nbytes(layout)
 
     # What is never read of the own pieces' encoding is pruned from the graph.
@@ -56,11 +67,23 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
         residuals[i] = again.residual
 
     payloads = common.allgather(common.with_flag(parts, common.all_of(flags)), group, "_gather")
-    ok = common.all_of([common.flag_of(payload) for payload in payloads])
-    factor = common.factor(scale, ok)
+    return Exchanged(payloads, [e.ctx for e in encoded], residuals, outgoing[-1])
+
+
+def decode(
+    compressor: Compressor,
+    shapes: Sequence[Shape],
+    payloads: Sequence[tf.Tensor],
+    contexts: Sequence[Any],
+    factor: tf.Tensor,
+) -> list[tf.Tensor]:
+    """The pieces, times `factor`, of their owners' payloads."""
+    each = len(shapes) // len(payloads)
+    layout = compressor.layout(shapes[0])
+    step = _payload.nbytes(layout)
     pieces = []
-    for i, e in enumerate(encoded):
+    for i, ctx in enumerate(contexts):
         owner, j = divmod(i, each)
         piece = _payload.take(payloads[owner], layout, j * step)
-        pieces.append(common.decode_sum(compressor, [piece], e.ctx, factor))
-    return Reduced(pieces, residuals, ok, outgoing[-1], payloads[group.rank - 1])
+        pieces.append(common.decode_sum(compressor, [piece], ctx, factor))
+    return pieces

@@ -41,6 +41,7 @@ def DistributedOptimizer(
     momentum_correction: float = 0.0,
     policy: Mapping[str, CompressionLike] | None = None,
     on_nonfinite: str = "propagate",
+    hierarchical: bool | str = "auto",
 ) -> Any:
     """An optimizer that reduces gradients over all ranks before it applies them, compressed on the way.
 
@@ -87,6 +88,9 @@ def DistributedOptimizer(
             variables, the optimizer's state and `iterations` stay as they were. "raise": all ranks raise
             tf.errors.InvalidArgumentError. Residuals stay as they were in any case. A LossScaleOptimizer, in or around
             this one, decides by itself. Gradients of local variables do not count.
+        hierarchical: Whether to sum gradients inside of each host first, uncompressed, and to exchange compressed sums
+            between hosts. Needs `hvdc.init()` in place of `hvd.init()`, and several hosts of several workers each.
+            "auto" does so where it is predicted to be faster; True for all compressors whose payloads cannot be summed.
 
     Returns:
         An optimizer of a subclass of the optimizer's class, of the same name, so that a model saved with it loads
@@ -136,6 +140,7 @@ def DistributedOptimizer(
         momentum_correction=momentum_correction,
         policy=policies(policy),
         on_nonfinite=on_nonfinite,
+        hierarchical=hierarchical,
     )
     settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Same name and module as the original: Keras finds the original by them when it loads a saved model.

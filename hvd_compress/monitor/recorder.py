@@ -19,7 +19,7 @@ import tensorflow as tf
 from .. import tracing
 from ..compressors import Auto, Compressor, NoCompression
 from ..compressors.base import BuiltinCompressor
-from ..exchange import choice, uncompressed
+from ..exchange import uncompressed
 from ..exchange.common import Share
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         auto = section.compressor
         compressors = auto.candidates if isinstance(auto, Auto) else (auto,)
         shapes = section.layout.shapes[pieces.start : pieces.stop]
-        sent = tuple(choice.choose(c, shapes, ranks).bytes_sent(c, shapes, ranks) for c in compressors)
+        sent = tuple(plan.pattern(c, shapes).bytes_sent(c, shapes, ranks) for c in compressors)
         # Without what pieces are filled up with.
         nbytes = sum(
             elements * plan.dtypes[i].size for i, elements in section.layout.elements_in(pieces).items()

@@ -93,10 +93,11 @@ def measure(
     import numpy as np
     import tensorflow as tf
 
+    from .. import hosts
     from ..cost.calibrate import calibrate
     from . import exchange
 
-    hvd.init()
+    hosts.init()
     variables = [tf.Variable(value) for value in exchange.gradients(shapes, hvd.rank())]
     methods = {spec: exchange.Method(spec, variables, bucket_bytes) for spec in specs}
     errors: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,10 @@ def calibrate(
     console.under_horovodrun(EXAMPLE)
     import horovod.tensorflow as hvd
 
+    from .. import hosts
     from ..cost.calibrate import calibrate as measure
 
-    hvd.init()
+    hosts.init()
     chosen = specs or SPECS
     with console.Steps("measuring", len(COLLECTIVES) + len(chosen), hvd.rank() == 0) as steps:
         found = measure(chosen, elements=elements, watch=steps.step)
@@ -92,7 +94,8 @@ def as_fields(found: Calibration, rate: float | None) -> dict[str, Any]:
         }
         for spec, cost in found.kernels.items()
     }
-    return {"ranks": found.ranks, "links": links, "kernels": kernels}
+    levels = None if found.levels is None else dataclasses.asdict(found.levels)
+    return {"ranks": found.ranks, "links": links, "kernels": kernels, "levels": levels}
 
 
 def _links(found: Calibration, rate: float | None) -> Table:
@@ -109,6 +112,19 @@ def _links(found: Calibration, rate: float | None) -> Table:
                 *([f"{100 * reached / rate:.0f}%" if reached else ""] if rate else []),
             ]
         )
+    if found.levels is not None:
+        for where, links in (("inside", found.levels.inside), ("across", found.levels.across)):
+            for name, link in links.items():
+                rows.append(
+                    [
+                        f"{name} {where} hosts",
+                        units.show_seconds(link.alpha),
+                        f"{1e9 * link.beta:.3g} ns",
+                        units.show_rate(8.0 / link.beta) if link.beta else "no limit seen",
+                        "",
+                        *([""] if rate else []),
+                    ]
+                )
     columns = ["collective", "alpha, per message", "beta, per byte", "rate", "residual of the fit"]
     nominal = [f"of {units.show_rate(rate)}"] if rate else []
     return console.table(f"link between {found.ranks} ranks", [*columns, *nominal], rows)

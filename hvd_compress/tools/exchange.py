@@ -37,14 +37,23 @@ def slowest(seconds: Any, name: str) -> np.ndarray:
 
 
 class Method:
-    """The exchange with one compressor.
+    """The exchange with one compressor, between hosts of several workers in one level, in two, or as it is predicted.
 
     Attributes:
         run: One step's exchange, residuals updated; returns the averaged gradients.
     """
 
-    def __init__(self, spec: str, variables: Sequence[tf.Variable], bucket_bytes: int | None = None) -> None:
-        self._reducer = Reducer(Settings(Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES))
+    def __init__(
+        self,
+        spec: str,
+        variables: Sequence[tf.Variable],
+        bucket_bytes: int | None = None,
+        hierarchical: bool | str = "auto",
+    ) -> None:
+        settings = Settings(
+            Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES, hierarchical=hierarchical
+        )
+        self._reducer = Reducer(settings)
         self.run = tf.function(
             lambda: self._reducer([v.value() for v in variables], variables), autograph=False
         )

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_compress import hosts
+from hvd_compress.hosts import Hosts
+
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
@@ -19,8 +22,10 @@ def pytest_configure(config):
         config.option.basetemp = tempfile.mkdtemp(prefix="hvd_compress_")
     size = int(os.environ.get("HOROVOD_SIZE", "1"))
     sets = [hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))] if size > 1 else None
-    hvd.init(process_sets=sets)
-    config.hvdc_process_sets = sets
+    # Of four ranks: the workers of two hosts, of which the even and the odd ranks are those of one place.
+    hosts = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])] if size == 4 else []
+    hvd.init(process_sets=sets and sets + hosts)
+    config.hvdc_process_sets, config.hvdc_hosts = sets, hosts
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +42,16 @@ def size():
 def process_sets(request):
     """The sets of even and of odd ranks."""
     return request.config.hvdc_process_sets
+
+
+@pytest.fixture
+def two_hosts(request, monkeypatch):
+    """As if `hvdc.init()` had found two hosts of two workers; needs four ranks."""
+    (local,) = [each for each in request.config.hvdc_hosts if each.included()]
+    (across,) = [each for each in request.config.hvdc_process_sets if each.included()]
+    found = Hosts(local, across)
+    monkeypatch.setattr(hosts, "_found", found)
+    return found
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import hvd_compress as hvdc
 from hvd_compress.cost import KernelCost, Link, Ring
 from hvd_compress.cost.calibrate import fit
-from hvd_compress.cost.calibration import COLLECTIVES, Calibration
+from hvd_compress.cost.calibration import COLLECTIVES, Calibration, Levels
 
 LINKS = {"allreduce": Link(1e-4, 8e-9), "allgather": Link(2e-4, 1.6e-8), "alltoall": Link(0.0, 1e-8)}
 KERNELS = {"none": KernelCost(), "int8": KernelCost(1e-4, 5e-10, 1e-10, 2e-11)}
@@ -112,3 +112,32 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_all_collectives_are_kept():
     assert set(LINKS) == set(COLLECTIVES)
+
+
+def test_links_inside_and_across_are_kept(tmp_path):
+    file = tmp_path / "link.json"
+    inside = {"reduce_scatter": Link(1e-5, 2e-10), "allgather": Link(2e-5, 3e-10)}
+    across = {"allgather": Link(1e-4, 1.6e-8), "alltoall": Link(1e-4, 2e-8)}
+    both = Calibration(4, LINKS, KERNELS, {}, Levels(2, 2, inside, across))
+    both.save(file)
+    assert Calibration.load(file) == both
+    assert "2 hosts of 2 workers" in str(
+        both
+    ) and "allgather across hosts: 100 us per message, 0.5 Gbit/s" in str(both)
+    size, payload = 2**20, hvdc.Compression.int8.wire_bytes(2**18)
+    found = both.model().predict("int8", size, "two_level")
+    assert found.wire == pytest.approx(Ring(across["allgather"], 2).allgather(payload / 2))
+    assert found.inside == pytest.approx(1e-5 + size / 2 * 2e-10 + 2e-5 + 2 * payload / 2 * 3e-10)
+    # In one level nothing is different.
+    assert both.model().predict("int8", size, "allgather") == Calibration(4, LINKS, KERNELS).model().predict(
+        "int8", size, "allgather"
+    )
+
+    fields = json.loads(file.read_text())
+    fields["levels"]["workers"] = 3
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="2 hosts of 3 workers are not 4 ranks"):
+        Calibration.load(file)
+    del fields["levels"]  # as written before there were any
+    file.write_text(json.dumps(fields))
+    assert Calibration.load(file) == Calibration(4, LINKS, KERNELS)

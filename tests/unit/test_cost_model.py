@@ -168,3 +168,32 @@ def test_what_is_wrong_is_named():
         model.predict("int8", -1)
     with pytest.raises(ValueError, match="int8"):
         model.predict("int9", SIZE)
+
+
+def test_two_levels_add_up():
+    """2 hosts of 4 workers: sum inside, an allgather between hosts of shares, handing on; and half of the kernels."""
+    local, cost, size = Link(1e-6, 1e-10, 2e-10), KERNELS["quantize"], 2**22
+    model = CostModel(LINK, 8, TwoLevel(LINK, local, hosts=2, workers=4), KERNELS)
+    found = model.predict("int8", size, "two_level")
+    share = found.payload / 4
+    assert found.wire == pytest.approx(LINK.alpha + 4 * share * LINK.beta)  # of all four workers
+    handed = 3 * (local.alpha + 2 * share * local.beta)
+    summed = 3 * (local.alpha + size / 4 * (local.beta + local.gamma))
+    assert found.inside == pytest.approx(summed + handed)
+    assert found.encode == pytest.approx(cost.encoding(size / 4))
+    assert found.decode == pytest.approx(2 * cost.call + size * (cost.decode + 2 * cost.decode_rank))
+    assert found.total == pytest.approx(found.encode + found.wire + found.decode + found.inside)
+    # A third host: what each worker sends stops growing, once it pays.
+    third = CostModel(LINK, 12, TwoLevel(LINK, local, 3, 4), KERNELS).predict("int8", size, "two_level")
+    assert third.wire == pytest.approx(2 * 2 * (LINK.alpha + 4 * share / 3 * LINK.beta))
+    bare = model.predict("int8", size, "two_level", form="bandwidth")
+    assert (bare.encode, bare.decode) == (0.0, 0.0) and bare.wire == pytest.approx(4 * share * LINK.beta)
+
+
+def test_two_levels_need_two_levels():
+    two = CostModel(LINK, 8, TwoLevel(LINK, LINK, hosts=2, workers=4), KERNELS)
+    assert "two_level" in two.patterns("int8")
+    assert two.patterns("none") == ("allreduce",)
+    for one in (CostModel(LINK, 8, "ring", KERNELS), CostModel(LINK, 8, TwoLevel(LINK, LINK, 8, 1), KERNELS)):
+        with pytest.raises(ValueError, match="crosses as allgather or scatter_reduce, not as 'two_level'"):
+            one.predict("int8", 1e6, "two_level")

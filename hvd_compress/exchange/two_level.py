@@ -1,0 +1,75 @@
+"""Hosts with several workers: sums inside of each host first, so that what crosses between hosts is less.
+
+As the hierarchical allreduce of NCCL and Horovod (Jia et al. 2018, section 3.3), with compression between hosts only
+(as ZeRO++, Wang et al. 2023, section 3.3). Each worker carries its share of the bucket's pieces between the hosts, all
+of a host's at once.
+
+1. The workers of a host send each other their shares of gradient + residual, uncompressed, and sum them.
+2. Each worker and those of its place on the other hosts exchange these sums, compressed, in another pattern
+   (allgather between two hosts).
+3. The workers of a host hand each other the payloads of step 2, which are smaller than what they decode to.
+
+Only the share's owner keeps a residual for it: of all its host's workers' sum. What another worker had left (of an
+exchange in another pattern, in a checkpoint) goes with its gradient in step 1. So over all ranks nothing is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from .. import residual, traffic
+from ..compressors import Compressor
+from ..hosts import Hosts
+from . import allgather, common, inside, scatter_reduce
+from .common import Group, Reduced, Shape, Share
+
+_NESTED = {"allgather": allgather, "scatter_reduce": scatter_reduce}
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLevel:
+    """The pattern between these hosts."""
+
+    hosts: Hosts
+
+    def bytes_sent(self, compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
+        """What each rank sends to other hosts."""
+        del ranks
+        return traffic.two_level(compressor, shapes, self.hosts.count, self.hosts.workers)
+
+    def reduce(self, compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
+        """Sums the ranks' pieces, times `scale`; the pieces are of one shape, and a multiple of a host's workers."""
+        local, across = group.among(self.hosts.local, "_local"), group.among(self.hosts.across, "_across")
+        each = len(share.pieces) // local.size
+        own = range(local.rank * each, (local.rank + 1) * each)
+        # The owner's residual is added where its share is encoded.
+        pieces = [
+            piece if i in own else residual.add(piece, left, share.decay)
+            for i, (piece, left) in enumerate(zip(share.pieces, share.residuals))
+        ]
+        sums, arrived = inside.reduce_scatter(pieces, local)
+        part = share._replace(pieces=sums, residuals=share.residuals[own.start : own.stop])
+
+        nested = _NESTED[traffic.choose(compressor, part.shapes, across.size)]
+        found = nested.exchange(compressor, part, across)
+        joined = inside.allgather(tf.concat(found.payloads, 0), local)
+        length = found.payloads[0].shape[0]
+        payloads = [common.in_parts(payload, across.size, length) for payload in joined]
+
+        ok = common.all_of([common.flag_of(payload) for host in payloads for payload in host])
+        factor = common.factor(scale, ok)
+        reduced = [
+            piece
+            for theirs in payloads
+            # In which place of its share a piece is decides how it is decoded, not whose share it is.
+            for piece in nested.decode(compressor, part.shapes, theirs, found.contexts, factor)
+        ]
+        residuals = [
+            found.residuals[i - own.start] if i in own else tf.zeros_like(piece) if share.keep else None
+            for i, piece in enumerate(share.pieces)
+        ]
+        incoming = found.payloads[across.rank - 1]
+        return Reduced(reduced, residuals, ok, found.outgoing, incoming, early=arrived)

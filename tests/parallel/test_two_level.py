@@ -1,0 +1,293 @@
+"""The exchange in two levels, between two hosts of two workers, against simulations and sums in NumPy."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress as hvdc
+from hvd_compress import hosts, plan, traffic
+from hvd_compress.auto import levels
+from hvd_compress.checkpoint import plan_state
+from hvd_compress.cost import Calibration, KernelCost, Link
+from hvd_compress.cost.calibration import ACROSS, COLLECTIVES, INSIDE, Levels
+from hvd_compress.exchange.two_level import TwoLevel
+from hvd_compress.reducer import Reducer
+from hvd_compress.settings import Settings
+
+pytestmark = pytest.mark.np4
+
+SHAPES = [(100, 333), (512, 130), (300, 700), (7, 11)]
+SPECS = [
+    "int8",
+    "int4",
+    "quantize:bits=4,rounding=stochastic",
+    "onebit",
+    "topk:ratio=0.01",
+    "hybrid:ratio=0.05,bits=4",
+]
+
+
+class HalfPrecision(hvdc.Compressor):
+    """A user's own."""
+
+    def compress(self, tensor):
+        return tf.cast(tensor, tf.float16), tensor.shape
+
+    def decompress(self, payload, ctx):
+        return tf.reshape(tf.cast(payload, tf.float32), ctx)
+
+
+def new_reducer(compressor, **settings):
+    if isinstance(compressor, str):
+        compressor = hvdc.Compression.parse(compressor)
+    return Reducer(Settings(compressor, **{"hierarchical": True, **settings}))
+
+
+def draw(rank, step, shapes=SHAPES):
+    rng = np.random.default_rng([rank, step])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def plan_of(reducer):
+    (plan,) = reducer.plans.values()
+    return plan
+
+
+def residuals_of(reducer, shapes=SHAPES):
+    """Every gradient's residual, or zeros."""
+    found = {i: r for i, r in plan_state.state_of(plan_of(reducer)).tensors.get("residuals", {}).items()}
+    return [np.float32(found.get(i, np.zeros(shape))) for i, shape in enumerate(shapes)]
+
+
+def top(x, ratio):
+    kept = np.argsort(-np.abs(x), kind="stable")[: int(np.ceil(ratio * x.size))]
+    return np.where(np.isin(np.arange(x.size), kept), x, np.float32(0))
+
+
+def signs(x):
+    rows = x.reshape(-1, 1024)
+    means = np.abs(rows.astype(np.float64)).mean(1, keepdims=True)
+    return (np.where(rows < 0, -1.0, 1.0) * means).astype(np.float32).ravel()
+
+
+def halves(x):
+    return x.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "compressor, lossy",
+    [("topk:ratio=0.05", lambda x: top(x, 0.05)), ("onebit", signs), (HalfPrecision(), halves)],
+    ids=["topk", "onebit", "half"],
+)
+def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank, size, gather):
+    """50 steps; ranks 0 and 1 are on one host, 2 and 3 on the other, and pieces 0 and 1 those of even and odd ranks."""
+    shape, half, decay = (2, 2**13), 2**13, 0.5
+    reducer = new_reducer(compressor, residual_decay=decay)
+    variable = tf.Variable(tf.zeros(shape))
+    kept = {(host, piece): np.zeros(half, np.float32) for host in range(2) for piece in range(2)}
+    for step in range(50):
+        gradients = [draw(r, step, [shape])[0].reshape(2, half) for r in range(size)]
+        (output,) = reducer([tf.constant(gradients[rank].reshape(shape))], [variable])
+        expected = np.zeros([2, half], np.float32)
+        for (host, piece), left in kept.items():
+            x = gradients[2 * host][piece] + gradients[2 * host + 1][piece] + np.float32(decay) * left
+            sent = lossy(x)
+            kept[host, piece] = x - sent
+            expected[piece] += sent / 4
+        np.testing.assert_allclose(output.numpy().reshape(2, half), expected, atol=1e-5)
+        everyone = gather(output)
+        assert (everyone == everyone[0]).all()
+        mine = residuals_of(reducer, [shape])[0].reshape(2, half)
+        np.testing.assert_allclose(mine[rank % 2], kept[rank // 2, rank % 2], atol=1e-5)
+        assert not mine[1 - rank % 2].any()
+    (section,) = plan_of(reducer).sections
+    assert section.layout.shapes == [(half,)] * 2
+
+
+@pytest.fixture(params=["allgather", "scatter_reduce"])
+def between(request, monkeypatch):
+    """Both patterns between the hosts; of more than two the second one is usual."""
+    if request.param == "scatter_reduce":
+        usual = traffic.choose
+        monkeypatch.setattr(
+            traffic, "choose", lambda c, shapes, n: "scatter_reduce" if n == 2 else usual(c, shapes, 4)
+        )
+        monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))  # pieces for four
+    return request.param
+
+
+def check_mass(reducer, gather, size, old, steps=3, scale=1.0):
+    """What comes in equals what goes out and what stays, each step, on ranks that all get the same."""
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    for step in range(steps):
+        outputs = reducer([tf.constant(g) for g in draw(hvd.rank(), step)], variables)
+        for output in outputs:
+            everyone = gather(output)
+            assert (everyone == everyone[0]).all()
+        left = [gather(r).astype(np.float64).sum(0) for r in residuals_of(reducer)]
+        came = [sum(parts).astype(np.float64) for parts in zip(*(draw(r, step) for r in range(size)))]
+        for i, output in enumerate(outputs):
+            np.testing.assert_allclose(scale * size * output.numpy() + left[i], came[i] + old[i], atol=3e-5)
+        old = left
+    return old
+
+
+@pytest.mark.parametrize("compressor", ["int8", "topk:ratio=0.01", HalfPrecision()], ids=str)
+def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
+    reducer = new_reducer(compressor, bucket_bytes=2**19)
+    left = check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
+    plan = plan_of(reducer)
+    assert len(plan.buckets) > 1
+    for section, pieces in plan.buckets:
+        assert isinstance(
+            plan.pattern(section.compressor, section.layout.shapes[pieces.start : pieces.stop]), TwoLevel
+        )
+    assert (max(np.abs(r).max() for r in left) > 0) == plan.settings.feeds_back(plan.buckets[0][0].compressor)
+
+
+def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
+    """A checkpoint of a flat exchange: every rank has residuals of all pieces."""
+    before = new_reducer("topk:ratio=0.01", hierarchical=False)
+    nothing = [np.zeros(shape) for shape in SHAPES]
+    old = check_mass(before, gather, size, nothing)
+    reducer = new_reducer("topk:ratio=0.01", bucket_bytes=2**19)
+    plan_state.put(reducer, [plan_state.state_of(plan_of(before))])
+    old = check_mass(reducer, gather, size, old)
+    # And back.
+    after = new_reducer("topk:ratio=0.01", hierarchical=False)
+    plan_state.put(after, [plan_state.state_of(plan_of(reducer))])
+    check_mass(after, gather, size, old)
+
+
+def test_sum_and_predivision(two_hosts, gather, size):
+    nothing = [np.zeros(shape) for shape in SHAPES]
+    check_mass(new_reducer("hybrid:ratio=0.05,bits=4", op=hvd.Sum), gather, size, nothing, scale=1 / size)
+    for divided, usual in zip(
+        new_reducer("quantize:bits=8,rounding=stochastic", gradient_predivide_factor=2.0)(
+            list(map(tf.constant, draw(hvd.rank(), 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES]
+        ),
+        [np.mean([draw(r, 0)[i] for r in range(size)], axis=0) for i in range(len(SHAPES))],
+    ):
+        np.testing.assert_allclose(divided, usual, atol=0.04)
+
+
+@pytest.mark.parametrize("spec", ["int4", "bf16"])
+def test_nan_reaches_all_and_leaves_no_trace(spec, between, two_hosts, rank, size):
+    reducer = new_reducer(spec, groups=1, residual_dtype="bfloat16")
+    variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
+    reducer(list(map(tf.constant, draw(rank, 0))), variables)
+    before = residuals_of(reducer)
+    gradients = draw(rank, 1)
+    for bad in range(size):
+        for place in (0, -1):
+            broken = [g.copy() for g in gradients]
+            if rank == bad:
+                broken[2].flat[place] = np.nan if place else np.inf
+            outputs = reducer(list(map(tf.constant, broken)), variables)
+            assert np.isnan(outputs[2].numpy()).all()
+            for old, new in zip(before, residuals_of(reducer)):
+                np.testing.assert_array_equal(old, new)
+    assert all(np.isfinite(g).all() for g in reducer(list(map(tf.constant, gradients)), variables))
+
+
+@pytest.mark.parametrize("spec", ["randomk:ratio=0.1", "block_sparse:ratio=0.1,block=2"])
+def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
+    reducer = new_reducer(spec)
+    check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
+    plan = plan_of(reducer)
+    assert not any(isinstance(plan.pattern(s.compressor, s.layout.shapes), TwoLevel) for s in plan.sections)
+
+
+def test_without_hosts_it_says_so(rank, process_sets, monkeypatch):
+    variables, gradients = [tf.Variable(tf.zeros([64, 64]))], [tf.ones([64, 64])]
+    with pytest.raises(
+        ValueError, match="hierarchical=True needs .*hvdc.init\\(\\) was not called in place of hvd.init"
+    ):
+        new_reducer("int8")(gradients, variables)
+    flat = new_reducer("int8", hierarchical="auto")
+    flat(gradients, variables)
+    assert plan_of(flat).hosts is None
+    with pytest.raises(ValueError, match="needs the global process set: leave process_set out"):
+        new_reducer("int8", process_set=process_sets[rank % 2])
+
+
+def test_sets_that_horovod_does_not_know_any_more_are_not_used(two_hosts, monkeypatch):
+    assert hosts.current() is two_hosts
+    stranger = hvd.ProcessSet(two_hosts.local.ranks)
+    stranger.process_set_id = two_hosts.across.process_set_id
+    monkeypatch.setattr(hosts, "_found", hosts.Hosts(stranger, two_hosts.across))
+    assert hosts.current() is None
+
+
+def calibration(inside, across):
+    """Of the same kernels, and links of so many bytes per second."""
+
+    def link(rate):
+        return Link(1e-5, 1.0 / rate)
+
+    kernels = {spec: KernelCost(1e-5, 1e-10, 1e-11, 1e-11) for spec in ("none", "int8", "topk:ratio=0.01")}
+    both = Levels(2, 2, dict.fromkeys(INSIDE, link(inside)), dict.fromkeys(ACROSS, link(across / 2)))
+    return Calibration(4, dict.fromkeys(COLLECTIVES, link(across)), kernels, {}, both)
+
+
+@pytest.mark.parametrize(
+    "inside, across, two", [(1e10, 1e7, {"int8", "topk:ratio=0.01"}), (1e9, 1e8, {"int8"}), (1e8, 1e9, set())]
+)
+def test_the_faster_way_is_chosen(inside, across, two, two_hosts, rank, capfd):
+    int8, topk, summed = map(hvdc.Compression.parse, ["int8", "topk:ratio=0.01", "none"])
+    # Whatever the others believe, rank 0's numbers decide.
+    own = calibration(inside, across) if rank == 0 else calibration(1.0, 1.0)
+    buckets = [[(2**20,)] * 4] * 2
+    flat = levels.flat_ones([(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts)
+    assert {"int8", "topk:ratio=0.01"} - {c.spec for c in flat} == two
+    line = [line for line in capfd.readouterr().err.splitlines() if "between 2 hosts of 2 workers" in line]
+    assert len(line) == (rank == 0)
+
+
+def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
+    path = tmp_path / "link.json"
+    calibration(1e9, 1e8).save(path)
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
+    reducer = new_reducer("auto:candidates=(int8|topk:ratio=0.01)", hierarchical="auto")
+    check_mass(reducer, gather, 4, [np.zeros(shape) for shape in SHAPES])
+    plan = plan_of(reducer)
+    chosen = {
+        c.spec
+        for c in plan.sections[0].compressor.candidates
+        if isinstance(plan.pattern(c, plan.sections[0].layout.shapes), TwoLevel)
+    }
+    assert chosen == {"int8"}
+
+
+def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, capfd):
+    old = calibration(1e10, 1e7)
+    old = Calibration(old.ranks, old.links, old.kernels)
+    int8 = hvdc.Compression.int8
+    settings = Settings(int8)
+    assert levels.flat_ones([(int8, [[(2**20,)] * 4])], old, settings, two_hosts) == [int8]
+    assert ("make it anew" in capfd.readouterr().err) == (rank == 0)
+    with pytest.raises(ValueError, match="was not made between 2 hosts of 2 workers after hvdc.init"):
+        levels.check(old, two_hosts)
+
+
+def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(plan, "calibrate", lambda *a: measured.append(hvdc.calibrate(*a)) or measured[-1])
+    reducer = new_reducer("int8", hierarchical="auto")
+    reducer(list(map(tf.constant, draw(rank, 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
+    assert ("predicted" in capfd.readouterr().err) == (rank == 0)
+    flat = hvd.allgather_object([c.spec for c in plan_of(reducer).flat])
+    assert flat == [flat[0]] * size
+
+    (found,) = measured
+    texts = hvd.allgather_object(str(found))
+    assert texts == [str(found)] * size
+    assert (found.levels.hosts, found.levels.workers) == (2, 2)
+    assert all(
+        link.alpha + link.beta > 0 for link in [*found.levels.inside.values(), *found.levels.across.values()]
+    )
+    found.save(tmp_path / "link.json")
+    assert Calibration.load(tmp_path / "link.json") == found
+    predicted = [found.model().predict("int8", size, "two_level").total for size in (2**16, 2**20, 2**24)]
+    assert 0 < predicted[0] < predicted[1] < predicted[2]

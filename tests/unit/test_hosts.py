@@ -1,0 +1,71 @@
+"""Where workers run."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvd_compress as hvdc
+from hvd_compress import hosts, traffic
+from hvd_compress.settings import Settings
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms())
+def test_two_levels_only_where_all_hosts_have_as_many_workers(workers, random):
+    slots = [(host, local) for host, count in enumerate(workers) for local in range(count)]
+    random.shuffle(slots)  # ranks need not follow each other
+    # A cross rank counts the hosts that have a worker of this local rank, as Horovod does.
+    places = [(sum(workers[h] > local for h in range(host)), local) for host, local in slots]
+    found = hosts.grouped(places)
+    even = len(set(workers)) == 1
+    assert (not hosts._obstacle(found)) == (even and len(workers) > 1 and workers[0] > 1)
+    if even:
+        expected = [
+            [slots.index((host, local)) for local in range(workers[0])] for host in range(len(workers))
+        ]
+        assert found == expected
+
+
+def test_not_in_an_elastic_job(monkeypatch):
+    assert hosts._obstacle([[0, 1], [2, 3]]) == ""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert "do not outlive a reset" in hosts._obstacle([[0, 1], [2, 3]])
+
+
+def test_what_may_be_asked_for():
+    int8, topk = hvdc.Compression.int8, hvdc.Compression.topk(0.01)
+    assert Settings(int8).hierarchical == "auto"
+    for wrong in ("yes", 1.5, None, "True"):
+        with pytest.raises(ValueError, match="hierarchical must be 'auto', True or False, got"):
+            Settings(int8, hierarchical=wrong)
+    with pytest.raises(ValueError, match="hierarchical=True and momentum_correction cannot go together"):
+        Settings(topk, hierarchical=True, momentum_correction=0.9)
+    Settings(topk, momentum_correction=0.9)
+
+
+def test_what_leaves_a_host():
+    """Against what a link between hosts carries, counted message by message."""
+    int8, hosts_, workers = hvdc.Compression.int8, 3, 2
+    ranks = hosts_ * workers
+    pieces = [(2**16,)] * 12
+    payload = 2**16 + 2**16 // 256 * 8
+
+    def flagged(count):
+        return traffic.flagged_bytes(count * payload)
+
+    def host(rank):
+        return rank // workers
+
+    ring = sum(host(r) != host((r + 1) % ranks) for r in range(workers))  # messages per round
+    assert traffic.leaving_host(int8, pieces, hosts_, workers, "allgather") == ring * (ranks - 1) * flagged(
+        12
+    )
+    away = sum(host(a) == 0 != host(b) for a in range(ranks) for b in range(ranks))
+    both = (away + ring * (ranks - 1)) * flagged(2)
+    assert traffic.leaving_host(int8, pieces, hosts_, workers, "scatter_reduce") == both
+    # Six pieces for each worker, two of them for each of the three that have its place.
+    assert traffic.choose(int8, pieces[:6], hosts_) == "scatter_reduce"
+    assert traffic.leaving_host(int8, pieces, hosts_, workers, "two_level") == workers * 2 * 2 * flagged(2)
+    assert traffic.leaving_host(int8, pieces, 2, workers, "two_level") == workers * flagged(6)
+    assert not traffic.fits_two_levels(hvdc.Compression.randomk(0.1), pieces, 2)
+    assert not traffic.fits_two_levels(int8, pieces, 5)
+    assert not traffic.fits_two_levels(int8, [(8,), (9,)], 2)
