@@ -36,6 +36,7 @@ def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     command = [str(BIN / "horovodrun"), "--gloo", "-np", str(args.workers), sys.executable]
     command += ["examples/keras_mnist.py", "--data", "digits", "--compression", spec, "--seed", str(seed)]
     command += ["--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--lr", str(args.lr)]
+    command += ["--optimizer", args.optimizer]
     environment = {
         "TF_CPP_MIN_LOG_LEVEL": "2",
         **os.environ,
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.001, help="per worker (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="default: %(default)s")
     parser.add_argument(
         "--timeout", type=int, default=1800, help="seconds for one training (default: %(default)s)"
     )
@@ -102,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
 
     runs: list[dict[str, Any]] = []
-    settings = {name: getattr(args, name) for name in ("workers", "epochs", "batch_size", "lr")}
+    settings = {name: getattr(args, name) for name in ("workers", "epochs", "batch_size", "lr", "optimizer")}
     if args.resume and args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         runs = before.pop("runs")

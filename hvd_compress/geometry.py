@@ -169,7 +169,7 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
 
     Args:
         bucket: The gradients.
-        candidates: Compressors or formats, any of which may be used.
+        candidates: Compressors or formats, any of which may be used; in each of their stages.
         alignment: What they ask for.
         limit: Bytes of float32 that cross at once.
         ranks: Between how many.
@@ -181,7 +181,9 @@ def flat(bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, 
 
     shared = pieces_for(ranks)
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
-    scattered = any(traffic.choose(c, largest, ranks) == "scatter_reduce" for c in candidates)
+    scattered = any(
+        traffic.choose(c, largest, ranks) == "scatter_reduce" for each in candidates for c in each.stages
+    )
     return shared if scattered else pieces_for(1)
 
 

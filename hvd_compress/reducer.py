@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, checks, host_memory, tuning
+from . import agreement, checks, host_memory, progress, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .monitor.recorder import Loss, Recorder, measure_link
@@ -31,6 +31,7 @@ class Reducer:
         settings: How gradients are reduced.
         plans: By the variables' identities and the gradients' kinds.
         pending: Loaded for plans that are still to be made.
+        epoch: That has begun last, None where nobody says so; see `progress`.
         name: With which the names of its collectives begin.
         watch_all: How many watch whatever reducer of this process makes a step.
     """
@@ -48,6 +49,7 @@ class Reducer:
         set_made(made() + 1)
         self._watched = False
         self._loss: Loss | None = None
+        self.epoch: float | None = None
         _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
@@ -71,6 +73,9 @@ class Reducer:
         hvd.size()  # raises Horovod's own error where hvd.init() was not called
         checks.registered(process_set)
         if not process_set.included() or process_set.size() == 1:
+            if self.epoch is None and process_set.size() == 1:
+                self.epoch = 0.0
+                progress.warn_alone(self.settings)
             return list(gradients)
         if self.settings.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -82,10 +87,13 @@ class Reducer:
         if key not in self.plans:
             host_memory.keep_freed_memory()
             name, watched = self.agree(gradients, variables)
+            progress.check(self.settings, self.epoch)
             with tf.init_scope():
                 plan = Plan(name, self.settings, gradients, variables)
                 plan.link = measure_link(process_set) if watched else None
             plan_state.take_pending(self, plan)
+            with tf.init_scope():
+                progress.start(self, plan)
             tuning.settings(self.settings)
             self.plans[key] = plan
         plan = self.plans[key]
