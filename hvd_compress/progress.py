@@ -62,8 +62,8 @@ def check(settings: Settings, epoch: float | None) -> None:
     if _is_told(settings) and epoch is None:
         raise ValueError(
             "dgc: nobody says which epoch it is, on which the warm-up's density depends: put "
-            "hvdc.callbacks.BroadcastGlobalVariablesCallback(0) into the callbacks of fit, or in a loop of your own pass "
-            "dgc's steps_per_epoch=..., or warmup_epochs=0 for no warm-up"
+            "hvdc.callbacks.BroadcastGlobalVariablesCallback(0) into the callbacks of fit, or in a loop of your own "
+            "pass dgc's steps_per_epoch=..., or warmup_epochs=0 for no warm-up"
         )
 
 
@@ -81,8 +81,8 @@ def warn_alone(settings: Settings) -> None:
     dgc = settings.dgc
     if dgc is not None and dgc.momentum:
         warnings.warn(
-            f"dgc: a single rank exchanges nothing, and so there is no momentum ({dgc.momentum}) either: for a comparison, "
-            "give the optimizer its own momentum and use compression='none'",
+            f"dgc: a single rank exchanges nothing, and so there is no momentum ({dgc.momentum}) either: for a "
+            "comparison, give the optimizer its own momentum and use compression='none'",
             stacklevel=3,
         )
 

@@ -66,8 +66,8 @@ class Auto(BuiltinCompressor):
                 raise ValueError("auto: candidates must be compressors, and auto itself is none")
             if isinstance(compressor, DGC):
                 raise ValueError(
-                    f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in its "
-                    "place, or use dgc alone"
+                    f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
+                    "its place, or use dgc alone"
                 )
             if compressor.per_tensor:
                 raise ValueError(

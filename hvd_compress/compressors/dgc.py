@@ -15,14 +15,14 @@ _ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(formats.DGC, TopK):  # type: ignore[override,misc]
+class DGC(formats.DGC, TopK):
     """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): `topk` with momentum, clipping and a warm-up.
 
     For an optimizer without momentum of its own, such as `keras.optimizers.SGD(learning_rate)`: what it would do to
     averaged gradients is done to each rank's own, before the choice of what is sent. In each step, with gradient g:
 
-    1. Local gradient clipping (section 3.2): g is scaled down so that the norm of all of the rank's gradients is at most
-       `clipnorm` / sqrt(N), N the number of ranks.
+    1. Local gradient clipping (section 3.2): g is scaled down so that the norm of all of the rank's gradients is at
+       most `clipnorm` / sqrt(N), N the number of ranks.
     2. Momentum correction (equation 4): u = momentum * u + g; v = v + u.
     3. The k = max(1, ceil(ratio * n)) elements of v of largest magnitude are sent, exactly.
     4. Momentum factor masking (section 3.2): u and v are cleared where they were sent.
@@ -30,8 +30,8 @@ class DGC(formats.DGC, TopK):  # type: ignore[override,misc]
     What is not compressed (small tensors, bias) gets the same momentum after the exchange, u = momentum * u + mean(g);
     IndexedSlices do not (`sparse_as_dense=True` compresses them).
 
-    Warm-up (section 3.3): in the first epoch 25% is sent, then 6.25%, 1.56%, 0.39%, and so on down to `ratio`: with 0.1%
-    in four epochs. Keras's epochs are told by `hvdc.callbacks.BroadcastGlobalVariablesCallback` (or
+    Warm-up (section 3.3): in the first epoch 25% is sent, then 6.25%, 1.56%, 0.39%, and so on down to `ratio`: four
+    epochs with 0.1%. Keras's epochs are told by `hvdc.callbacks.BroadcastGlobalVariablesCallback` (or
     `hvdc.elastic.UpdateEpochStateCallback`); in a loop of your own, say how many `steps_per_epoch` there are.
     `bytes_sent()`, `compression_report()` and `CompressionMonitor` tell what holds; `wire_bytes` is that of `ratio`.
 

@@ -12,7 +12,7 @@ from ..shown import shown
 from .base import check_whole
 from .sparse import TopK
 
-# The density of the warm-up's first stage; each next one has a quarter of the one before (Lin et al. 2018, section 3.3).
+# The density of the warm-up's first stage; each next one has a quarter of it (Lin et al. 2018, section 3.3).
 _QUARTER = 0.25
 # A last quarter that would be within this factor of the final ratio, as 1 / 1024 is of 0.001, is the final ratio.
 _NEAR = 1.1
@@ -60,7 +60,7 @@ class DGC(TopK):
         return [*found, self.ratio]
 
     @functools.cached_property
-    def stages(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def stages(self) -> tuple[Any, ...]:
         """A compressor without warm-up for each of `densities`."""
         if len(self.densities) == 1:
             return (self,)

@@ -136,11 +136,12 @@ def DistributedOptimizer(
         policy=policies(policy),
         on_nonfinite=on_nonfinite,
     )
-    own = own_momentum(optimizer) if reduction.dgc is not None and reduction.dgc.momentum else ""
-    if own:
+    dgc = reduction.dgc
+    own = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
+    if dgc is not None and own:
         raise ValueError(
-            f"{reduction.dgc.spec} brings momentum={reduction.dgc.momentum}, and {base.__name__} has its own, {own}: pass "
-            "an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
+            f"{dgc.spec} brings momentum={dgc.momentum}, and {base.__name__} has its own, {own}: "
+            "pass an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
         )
     settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Same name and module as the original: Keras finds the original by them when it loads a saved model.
