@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import cost, elastic
+    from . import cost, elastic, optimizers
     from .checkpoint.residuals import load_residuals, save_residuals
     from .collectives import allreduce, grouped_allreduce
     from .compression import Compression
@@ -44,6 +44,7 @@ __all__ = [
     "elastic",
     "grouped_allreduce",
     "load_residuals",
+    "optimizers",
     "profile",
     "save_residuals",
     "sensitivity",
@@ -63,11 +64,12 @@ _WITH_HOROVOD = {
     "elastic": "elastic",
     "grouped_allreduce": "collectives",
     "load_residuals": "checkpoint.residuals",
+    "optimizers": "optimizers",
     "profile": "monitor.profile",
     "save_residuals": "checkpoint.residuals",
     "sensitivity": "sensitivity_run",
 }
-_MODULES = ("callbacks", "cost", "elastic")  # themselves, not something in them
+_MODULES = ("callbacks", "cost", "elastic", "optimizers")  # themselves, not something in them
 
 
 def __getattr__(name: str) -> Any:

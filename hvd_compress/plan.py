@@ -58,8 +58,8 @@ class Plan:
         chooser: What chooses for these; None where there are none.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
-        progress: How far training has come, float64, for compressors that change with it: epochs of `dgc`'s warm-up.
-            None where there are none.
+        progress: How far training has come, float64, for compressors that change with it: epochs of `dgc`'s warm-up,
+            or whether `OneBitAdam` has frozen its variance. None where there are none.
         velocities: Of dgc's momentum for the uncompressed gradients, float32, by their positions; alike on all ranks.
         turns: How often the plan is part of a function, before the last time; by the function's graph.
         link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.

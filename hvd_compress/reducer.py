@@ -53,12 +53,16 @@ class Reducer:
         _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
+    ) -> list[Any]:
         """The gradients, averaged or summed over the ranks of the process set.
 
         Args:
             gradients: Tensors, IndexedSlices or None, one for each of `variables`.
             variables: What the gradients belong to. Residuals are kept for this list of variables.
+            so_far: What the plan's `progress` is to be from now on, float64 scalar, the same on all ranks; None leaves
+                it as it is.
 
         Returns:
             As `gradients`, in shape and dtype. On a rank outside of the process set, and where it has
@@ -100,13 +104,13 @@ class Reducer:
         if (self._watched or Reducer.watch_all) and plan.recorder is None:
             plan.recorder = Recorder(plan, self._loss)
         if not tf.executing_eagerly():
-            return Step(plan, gradients).run()
+            return Step(plan, gradients, so_far).run()
         traced = (key, plan.recorder is not None)
         if traced not in self._functions:
             self._functions[traced] = tf.function(
-                lambda gradients: Step(plan, gradients).run(), autograph=False
+                lambda gradients, so_far: Step(plan, gradients, so_far).run(), autograph=False
             )
-        return self._functions[traced](list(gradients))
+        return self._functions[traced](list(gradients), so_far)
 
     def watch(self, loss: Loss | None = None) -> bool:
         """Has the steps that are traced from now on record what they measure (see `monitor.recorder`).

@@ -36,8 +36,9 @@ class Crossed(NamedTuple):
 class Step:
     """The graph of one step of a plan."""
 
-    def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, gradients: Sequence[Any], so_far: tf.Tensor | None = None) -> None:
         self._plan = plan
+        self._so_far = so_far
         # Of static shape, also where only the variable's is.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
@@ -60,6 +61,8 @@ class Step:
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = plan.step.read_value()
             self._due = None if self._recorder is None else self._recorder.due()
+            if self._so_far is not None and plan.progress is not None:
+                plan.progress.assign(self._so_far)
             self._clip()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()

@@ -206,7 +206,10 @@ def _mixin(optimizer: Any) -> Any:
     Raises:
         TypeError: It is no Keras optimizer, or one of Keras 3 on another backend than TensorFlow.
     """
-    if isinstance(innermost(optimizer), DistributedMixin):  # inside a LossScaleOptimizer, too
+    inner = innermost(optimizer)  # of a LossScaleOptimizer, too
+    if isinstance(inner, DistributedMixin):
+        if not hasattr(inner, "_hvdc_settings"):  # made by no call of DistributedOptimizer
+            raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
         raise TypeError("optimizer is distributed already: wrap it only once")
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):
