@@ -51,9 +51,13 @@ def arguments() -> argparse.Namespace:
     epochs = ", ".join(f"{count} for {name}" for name, count in EPOCHS.items())
     parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
     parser.add_argument(
-        "--optimizer", choices=["adam", "sgd"], default="adam",
-        help="sgd has momentum 0.9, but not with dgc, which brings its own (default: %(default)s)",
+        "--optimizer", choices=["adam", "sgd", "onebit-adam"], default="adam",
+        help="sgd has momentum 0.9, but not with dgc, which brings its own; onebit-adam compresses by itself "
+        "(default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--freeze-step", type=int, help="of onebit-adam (default: when the variance is stable)"
+    )
     parser.add_argument("--save", metavar="FILE", help="save the trained model, for example to model.keras")
     return parser.parse_args()
 
@@ -73,7 +77,10 @@ def main() -> None:
         optimizer = keras.optimizers.SGD(rate, momentum=0.0 if args.compression.name == "dgc" else 0.9)
     else:
         optimizer = keras.optimizers.Adam(rate)
-    optimizer = hvdc.DistributedOptimizer(optimizer, compression=args.compression)
+    if args.optimizer == "onebit-adam":
+        optimizer = hvdc.optimizers.OneBitAdam(rate, freeze_step=args.freeze_step)
+    else:
+        optimizer = hvdc.DistributedOptimizer(optimizer, compression=args.compression)
     # Horovod cannot run inside XLA, which jit_compile=True would put the whole training step into.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 

@@ -119,8 +119,8 @@ class OneBitAdam(Keras3Mixin, _BASE):  # type: ignore[misc]
         for argument, nothing in _REFUSED.items():
             if kwargs.pop(argument, nothing) != nothing:
                 raise ValueError(
-                    f"OneBitAdam: {argument} means nothing once the variance is frozen and momentum takes the gradients' "
-                    f"place: leave it out, or use hvdc.DistributedOptimizer(Adam({argument}=...), compression='onebit')"
+                    f"OneBitAdam: {argument} means nothing once the variance is frozen and momentum takes the place of "
+                    f"gradients: leave it out, or use hvdc.DistributedOptimizer(Adam({argument}=...), compression='onebit')"
                 )
         mixin_for(
             self
