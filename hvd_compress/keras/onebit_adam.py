@@ -34,7 +34,7 @@ _REFUSED = {
 }
 
 
-class OneBitAdam(Keras3Mixin, _BASE):  # type: ignore[misc]
+class OneBitAdam(Keras3Mixin, _BASE):
     """Adam that sends one bit per value: 1-bit Adam (Tang et al. 2021, arXiv 2102.02888, Algorithm 1).
 
     A distributed optimizer by itself: `model.compile(hvdc.optimizers.OneBitAdam(1e-3), ...)`, without
@@ -120,7 +120,7 @@ class OneBitAdam(Keras3Mixin, _BASE):  # type: ignore[misc]
             if kwargs.pop(argument, nothing) != nothing:
                 raise ValueError(
                     f"OneBitAdam: {argument} means nothing once the variance is frozen and momentum takes the place of "
-                    f"gradients: leave it out, or use hvdc.DistributedOptimizer(Adam({argument}=...), compression='onebit')"
+                    f"gradients: leave it out, or use hvdc.DistributedOptimizer(Adam({argument}=...)), compressed"
                 )
         mixin_for(
             self
