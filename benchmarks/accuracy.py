@@ -36,6 +36,8 @@ def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     command = [str(BIN / "horovodrun"), "--gloo", "-np", str(args.workers), sys.executable]
     command += ["examples/keras_mnist.py", "--data", "digits", "--compression", spec, "--seed", str(seed)]
     command += ["--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--lr", str(args.lr)]
+    command += ["--optimizer", args.optimizer]
+    command += ["--freeze-step", str(args.freeze_step)] if args.freeze_step else []
     environment = {
         "TF_CPP_MIN_LOG_LEVEL": "2",
         **os.environ,
@@ -95,6 +97,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.001, help="per worker (default: %(default)s)")
     parser.add_argument(
+        "--optimizer", choices=["adam", "sgd", "onebit-adam"], default="adam", help="default: %(default)s"
+    )
+    parser.add_argument("--freeze-step", type=int, help="of onebit-adam")
+    parser.add_argument(
         "--timeout", type=int, default=1800, help="seconds for one training (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file, after each training")
@@ -102,7 +108,10 @@ def main() -> None:
     args = parser.parse_args()
 
     runs: list[dict[str, Any]] = []
-    settings = {name: getattr(args, name) for name in ("workers", "epochs", "batch_size", "lr")}
+    settings = {
+        name: getattr(args, name)
+        for name in ("workers", "epochs", "batch_size", "lr", "optimizer", "freeze_step")
+    }
     if args.resume and args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         runs = before.pop("runs")

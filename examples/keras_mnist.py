@@ -50,6 +50,14 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     epochs = ", ".join(f"{count} for {name}" for name, count in EPOCHS.items())
     parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
+    parser.add_argument(
+        "--optimizer", choices=["adam", "sgd", "onebit-adam"], default="adam",
+        help="sgd has momentum 0.9, but not with dgc, which brings its own; onebit-adam compresses by itself "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--freeze-step", type=int, help="of onebit-adam (default: when the variance is stable)"
+    )
     parser.add_argument("--save", metavar="FILE", help="save the trained model, for example to model.keras")
     return parser.parse_args()
 
@@ -64,9 +72,15 @@ def main() -> None:
     images = data.load(args.data, (28, 28, 1))
     x, y = data.share(images)
     model = build_model()
-    optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.Adam(args.lr * hvd.size()), compression=args.compression
-    )
+    rate = args.lr * hvd.size()
+    if args.optimizer == "sgd":
+        optimizer = keras.optimizers.SGD(rate, momentum=0.0 if args.compression.name == "dgc" else 0.9)
+    else:
+        optimizer = keras.optimizers.Adam(rate)
+    if args.optimizer == "onebit-adam":
+        optimizer = hvdc.optimizers.OneBitAdam(rate, freeze_step=args.freeze_step)
+    else:
+        optimizer = hvdc.DistributedOptimizer(optimizer, compression=args.compression)
     # Horovod cannot run inside XLA, which jit_compile=True would put the whole training step into.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 

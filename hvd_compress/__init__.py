@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import cost, elastic
+    from . import cost, elastic, optimizers
     from .checkpoint.residuals import load_residuals, save_residuals
     from .collectives import allreduce, grouped_allreduce
     from .compression import Compression
@@ -46,6 +46,7 @@ __all__ = [
     "grouped_allreduce",
     "init",
     "load_residuals",
+    "optimizers",
     "profile",
     "save_residuals",
     "sensitivity",
@@ -66,11 +67,12 @@ _WITH_HOROVOD = {
     "grouped_allreduce": "collectives",
     "init": "hosts",
     "load_residuals": "checkpoint.residuals",
+    "optimizers": "optimizers",
     "profile": "monitor.profile",
     "save_residuals": "checkpoint.residuals",
     "sensitivity": "sensitivity_run",
 }
-_MODULES = ("callbacks", "cost", "elastic")  # themselves, not something in them
+_MODULES = ("callbacks", "cost", "elastic", "optimizers")  # themselves, not something in them
 
 
 def __getattr__(name: str) -> Any:

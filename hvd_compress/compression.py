@@ -10,6 +10,7 @@ from typing import Union
 import horovod.tensorflow as hvd
 
 from .compressors import (
+    DGC,
     Auto,
     BFloat16,
     BlockSparse,
@@ -31,7 +32,8 @@ CompressionLike = Union[Compressor, str, type, None]
 _CLASSES: dict[str, type] = {
     cls.name: cls
     for cls in (
-        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, Auto,
+        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, DGC,
+        Auto,
     )
 }  # fmt: skip
 _PRESETS: dict[str, Compressor] = {
@@ -57,6 +59,7 @@ class Compression:
     block_topk = BlockTopK
     block_sparse = BlockSparse
     hybrid = Hybrid
+    dgc = DGC
     auto = Auto
 
     @staticmethod

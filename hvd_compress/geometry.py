@@ -174,7 +174,7 @@ def flat(
 
     Args:
         bucket: The gradients.
-        candidates: Compressors or formats, any of which may be used.
+        candidates: Compressors or formats, any of which may be used; in each of their stages.
         alignment: What they ask for.
         limit: Bytes of float32 that cross at once.
         ranks: Between how many.
@@ -188,7 +188,8 @@ def flat(
     shared = pieces_for(ranks, _PIECES_OF_OWNER)
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
     between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
-    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in candidates for each in between)
+    stages = [stage for each in candidates for stage in each.stages]
+    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in stages for each in between)
     return shared if scattered else pieces_for(workers, 1)
 
 

@@ -73,6 +73,9 @@ class Plan:
         flat: Compressors that cross in one level all the same.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
+        progress: How far training has come, float64, for compressors that change with it: epochs of `dgc`'s warm-up,
+            or whether `OneBitAdam` has frozen its variance. None where there are none.
+        velocities: Of dgc's momentum for the uncompressed gradients, float32, by their positions; alike on all ranks.
         turns: How often the plan is part of a function, before the last time; by the function's graph.
         link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
         recorder: Of what is measured in each step; None while nobody watches. Read when a step is traced.
@@ -133,6 +136,13 @@ class Plan:
         self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.named = {"step": self.step}
+        self.progress: tf.Variable | None = None
+        if any(len(section.compressor.stages) > 1 for section in self.sections):
+            with tf.device("CPU"):
+                self.progress = tracing.variable(tf.constant(0.0, tf.float64), f"{name}_progress")
+            self.named["progress"] = self.progress
+        self.velocities = self._dense_velocities()
+        self.named |= {f"velocity_{i}": variable for i, variable in self.velocities.items()}
         if self.chooser is not None:
             fields = self.chooser.state._asdict()
             self.named |= {f"auto_{name}": variable for name, variable in fields.items()}
@@ -220,9 +230,23 @@ class Plan:
             zeros("velocity", "float32") if self.settings.momentum_correction and not rows else [],
         )
 
+    def _dense_velocities(self) -> dict[int, tf.Variable]:
+        if self.settings.dgc is None or not self.settings.momentum_correction:
+            return {}
+        floats = [i for bucket in self.dense for i in bucket.members if self.dtypes[i].is_floating]
+        with tf.device(self.settings.device_dense):
+            return {i: tracing.variable(tf.zeros(self.shapes[i]), f"{self.name}_velocity") for i in floats}
+
+    def stage(self, compressor: Compressor) -> tf.Tensor:
+        """Which of the compressor's stages holds now; int32 scalar, the same on all ranks."""
+        with tf.device("CPU"):
+            return (
+                tf.constant(0) if self.progress is None else compressor.stage_at(self.progress.read_value())
+            )
+
     def compressors(self) -> list[Compressor]:
         """What each bucket is compressed with now."""
-        found = [section.compressor for section, _ in self.buckets]
+        found = [s.compressor.stages[int(self.stage(s.compressor))] for s, _ in self.buckets]
         if self.chooser is not None:
             for b, compressor in zip(self.chosen, self.chooser.chosen()):
                 found[b] = compressor
@@ -231,10 +255,8 @@ class Plan:
     def report(self) -> list[BucketReport]:
         """What each bucket is compressed with and why."""
         found = [
-            BucketReport(
-                4 * sum(map(math.prod, section.layout.shapes[p.start : p.stop])), section.compressor.spec
-            )
-            for section, p in self.buckets
+            BucketReport(4 * sum(map(math.prod, section.layout.shapes[p.start : p.stop])), compressor.spec)
+            for compressor, (section, p) in zip(self.compressors(), self.buckets)
         ]
         if self.chooser is not None:
             for b, chosen in zip(self.chosen, report.of_chooser(self.chooser, int(self.step))):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import agreement, checks, host_memory, tuning
+from . import agreement, checks, host_memory, progress, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
 from .monitor.recorder import Loss, Recorder, measure_link
@@ -31,6 +31,7 @@ class Reducer:
         settings: How gradients are reduced.
         plans: By the variables' identities and the gradients' kinds.
         pending: Loaded for plans that are still to be made.
+        epoch: That has begun last, None where nobody says so; see `progress`.
         name: With which the names of its collectives begin.
         watch_all: How many watch whatever reducer of this process makes a step.
     """
@@ -48,15 +49,20 @@ class Reducer:
         set_made(made() + 1)
         self._watched = False
         self._loss: Loss | None = None
+        self.epoch: float | None = None
         _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
+    ) -> list[Any]:
         """The gradients, averaged or summed over the ranks of the process set.
 
         Args:
             gradients: Tensors, IndexedSlices or None, one for each of `variables`.
             variables: What the gradients belong to. Residuals are kept for this list of variables.
+            so_far: What the plan's `progress` is to be from now on, float64 scalar, the same on all ranks; None leaves
+                it as it is.
 
         Returns:
             As `gradients`, in shape and dtype. On a rank outside of the process set, and where it has
@@ -71,6 +77,9 @@ class Reducer:
         hvd.size()  # raises Horovod's own error where hvd.init() was not called
         checks.registered(process_set)
         if not process_set.included() or process_set.size() == 1:
+            if self.epoch is None and process_set.size() == 1:
+                self.epoch = 0.0
+                progress.warn_alone(self.settings)
             return list(gradients)
         if self.settings.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -82,23 +91,26 @@ class Reducer:
         if key not in self.plans:
             host_memory.keep_freed_memory()
             name, watched = self.agree(gradients, variables)
+            progress.check(self.settings, self.epoch)
             with tf.init_scope():
                 plan = Plan(name, self.settings, gradients, variables)
                 plan.link = measure_link(process_set) if watched else None
             plan_state.take_pending(self, plan)
+            with tf.init_scope():
+                progress.start(self, plan)
             tuning.settings(self.settings)
             self.plans[key] = plan
         plan = self.plans[key]
         if (self._watched or Reducer.watch_all) and plan.recorder is None:
             plan.recorder = Recorder(plan, self._loss)
         if not tf.executing_eagerly():
-            return Step(plan, gradients).run()
+            return Step(plan, gradients, so_far).run()
         traced = (key, plan.recorder is not None)
         if traced not in self._functions:
             self._functions[traced] = tf.function(
-                lambda gradients: Step(plan, gradients).run(), autograph=False
+                lambda gradients, so_far: Step(plan, gradients, so_far).run(), autograph=False
             )
-        return self._functions[traced](list(gradients))
+        return self._functions[traced](list(gradients), so_far)
 
     def watch(self, loss: Loss | None = None) -> bool:
         """Has the steps that are traced from now on record what they measure (see `monitor.recorder`).

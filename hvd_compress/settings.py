@@ -12,7 +12,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from . import checks, hosts, nonfinite
-from .compressors import Auto, Compressor, NoCompression
+from .compressors import DGC, Auto, Compressor, NoCompression
 from .geometry import BUCKET_BYTES as BUCKET_BYTES
 from .geometry import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
 from .shown import shown
@@ -81,9 +81,13 @@ class Settings:
             raise ValueError("hierarchical=True and momentum_correction cannot go together: choose one")
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
-        compressors = (self.compressor, *(compressor for _, compressor in self.policy))
+        compressors = self.compressors
+        self._take_momentum_of_dgc()
         for compressor in compressors:
-            plain = isinstance(compressor, NoCompression) and compressor is not self.compressor
+            spared = (
+                self.dgc is not None or compressor is not self.compressor
+            )  # dgc has momentum for these, too
+            plain = isinstance(compressor, NoCompression) and spared
             if (
                 self.momentum_correction
                 and not plain
@@ -98,9 +102,38 @@ class Settings:
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
 
+    def _take_momentum_of_dgc(self) -> None:
+        """Puts dgc's momentum in the place of `momentum_correction`."""
+        found = self._dgcs
+        for name in ("momentum", "clipnorm", "steps_per_epoch"):
+            if len({getattr(dgc, name) for dgc in found}) > 1:
+                specs = " and ".join(dgc.spec for dgc in found)
+                raise ValueError(f"policy: {name} of dgc must be the same for all variables, got {specs}")
+        if found:
+            if self.momentum_correction not in (0.0, found[0].momentum):
+                raise ValueError(
+                    f"momentum_correction={self.momentum_correction} and the momentum of {found[0].spec} "
+                    f"({found[0].momentum}) are the same thing: leave momentum_correction out"
+                )
+            object.__setattr__(self, "momentum_correction", found[0].momentum)
+
     def _keep(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
         """Puts what `checked(name, value, *limits)` makes of a field in its place."""
         object.__setattr__(self, name, checked(name, getattr(self, name), *limits))
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """All that may be used, that of no pattern of `policy` first."""
+        return (self.compressor, *(compressor for _, compressor in self.policy))
+
+    @property
+    def _dgcs(self) -> list[DGC]:
+        return [compressor for compressor in self.compressors if isinstance(compressor, DGC)]
+
+    @property
+    def dgc(self) -> DGC | None:
+        """Deep Gradient Compression, if it is used for any variables: the first one."""
+        return next(iter(self._dgcs), None)
 
     @property
     def op_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,14 +41,16 @@ class Crossed(NamedTuple):
 class Step:
     """The graph of one step of a plan."""
 
-    def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, gradients: Sequence[Any], so_far: tf.Tensor | None = None) -> None:
         self._plan = plan
+        self._so_far = so_far
         # Of static shape, also where only the variable's is.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
             for g, shape in zip(gradients, plan.shapes)
         ]
         self._recorder = plan.recorder
+        self._changes: list[tuple[tf.Variable, tf.Tensor]] = []  # of the uncompressed gradients' velocities
         # How often the plan is part of the function that is being traced: names must differ there. Not of all
         # that is around it: a rank on which TensorFlow traces the function twice (it made Keras's metrics in it, and
         # the ranks that an elastic job had before did not) would wait for ever. Calls of functions are one
@@ -63,20 +66,23 @@ class Step:
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = plan.step.read_value()
             self._due = None if self._recorder is None else self._recorder.due()
+            if self._so_far is not None and plan.progress is not None:
+                plan.progress.assign(self._so_far)
+            self._clip()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()
             self._sparse = SparseGradients(plan, gradients, self._group("slices"), self._seeds)
             dense, agreed, told = self._reduce_dense()
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
-                    reduced[i] = tensor
+                    reduced[i] = self._accelerated(i, tensor)
             oks = []
-            if plan.kept:
+            if plan.kept or plan.velocities:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
             for i, found in zip(plan.sparse, self._sparse.reduce(told)):
                 reduced[i] = found
-                if plan.kept:
+                if plan.kept or plan.velocities:
                     oks.append(nonfinite.all_finite([found]))
             # The dense ones go before the last bucket, so as not to cross all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
@@ -113,15 +119,36 @@ class Step:
             if self._recorder is not None:
                 uncompressed_ones = self._watch_uncompressed(dense, [reduced[i] for i in plan.sparse])
                 found = [*(watched[b] for b in sorted(watched)), *uncompressed_ones]
-                choices = [tf.constant(0)] * len(found)
+                choices = [plan.stage(section.compressor) for section, _ in plan.buckets]
+                choices += [tf.constant(0)] * len(uncompressed_ones)
                 for place, b in enumerate(plan.chosen):
                     assert before is not None
                     choices[b] = before[place]
                 stamps, norms = ([pair[i] for pair in found] for i in range(2))
                 self._recorder.record(step, committed, ready, stamps, norms, choices, self._sparse.bytes_sent)
             plan.step.assign_add(1)
+            if plan.progress is not None and plan.settings.dgc is not None:
+                steps = plan.settings.dgc.steps_per_epoch
+                plan.progress.assign_add(0.0 if steps is None else 1.0 / steps)
             tuning.step(plan.name)
         return reduced
+
+    def _clip(self) -> None:
+        """Clips this rank's gradients, as `dgc` does."""
+        dgc = self._plan.settings.dgc
+        if dgc is not None and dgc.clipnorm is not None:
+            limit = dgc.clipnorm / math.sqrt(self._plan.settings.process_set.size())
+            self._gradients = residual.clipped(self._gradients, limit)
+
+    def _accelerated(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
+        """What momentum makes of an uncompressed gradient, which is the same on all ranks."""
+        variable = self._plan.velocities.get(i)
+        if variable is None:
+            return reduced
+        momentum = self._plan.settings.momentum_correction
+        velocity = momentum * variable.read_value() + tf.cast(reduced, tf.float32)
+        self._changes.append((variable, velocity))
+        return tf.cast(velocity, reduced.dtype)
 
     # What is measured while somebody watches
 
@@ -231,6 +258,8 @@ class Step:
             state = section.state.part(pieces)
             if isinstance(section.compressor, Auto):
                 crossed[b] = self._choose(cut, state, b, begun[0])
+            elif len(section.compressor.stages) > 1:
+                crossed[b] = self._cross_in_stage(section.compressor, cut, state, b, begun)
             else:
                 found, incoming = self._exchange(section.compressor, cut, state, b)
                 stamps = Stamps(*begun, *self._stamps(found, incoming)) if begun else None
@@ -253,6 +282,27 @@ class Step:
         chosen = self._plan.chooser.switch(self._plan.chosen.index(index), exchange)
         found, ok, kept, stamps, early, norms = chosen
         return Crossed(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
+
+    def _cross_in_stage(
+        self,
+        compressor: Compressor,
+        pieces: list[tf.Tensor],
+        state: LayoutState,
+        index: int,
+        begun: Sequence[tf.Tensor],
+    ) -> Crossed:
+        """The exchange in that of the compressor's stages which holds now."""
+
+        def exchange(stage: Compressor) -> Any:
+            found, incoming = self._exchange(stage, pieces, state, index)
+            stamps = self._stamps(found, incoming) if begun else ()
+            # What is sent has another shape in each stage.
+            first = tf.cast(tf.reshape(found.outgoing, [-1])[0], tf.float32)
+            return found.pieces, found.ok, found.kept, first, stamps, found.norms
+
+        branches = [functools.partial(exchange, stage) for stage in compressor.stages]
+        found, ok, kept, first, stamps, norms = tf.switch_case(self._plan.stage(compressor), branches)
+        return Crossed(found, ok, kept, first, first, Stamps(*begun, *stamps) if begun else None, norms)
 
     def _stamps(self, found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """When a bucket was encoded, had arrived, and was decoded."""
@@ -329,7 +379,7 @@ class Step:
 
     def _commit(self, oks: Sequence[tf.Tensor], crossed: Mapping[int, Crossed]) -> tf.Tensor:
         """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""
-        changes = []
+        changes = list(self._changes)
         for b, found in crossed.items():
             section, pieces = self._plan.buckets[b]
             state = section.state.part(pieces)

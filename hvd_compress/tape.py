@@ -14,6 +14,7 @@ from . import nonfinite
 from .auto.report import CompressionReport
 from .checks import plain_errors
 from .compression import CompressionLike, policies, resolve
+from .compressors.dgc import without_state
 from .reducer import Reducer, scale_local_gradient
 from .settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .shown import shown
@@ -185,7 +186,14 @@ def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
     """The reducer that keeps the residuals of these variables under these settings."""
     if not all(hasattr(source, "assign") for source in sources):
         # Tensors come and go: nothing to keep a residual for.
-        return Reducer(dataclasses.replace(settings, error_feedback=False, momentum_correction=0.0))
+        bare = dataclasses.replace(
+            settings,
+            compressor=without_state(settings.compressor),
+            policy=tuple((pattern, without_state(compressor)) for pattern, compressor in settings.policy),
+            error_feedback=False,
+            momentum_correction=0.0,
+        )
+        return Reducer(bare)
     fields = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     key = (tuple(id(s) for s in sources), tuple(_hashable(value) for value in fields))
     if key not in _reducers:

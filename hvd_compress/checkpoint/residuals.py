@@ -6,6 +6,7 @@ have read and checked their files.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from .. import agreement
+from ..compressors import DGC
 from ..keras import optimizer_state
 from ..keras.aggregation import LocalGradientAggregation
 from ..reducer import Reducer
@@ -195,8 +197,11 @@ def _steps_of(reducer: Reducer) -> int:
 
 def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:
     """The settings that say what residuals there are and in which unit."""
+    compressor = settings.compressor
+    if isinstance(compressor, DGC):  # on another number of ranks, an epoch has another number of steps
+        compressor = dataclasses.replace(compressor, steps_per_epoch=None)
     return {
-        "compression": settings.compressor.spec,
+        "compression": compressor.spec,
         "error_feedback": settings.feeds_back(settings.compressor),
         "momentum_correction": settings.momentum_correction,
         "gradient_predivide_factor": settings.gradient_predivide_factor,

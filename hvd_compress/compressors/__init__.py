@@ -4,12 +4,14 @@ from .auto import Auto
 from .base import Compressor, Encoded, Seeds
 from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
+from .dgc import DGC
 from .hybrid import Hybrid
 from .onebit import OneBit
 from .quantize import Quantize
 from .sparse import BlockTopK, RandomK, TopK
 
 __all__ = [
+    "DGC",
     "Auto",
     "BFloat16",
     "BlockSparse",

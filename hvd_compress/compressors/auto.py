@@ -14,6 +14,7 @@ from ..formats.base import Shape, check_whole
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from ..shown import shown
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .dgc import DGC
 
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
@@ -63,6 +64,11 @@ class Auto(BuiltinCompressor):
         for compressor in chosen:
             if isinstance(compressor, Auto):
                 raise ValueError("auto: candidates must be compressors, and auto itself is none")
+            if isinstance(compressor, DGC):
+                raise ValueError(
+                    f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
+                    "its place, or use dgc alone"
+                )
             if compressor.per_tensor:
                 raise ValueError(
                     f"auto: {compressor.spec} needs each gradient in its own shape and cannot share buckets with "

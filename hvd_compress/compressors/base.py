@@ -77,6 +77,16 @@ class Compressor(horovod_compression.Compressor):
     alignment: int = 16
 
     @property
+    def stages(self) -> tuple[Any, ...]:
+        """What it is in the course of training, one after the other; most compressors are always the same."""
+        return (self,)
+
+    def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
+        """Which of `stages` holds when training has come so far (float64 scalar, see `Plan.progress`); int32 scalar."""
+        del progress
+        return tf.constant(0)
+
+    @property
     def spec(self) -> str:
         """One line that names this compressor; those of `hvdc.Compression` parse back."""
         return type(self).__name__

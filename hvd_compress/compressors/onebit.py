@@ -12,7 +12,8 @@ from ..formats.base import Shape
 from ..formats.quantized import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Encoded, Seeds
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .cast import NoCompression
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,20 @@ class OneBit(formats.OneBit, BuiltinCompressor):
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Spreads the means with their signs, and sums, in one pass."""
         return blocks.back(_decode_sum([list(parts) for parts in ranks], scale), ctx)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBitLater(OneBit):
+    """What `hvdc.optimizers.OneBitAdam` uses: nothing is compressed at first, and everything from some step on."""
+
+    @property
+    def stages(self) -> tuple[Compressor, ...]:
+        """Uncompressed, then `onebit`."""
+        return (NoCompression(), OneBit())
+
+    def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
+        """The second one where `progress` is 1; int32 scalar."""
+        return tf.cast(progress, tf.int32)
 
 
 @compiled

@@ -190,13 +190,13 @@ class CostModel:
         return _coding(self.cost_of(compressor), nbytes, pattern, self.ranks)
 
     def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
-        """What this compressor's kernels cost.
+        """What this compressor's kernels cost: those of its spec string, of its name, or of what it is a kind of.
 
         Raises:
             ValueError: `kernels` has neither its spec string nor its name.
         """
         chosen = _parse(compressor)
-        for key in (chosen.spec, getattr(chosen, "name", "")):
+        for key in (chosen.spec, *(getattr(cls, "name", "") for cls in type(chosen).__mro__)):
             if key in self.kernels:
                 return self.kernels[key]
         raise ValueError(

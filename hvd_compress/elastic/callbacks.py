@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..keras import epochs
 from ..keras.callback import Callback
 
 
@@ -107,8 +108,13 @@ class UpdateEpochStateCallback(Callback):
         super().__init__()
         self.state = state
 
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Tell the optimizer which epoch it is, which counts in the warm-up of `dgc`."""
+        epochs.begin(self.model, self.state.epoch)
+
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Count the epoch."""
+        epochs.end(self.model)
         self.state.epoch += 1
 
 

@@ -6,12 +6,14 @@ compressors (`hvd_compress.compressors`) are these classes with the tensors adde
 
 from .base import Format, Part, is_summed
 from .casts import BFloat16, Float16, NoCompression
+from .dgc import DGC
 from .quantized import OneBit, Quantize
 from .sparse import BlockSparse, BlockTopK, Hybrid, RandomK, Strided, TopK
 from .specs import CANDIDATES, PRESETS, parse
 
 __all__ = [
     "CANDIDATES",
+    "DGC",
     "PRESETS",
     "BFloat16",
     "BlockSparse",

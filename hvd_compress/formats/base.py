@@ -53,6 +53,11 @@ class Format:
         return sum(part.nbytes for part in self.parts(shape)) if size_of(shape) else 0
 
     @property
+    def stages(self) -> tuple[Any, ...]:
+        """What it is in the course of training, one after the other."""
+        return (self,)
+
+    @property
     def spec(self) -> str:
         """One line that `hvdc.Compression.parse` turns back into this compressor."""
         from .specs import spec_of

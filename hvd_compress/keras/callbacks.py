@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from .. import tuning
-from . import optimizer_state
+from . import epochs, optimizer_state
 from .broadcast import broadcast, unique
 from .callback import Callback
 from .compression_monitor import CompressionMonitor as CompressionMonitor
@@ -81,8 +81,13 @@ class BroadcastGlobalVariablesCallback(Callback):
         if not self.broadcast_done:
             self._broadcast(stepped=True)
 
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Tell the optimizer which epoch it is, which counts in the warm-up of `dgc`."""
+        epochs.begin(self.model, epoch)
+
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Tell `hvd-compress tune` this rank's metrics, if it asked for them."""
+        """Tell the optimizer that it is over; and `hvd-compress tune` this rank's metrics, if it asked for them."""
+        epochs.end(self.model)
         tuning.metrics(logs)
 
     def _broadcast(self, stepped: bool) -> None:

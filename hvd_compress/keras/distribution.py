@@ -51,11 +51,13 @@ class Distribution:
         """Keeps the gradient of `variable` local to this rank."""
         self._local.add(id(variable))
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces the gradients over the ranks, but for those of local variables."""
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
+    ) -> list[Any]:
+        """Reduces the gradients over the ranks, but for those of local variables; see `Reducer` for `so_far`."""
         result = list(gradients)
         shared = [i for i, variable in enumerate(variables) if id(variable) not in self._local]
-        reduced = self.reducer([gradients[i] for i in shared], [variables[i] for i in shared])
+        reduced = self.reducer([gradients[i] for i in shared], [variables[i] for i in shared], so_far)
         for i, gradient in zip(shared, reduced):
             result[i] = gradient
         if self._local and self.settings.scale_local_gradients:

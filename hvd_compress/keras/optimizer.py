@@ -14,7 +14,7 @@ from ..compression import CompressionLike, policies, resolve
 from ..settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from ..shown import shown
 from .distribution import Distribution, OptimizerSettings
-from .optimizer_state import innermost
+from .optimizer_state import innermost, own_momentum
 
 
 def DistributedOptimizer(
@@ -142,6 +142,13 @@ def DistributedOptimizer(
         on_nonfinite=on_nonfinite,
         hierarchical=hierarchical,
     )
+    dgc = reduction.dgc
+    own = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
+    if dgc is not None and own:
+        raise ValueError(
+            f"{dgc.spec} brings momentum={dgc.momentum}, and {base.__name__} has its own, {own}: "
+            "pass an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
+        )
     settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Same name and module as the original: Keras finds the original by them when it loads a saved model.
     members = {
@@ -207,7 +214,10 @@ def _mixin(optimizer: Any) -> Any:
     Raises:
         TypeError: It is no Keras optimizer, or one of Keras 3 on another backend than TensorFlow.
     """
-    if isinstance(innermost(optimizer), DistributedMixin):  # inside a LossScaleOptimizer, too
+    inner = innermost(optimizer)  # of a LossScaleOptimizer, too
+    if isinstance(inner, DistributedMixin):
+        if not hasattr(inner, "_hvdc_settings"):  # made by no call of DistributedOptimizer
+            raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
         raise TypeError("optimizer is distributed already: wrap it only once")
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):

@@ -21,6 +21,13 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+def own_momentum(optimizer: Any) -> str:
+    """What says that the optimizer has momentum, such as "momentum=0.9" or "beta_1=0.9"; empty where it has none."""
+    config = innermost(optimizer).get_config()
+    found = [(name, config.get(name)) for name in ("momentum", "beta_1", "adam_beta_1")]
+    return next((f"{name}={value}" for name, value in found if isinstance(value, (int, float)) and value), "")
+
+
 def learning_rate(optimizer: Any) -> Any:
     """The variable with the learning rate; or the schedule or function that makes it; or None."""
     optimizer = innermost(optimizer)

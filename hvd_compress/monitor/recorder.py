@@ -239,7 +239,7 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     found = []
     for b, (section, pieces) in enumerate(plan.buckets):
         auto = section.compressor
-        compressors = auto.candidates if isinstance(auto, Auto) else (auto,)
+        compressors = auto.candidates if isinstance(auto, Auto) else auto.stages
         shapes = section.layout.shapes[pieces.start : pieces.stop]
         sent = tuple(plan.pattern(c, shapes).bytes_sent(c, shapes, ranks) for c in compressors)
         # Without what pieces are filled up with.

@@ -1,0 +1,5 @@
+"""Optimizers that are distributed by themselves: `hvdc.optimizers`."""
+
+from .keras.onebit_adam import OneBitAdam
+
+__all__ = ["OneBitAdam"]
