@@ -19,6 +19,7 @@ from .compressors import (
     Hybrid,
     NoCompression,
     OneBit,
+    PowerSGD,
     Quantize,
     RandomK,
     TopK,
@@ -31,7 +32,8 @@ CompressionLike = Union[Compressor, str, type, None]
 _CLASSES: dict[str, type] = {
     cls.name: cls
     for cls in (
-        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, Auto,
+        NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, PowerSGD,
+        Auto,
     )
 }  # fmt: skip
 _PRESETS: dict[str, Compressor] = {
@@ -57,6 +59,7 @@ class Compression:
     block_topk = BlockTopK
     block_sparse = BlockSparse
     hybrid = Hybrid
+    powersgd = PowerSGD
     auto = Auto
 
     @staticmethod

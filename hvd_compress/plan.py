@@ -17,8 +17,8 @@ from .auto.chooser import Chooser
 from .auto.report import BucketReport
 from .buckets import Bucket
 from .checkpoint import plan_state
-from .compressors import Auto, Compressor, NoCompression
-from .exchange import choice, uncompressed
+from .compressors import Auto, Compressor, NoCompression, PowerSGD
+from .exchange import choice, low_rank, uncompressed
 from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
@@ -44,6 +44,8 @@ class Section:
     compressor: Compressor
     layout: FlatPieces | WholeTensors
     state: LayoutState
+    # Of `exchange.low_rank`, alike on all ranks: one variable for all matrices, or none.
+    factors: list[tf.Variable] = dataclasses.field(default_factory=list)
 
 
 class Plan:
@@ -90,11 +92,14 @@ class Plan:
             members = [i for i in chosen if compressors[i] == compressor]
             for bucket in buckets.assign(self.shapes, members, sys.maxsize, groups):
                 layout = self._layout(bucket, compressor)
-                self.sections.append(Section(compressor, layout, self._new_state(compressor, layout.shapes)))
+                state = self._new_state(compressor, layout.shapes)
+                self.sections.append(
+                    Section(compressor, layout, state, self._new_factors(compressor, layout))
+                )
         self.buckets = [
             (section, pieces)
             for section in self.sections
-            for pieces in section.layout.in_buckets(self._limit(section.layout.bucket))
+            for pieces in section.layout.in_buckets(self._limit(section.layout.bucket, section.compressor))
         ]
         compressed = set(chosen)
         rest = [i for i in tensors if i not in compressed]
@@ -108,7 +113,8 @@ class Plan:
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.named = {"step": self.step}
+        factors = [variable for section in self.sections for variable in section.factors]
+        self.named = {"step": self.step, **{f"factors_{i}": variable for i, variable in enumerate(factors)}}
         if self.chooser is not None:
             fields = self.chooser.state._asdict()
             self.named |= {f"auto_{name}": variable for name, variable in fields.items()}
@@ -120,9 +126,9 @@ class Plan:
         shapes = [section.layout.shapes[pieces.start : pieces.stop] for section, pieces in mine]
         return start.chooser(auto, self.settings, shapes)
 
-    def _limit(self, members: Bucket) -> int:
+    def _limit(self, members: Bucket, compressor: Compressor | None = None) -> int:
         """Bytes of float32 that cross at once at most."""
-        if self.settings.groups is not None:
+        if self.settings.groups is not None or isinstance(compressor, PowerSGD):
             return sys.maxsize
         return geometry.bucket_limit(self.settings.bucket_bytes, members.numel)
 
@@ -150,6 +156,13 @@ class Plan:
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back(compressor) else [],
             zeros("velocity", "float32") if self.settings.momentum_correction else [],
         )
+
+    def _new_factors(self, compressor: Compressor, layout: FlatPieces | WholeTensors) -> list[tf.Variable]:
+        if not isinstance(compressor, PowerSGD):
+            return []
+        with tf.device(self.settings.device_dense):
+            start = low_rank.start(compressor, layout.shapes)
+            return [tracing.variable(start, f"{self.name}_factors")]
 
     def compressors(self) -> list[Compressor]:
         """What each bucket is compressed with now."""

@@ -272,7 +272,9 @@ class Step:
         ranks = settings.process_set.size()
         scale = predivide / ranks if settings.op == hvd.Average else 1.0
         keep = bool(state.residuals) and settings.feeds_back(compressor)
-        share = Share(pieces, residuals, decay, keep, self._seeds(index))
+        factors = self._plan.buckets[index][0].factors
+        start = factors[0].value() if factors else None
+        share = Share(pieces, residuals, decay, keep, self._seeds(index), start)
         group = self._group(f"bucket_{index}_{plain_name(compressor.spec)}")
         pattern = choice.choose(compressor, shapes, ranks)
         found = pattern.reduce(compressor, share, scale, group)
@@ -280,6 +282,7 @@ class Step:
         left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
         kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
         kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
+        kept += [found.factors] if factors else []
         crossed = Crossed(found.pieces, found.ok, kept, found.outgoing)
         if self._due is not None:
             fresh = velocities or pieces
@@ -318,7 +321,7 @@ class Step:
         for b, found in crossed.items():
             section, pieces = self._plan.buckets[b]
             state = section.state.part(pieces)
-            changes += list(zip([*state.residuals, *state.velocities], found.kept))
+            changes += list(zip([*state.residuals, *state.velocities, *section.factors], found.kept))
         flags = [*oks, *(found.ok for found in crossed.values())]
         if not flags:
             return tf.constant(True)

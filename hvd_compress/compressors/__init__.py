@@ -5,6 +5,7 @@ from .base import Compressor, Encoded, Seeds
 from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
 from .hybrid import Hybrid
+from .low_rank import PowerSGD
 from .onebit import OneBit
 from .quantize import Quantize
 from .sparse import BlockTopK, RandomK, TopK
@@ -20,6 +21,7 @@ __all__ = [
     "Hybrid",
     "NoCompression",
     "OneBit",
+    "PowerSGD",
     "Quantize",
     "RandomK",
     "Seeds",

@@ -7,10 +7,12 @@ from types import ModuleType
 
 from .. import traffic
 from ..compressors import Compressor
-from . import allgather, allreduce, scatter_reduce
+from . import allgather, allreduce, low_rank, scatter_reduce
 from .common import Shape
 
-_MODULES = {"allgather": allgather, "allreduce": allreduce, "scatter_reduce": scatter_reduce}
+_MODULES = {
+    "allgather": allgather, "allreduce": allreduce, "low_rank": low_rank, "scatter_reduce": scatter_reduce,
+}  # fmt: skip
 
 
 def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> ModuleType:

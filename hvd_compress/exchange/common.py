@@ -61,6 +61,7 @@ class Share(NamedTuple):
     decay: float  # of the residuals
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
+    factors: tf.Tensor | None = None  # of `low_rank`, float32, the same on all ranks
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes piece `i`."""
@@ -76,6 +77,7 @@ class Reduced(NamedTuple):
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first, for what should run after its encoding
     incoming: tf.Tensor  # what arrives last
+    factors: tf.Tensor | None = None  # the new ones of `low_rank`
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
