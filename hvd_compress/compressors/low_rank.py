@@ -11,6 +11,7 @@ from .. import formats
 from .. import residual as _residual
 from ..formats.base import Shape
 from ..kernels import low_rank
+from ..kernels.compile import fed_back
 from .base import BuiltinCompressor, Encoded, Seeds
 
 
@@ -33,7 +34,7 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     step before, P comes near to the largest singular vectors within some steps (Vogels et al., Theorem I).
 
     Attributes:
-        rank: Vectors in each factor, 1 to 32; fewer where a side of the matrix is shorter.
+        rank: Vectors in each factor, 1 to 32.
     """
 
     def encode(
@@ -51,21 +52,19 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
             x = _residual.add(gradient, residual, decay)
             left = tf.zeros_like(x) if keep else None
             return Encoded([tf.reshape(x, [-1])], shape, left, _residual.all_finite(x))
-        size = [matrix.rows, matrix.columns]
-        matrices = [tf.reshape(gradient, size)]
-        residuals = None if residual is None else [tf.reshape(residual, size)]
-        start = low_rank.start(seeds.shared, 1, matrix.rank, matrix.columns)
-        products, sums = low_rank.left(matrices, residuals, decay, start)
-        (p,) = low_rank.orthonormal([products])
-        q = low_rank.right(sums or matrices, p)
-        lost = tf.reshape(low_rank.lost(sums or matrices, p, q)[0], shape) if keep else None
+        x = tf.reshape(fed_back(gradient, residual, decay), matrix)
+        start = low_rank.start(seeds.shared, self.rank * matrix.columns)
+        product = low_rank.left(x, tf.reshape(start, [self.rank, matrix.columns]))
+        (p,) = low_rank.orthonormal([product[None]])
+        q = low_rank.right(x, p[0])
+        lost = tf.reshape(low_rank.lost(x, p[0], q), shape) if keep else None
         # Where the matrix is not finite, its product with any factor is not, either.
-        finite = _residual.all_finite(products) & _residual.all_finite(q)
-        return Encoded([p[0], q[0]], shape, lost, finite)
+        finite = _residual.all_finite(product) & _residual.all_finite(q)
+        return Encoded([p[0], q], shape, lost, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Multiplies the factors, and sums."""
         if self.matrix(ctx) is None:
             return tf.reshape(tf.add_n([parts[0] for parts in ranks]) * scale, ctx)
-        found = [low_rank.products(p[None], scale * q[None])[0] for p, q in ranks]
+        found = [low_rank.product(p, scale * q) for p, q in ranks]
         return tf.reshape(found[0] if len(found) == 1 else tf.add_n(found), ctx)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
 from ..formats.base import Shape as Shape
-from ..kernels.compile import compiled
+from ..kernels.compile import compiled, fed_back
 from ..traffic import flagged_bytes
 
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
@@ -62,6 +62,11 @@ class Share(NamedTuple):
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
     factors: tf.Tensor | None = None  # of `low_rank`, float32, the same on all ranks
+
+    def sum(self, i: int) -> tf.Tensor:
+        """Piece `i` with its residual."""
+        kept = self.residuals[i]
+        return self.pieces[i] if kept is None else fed_back(self.pieces[i], kept, self.decay)
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes piece `i`."""

@@ -30,60 +30,50 @@ from .common import Group, Reduced, Shape, Share
 
 def start(compressor: PowerSGD, shapes: Sequence[Shape]) -> tf.Tensor:
     """The right factors of the first step, the same on all ranks; float32 [elements of all of them]."""
-    batches = compressor.batches(shapes)
-    return _flat(
-        [
-            low_rank.start(tf.constant(i), len(members), matrix.rank, matrix.columns)
-            for i, (members, matrix) in enumerate(batches)
-        ]
-    )
+    return low_rank.start(tf.constant(0), sum(_sizes(compressor.batches(shapes), "columns")))
 
 
 def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`; without `share.factors` from those of the first step."""
     shapes = [tuple(piece.shape.as_list()) for piece in share.pieces]
     batches = compressor.batches(shapes)
-    factored = {i for batch in batches for i in batch.members}
-    whole = [i for i in range(len(shapes)) if i not in factored]
-    pieces: list[tf.Tensor] = list(share.pieces)
-    residuals: list[tf.Tensor | None] = [None] * len(pieces)
-    for i in whole:
-        pieces[i] = residual.add(pieces[i], share.residuals[i], share.decay)
-        residuals[i] = tf.zeros_like(pieces[i]) if share.keep else None
-
+    order = [i for batch in batches for i in batch.members]
+    whole = sorted(set(range(len(shapes))) - set(order))
     factors = start(compressor, shapes) if share.factors is None else share.factors
-    old = _cut(factors, batches, False)
-    products, matrices = [], []
-    for batch, factor in zip(batches, old):
-        mine, sums = _left(batch, share, factor)
-        products.append(mine)
-        matrices.append(sums)
-    outgoing = _flat([*products, *(pieces[i] for i in whole)])
-    total = hvd.allreduce(outgoing, op=hvd.Sum, **group.keywords("_left"))
-    total = incoming = tf.ensure_shape(total, outgoing.shape)
+    old = _cut(factors, batches, "columns")
+
+    brought = [share.sum(i) for i in range(len(shapes))]
+    matrices = [tf.reshape(brought[i], batch.matrix) for batch in batches for i in batch.members]
+    mine = [low_rank.left(matrix, right) for matrix, right in zip(matrices, _each(old))]
+    outgoing = _flat([*mine, *(brought[i] for i in whole)])
+    total = incoming = _allreduce(outgoing, group, "_left")
     ok = residual.all_finite(total)
 
+    residuals: list[tf.Tensor | None] = [None] * len(shapes)
+    for i in whole if share.keep else ():
+        residuals[i] = tf.zeros_like(brought[i])
+    lefts: list[tf.Tensor] = []
     if batches:
-        lefts = low_rank.orthonormal(_cut(total, batches, True))
-        own = [low_rank.right(sums, left) for sums, left in zip(matrices, lefts)]
-        second = _flat(own)
-        incoming = hvd.allreduce(second, op=hvd.Sum, **group.keywords("_right"))
-        incoming = tf.ensure_shape(incoming, second.shape)
+        found = low_rank.orthonormal(_cut(total, batches, "rows"))
+        lefts = _each(found)
+        mine = [low_rank.right(matrix, left) for matrix, left in zip(matrices, lefts)]
+        second = _flat(mine)
+        incoming = _allreduce(second, group, "_right")
         ok = common.all_of([ok, residual.all_finite(incoming)])
+        new = [low_rank.scaled(right) for right in _cut(incoming, batches, "columns")]
+        # Where nothing was found, the start is still good.
+        factors = _flat([tf.where(is_new, x, before) for (x, is_new), before in zip(new, old)])
         if share.keep:
             with tf.control_dependencies([second]):  # or nothing would cross until it is done
-                own = [tf.identity(right) for right in own]
-            for batch, sums, left, right in zip(batches, matrices, lefts, own):
-                for i, lost in zip(batch.members, low_rank.lost(sums, left, right)):
-                    residuals[i] = tf.reshape(lost, shapes[i])
-        factors = _flat(low_rank.unit(_cut(incoming, batches, False), old))
+                matrices = [tf.identity(matrix) for matrix in matrices]
+            for i, matrix, left, right in zip(order, matrices, lefts, mine):
+                residuals[i] = tf.reshape(low_rank.lost(matrix, left, right), shapes[i])
 
     times = common.factor(scale, ok)
-    if batches:
-        for batch, left, right in zip(batches, lefts, _cut(incoming * times, batches, False)):
-            for i, piece in zip(batch.members, low_rank.products(left, right)):
-                pieces[i] = tf.reshape(piece, shapes[i])
-    at = sum(_sizes(batches, True))
+    pieces: list[tf.Tensor] = list(share.pieces)
+    for i, left, right in zip(order, lefts, _each(_cut(incoming * times, batches, "columns"))):
+        pieces[i] = tf.reshape(low_rank.product(left, right), shapes[i])
+    at = sum(_sizes(batches, "rows"))
     for i in whole:
         size = pieces[i].shape.num_elements()
         pieces[i] = tf.reshape(total[at : at + size] * times, shapes[i])
@@ -91,14 +81,14 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
     return Reduced(pieces, residuals, ok, outgoing, incoming, factors)
 
 
-def _left(batch: Batch, share: Share, factor: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """The left products of a batch, and its matrices with their residuals."""
-    size = [batch.matrix.rows, batch.matrix.columns]
-    matrices = [tf.reshape(share.pieces[i], size) for i in batch.members]
-    kept = [share.residuals[i] for i in batch.members]
-    added = [tf.reshape(r, size) for r in kept if r is not None] or None
-    products, sums = low_rank.left(matrices, added, share.decay, factor)
-    return products, sums or matrices
+def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
+    total = hvd.allreduce(outgoing, op=hvd.Sum, **group.keywords(phase))
+    return tf.ensure_shape(total, outgoing.shape)
+
+
+def _each(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The factors of each matrix, batch after batch."""
+    return [each for factor in factors for each in tf.unstack(factor)]
 
 
 def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -106,20 +96,15 @@ def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(flat, 0) if flat else tf.zeros([0])
 
 
-def _sizes(batches: Sequence[Batch], is_left: bool) -> list[int]:
-    """Elements of each batch's left or right factors."""
-    return [
-        len(members) * matrix.rank * (matrix.rows if is_left else matrix.columns)
-        for members, matrix in batches
-    ]
+def _sizes(batches: Sequence[Batch], side: str) -> list[int]:
+    """Elements of each batch's left ("rows") or right ("columns") factors."""
+    return [len(members) * rank * getattr(matrix, side) for members, matrix, rank in batches]
 
 
-def _cut(flat: tf.Tensor, batches: Sequence[Batch], is_left: bool) -> list[tf.Tensor]:
+def _cut(flat: tf.Tensor, batches: Sequence[Batch], side: str) -> list[tf.Tensor]:
     """The factors [b, rank, n] of each batch, from all of them end to end, and maybe more behind them."""
-    sizes = _sizes(batches, is_left)
+    sizes = _sizes(batches, side)
     if not sizes:
         return []
-    parts = tf.split(flat[: sum(sizes)], sizes)
-    return [
-        tf.reshape(part, [len(members), matrix.rank, -1]) for part, (members, matrix) in zip(parts, batches)
-    ]
+    shapes = [[len(members), rank, getattr(matrix, side)] for members, matrix, rank in batches]
+    return [tf.reshape(part, shape) for part, shape in zip(tf.split(flat[: sum(sizes)], sizes), shapes)]

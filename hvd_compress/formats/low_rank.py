@@ -10,23 +10,21 @@ from typing import ClassVar, NamedTuple
 from .base import Format, Part, Shape, check_whole, size_of
 
 LARGEST_RANK = 32
-# Matrices that one kernel works on: enough that calls cost nothing beside it, and few enough to compile soon.
-_AT_ONCE = 8
 
 
 class Matrix(NamedTuple):
-    """A tensor as a matrix, and the rank to which it is reduced."""
+    """The shape of a tensor that is seen as a matrix."""
 
     rows: int
     columns: int
-    rank: int
 
 
 class Batch(NamedTuple):
-    """Some of several tensors that are matrices of one shape."""
+    """Those of several tensors that are matrices of one shape."""
 
     members: tuple[int, ...]  # their positions
     matrix: Matrix
+    rank: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +43,7 @@ class PowerSGD(Format):
         matrix = self.matrix(shape)
         if matrix is None:
             return [Part((size_of(shape),), "float32")]
-        return [
-            Part((matrix.rank, matrix.rows), "float32"),
-            Part((matrix.rank, matrix.columns), "float32"),
-        ]
+        return [Part((self.rank, side), "float32") for side in matrix]
 
     def matrix(self, shape: Shape) -> Matrix | None:
         """The matrix as which a tensor of this shape is seen; None where its factors would be no smaller.
@@ -59,20 +54,15 @@ class PowerSGD(Format):
         """
         if len(shape) < 2:
             return None
-        splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
-        rows, columns = min(splits, key=sum)
-        rank = min(self.rank, rows, columns)
-        return Matrix(rows, columns, rank) if rank * (rows + columns) < rows * columns else None
+        splits = [Matrix(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+        best = min(splits, key=sum)
+        return best if self.rank * sum(best) < math.prod(best) else None
 
     def batches(self, shapes: Sequence[Shape]) -> list[Batch]:
-        """Which of these tensors are reduced to factors, up to eight matrices of one shape at a time."""
+        """Which of these tensors are reduced to factors, those of one shape together."""
         alike: dict[Matrix, list[int]] = {}
         for i, shape in enumerate(shapes):
             matrix = self.matrix(shape)
             if matrix is not None:
                 alike.setdefault(matrix, []).append(i)
-        return [
-            Batch(tuple(members[first : first + _AT_ONCE]), matrix)
-            for matrix, members in alike.items()
-            for first in range(0, len(members), _AT_ONCE)
-        ]
+        return [Batch(tuple(members), matrix, self.rank) for matrix, members in alike.items()]

@@ -1,7 +1,10 @@
 """Low-rank factors of matrices: one step of subspace iteration, in its parts.
 
-Of b matrices [rows, columns] of one shape, the left factors are [b, rank, rows] and the right ones
-[b, rank, columns], so that each vector lies in one piece.
+The left factor of a matrix [rows, columns] is [rank, rows] and the right one [rank, columns], so that each vector
+lies in one piece; those of b matrices of one shape are one tensor [b, rank, ...].
+
+Products with a matrix, which read all of it for a few numbers, are TensorFlow's own: XLA would compile each of them
+for seconds. What makes a matrix of factors is compiled, so that it is written in one pass.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from . import noise
-from .compile import compiled, fed_back
+from .compile import compiled
 
-# Up to this rank, products are made vector by vector.
+# Up to this rank, matrices are made of factors vector by vector, in one pass.
 _FEW = 8
 # A vector of which the earlier ones leave less than this share is taken for a sum of them: what is left of it
 # is mostly rounding, and would be scaled up to a direction of its own.
@@ -21,104 +24,78 @@ _DEPENDENT = 1e-3
 
 
 @compiled
-def start(seed: tf.Tensor, b: int, rank: int, n: int) -> tf.Tensor:
-    """Right factors to begin with, float32 [b, rank, n] of random vectors of norm 1; `seed` is an int32 scalar."""
-    x = tf.reshape(2.0 * noise.uniform(seed, b * rank * n) - 1.0, [b, rank, n])
-    return x / _norm(x)
+def start(seed: tf.Tensor, n: int) -> tf.Tensor:
+    """`n` numbers for right factors to begin with, float32 in [-1, 1); `seed` is an int32 scalar."""
+    return 2.0 * noise.uniform(seed, n) - 1.0
+
+
+def left(matrix: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """A matrix times its right factor; float32 [rank, rows]."""
+    return tf.matmul(right, matrix, transpose_b=True)
+
+
+def right(matrix: tf.Tensor, left: tf.Tensor) -> tf.Tensor:
+    """A matrix, transposed, times its left factor; float32 [rank, columns]."""
+    return tf.matmul(left, matrix)
 
 
 @compiled
-def left(
-    matrices: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor] | None, decay: float, right: tf.Tensor
-) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Each matrix, with its residual added, times its right factor.
-
-    Args:
-        matrices: float32 [rows, columns] each.
-        residuals: The same, or bfloat16; None for none.
-        decay: Of the residuals.
-        right: float32 [b, rank, columns].
-
-    Returns:
-        The products, float32 [b, rank, rows]; the sums, or no tensors where there are no residuals.
-    """
-    sums = list(matrices)
-    if residuals is not None:
-        sums = [fed_back(matrix, residual, decay) for matrix, residual in zip(matrices, residuals)]
-    products = tf.stack([_times(matrix, right[i], False) for i, matrix in enumerate(sums)])
-    return products, [] if residuals is None else sums
+def lost(matrix: tf.Tensor, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """What the factors' product lacks of the matrix."""
+    return matrix - _product(left, right)
 
 
 @compiled
-def right(matrices: Sequence[tf.Tensor], left: tf.Tensor) -> tf.Tensor:
-    """Each matrix transposed times its left factor [b, rank, rows]; float32 [b, rank, columns]."""
-    return tf.stack([_times(matrix, left[i], True) for i, matrix in enumerate(matrices)])
-
-
-@compiled
-def lost(matrices: Sequence[tf.Tensor], left: tf.Tensor, right: tf.Tensor) -> list[tf.Tensor]:
-    """What the factors' products lack of the matrices."""
-    return [matrix - _product(left[i], right[i]) for i, matrix in enumerate(matrices)]
-
-
-@compiled
-def products(left: tf.Tensor, right: tf.Tensor) -> list[tf.Tensor]:
-    """The matrices that the factors stand for."""
-    return [_product(left[i], right[i]) for i in range(left.shape[0])]
-
-
-@compiled
-def orthonormal(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Factors [b, rank, n] with orthonormal vectors in place of theirs, or zeros where one depends on those before.
-
-    Gram-Schmidt, of each vector twice (Giraud, Langou and Rozloznik 2005: twice is enough).
-    """
-    return [_orthonormal(factor) for factor in factors]
-
-
-@compiled
-def unit(factors: Sequence[tf.Tensor], old: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Factors [b, rank, n] with vectors of norm 1, and the old ones where they are zero."""
-    found = []
-    for factor, before in zip(factors, old):
-        size = _norm(factor)
-        found.append(tf.where(size > 0.0, tf.math.divide_no_nan(factor, size), before))
-    return found
-
-
-def _times(matrix: tf.Tensor, vectors: tf.Tensor, transpose: bool) -> tf.Tensor:
-    """`matrix` (transposed, if so) times each of `vectors` [rank, n]; [rank, the other side]."""
-    if vectors.shape[0] > _FEW:
-        return tf.matmul(vectors, matrix, transpose_b=not transpose)
-    return tf.stack([tf.linalg.matvec(matrix, v, transpose_a=transpose) for v in tf.unstack(vectors)])
+def product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """The matrix that the factors stand for, float32 [rows, columns]."""
+    return _product(left, right)
 
 
 def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """`left` [rank, rows], transposed, times `right` [rank, columns]."""
     if left.shape[0] > _FEW:
         return tf.matmul(left, right, transpose_a=True)
-    # In one pass over the result, whatever is done with it.
     total = left[0][:, None] * right[0]
     for i in range(1, left.shape[0]):
         total += left[i][:, None] * right[i]
     return total
 
 
-def _orthonormal(factor: tf.Tensor) -> tf.Tensor:
-    found: list[tf.Tensor] = []
-    for vector in tf.unstack(factor, axis=1):
-        x = tf.math.divide_no_nan(vector, _norm(vector))
-        if found:
-            before = tf.stack(found, 1)  # [b, i, n]
-            for _ in range(2):
-                x -= tf.reduce_sum(tf.reduce_sum(before * x[:, None], -1, keepdims=True) * before, 1)
-        size = _norm(x)
-        found.append(tf.where(size > _DEPENDENT, x / size, 0.0))
-    return tf.stack(found, 1)
+def orthonormal(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Factors [b, rank, n] with orthonormal vectors in place of theirs, or zeros where one depends on those before.
+
+    Cholesky QR, twice (Yamamoto et al. 2015): all but two products with the vectors is done on matrices of
+    rank x rank, of all factors at once.
+    """
+    found = [scaled(factor)[0] for factor in factors]
+    for _ in range(2):
+        squares = tf.concat([tf.matmul(x, x, transpose_b=True) for x in found], 0)
+        parts = tf.split(_inverse_roots(squares), [x.shape[0] for x in found])
+        found = [tf.matmul(root, x) for root, x in zip(parts, found)]
+    return found
 
 
-def _norm(x: tf.Tensor) -> tf.Tensor:
-    """2-norms of the last axis, which is kept; squares of what is small would vanish, so it is scaled first."""
+@compiled
+def _inverse_roots(squares: tf.Tensor) -> tf.Tensor:
+    """Lower triangular T with T S T^T = 1 for each of `squares` [any number, rank, rank].
+
+    Rows and columns of zeros stand for vectors that depend on those before. Row by row it is what Gram and Schmidt
+    do, with products that are known already.
+    """
+    rank = squares.shape[-1]
+    size = tf.sqrt(tf.linalg.diag_part(squares))
+    cosines = tf.math.divide_no_nan(squares, size[:, :, None] * size[:, None, :])
+    unit = tf.eye(rank)
+    rows: list[tf.Tensor] = []
+    for i in range(rank):
+        row = tf.broadcast_to(unit[i], [squares.shape[0], rank])
+        for before in rows:
+            row -= tf.reduce_sum(before * cosines[:, i], -1, keepdims=True) * before
+        square = tf.reduce_sum(row[:, :, None] * cosines * row[:, None, :], [1, 2])[:, None]
+        rows.append(tf.where(square > _DEPENDENT**2, row * tf.math.rsqrt(square), 0.0))
+    return tf.math.divide_no_nan(tf.stack(rows, 1), size[:, None, :])
+
+
+def scaled(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Vectors [..., n] over their largest magnitudes, so that no square vanishes; and whether these are above 0."""
     largest = tf.reduce_max(tf.abs(x), -1, keepdims=True)
-    scaled = tf.math.divide_no_nan(x, largest)
-    return largest * tf.sqrt(tf.reduce_sum(scaled * scaled, -1, keepdims=True))
+    return tf.math.divide_no_nan(x, largest), largest > 0.0
