@@ -60,21 +60,21 @@ def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return total
 
 
+@compiled
 def orthonormal(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Factors [b, rank, n] with orthonormal vectors in place of theirs, or zeros where one depends on those before.
 
     Cholesky QR, twice (Yamamoto et al. 2015): all but two products with the vectors is done on matrices of
-    rank x rank, of all factors at once.
+    rank x rank, of all factors at once. Without matmul, which GPUs would round to 10 bits.
     """
     found = [scaled(factor)[0] for factor in factors]
     for _ in range(2):
-        squares = tf.concat([tf.matmul(x, x, transpose_b=True) for x in found], 0)
+        squares = tf.concat([tf.reduce_sum(x[:, :, None] * x[:, None], -1) for x in found], 0)
         parts = tf.split(_inverse_roots(squares), [x.shape[0] for x in found])
-        found = [tf.matmul(root, x) for root, x in zip(parts, found)]
+        found = [tf.reduce_sum(root[..., None] * x[:, None], 2) for root, x in zip(parts, found)]
     return found
 
 
-@compiled
 def _inverse_roots(squares: tf.Tensor) -> tf.Tensor:
     """Lower triangular T with T S T^T = 1 for each of `squares` [any number, rank, rank].
 
