@@ -29,7 +29,7 @@ STOCK = {"horovod none": "none", "horovod fp16": "fp16"}
 LEVELS = {"auto": "auto", "flat": False, "two-level": True}
 SPECS = [
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
-    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4",
+    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
 ]  # fmt: skip
 
 

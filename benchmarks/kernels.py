@@ -20,6 +20,8 @@ import common
 
 # About as large as pieces are in training, and a multiple of what all these compressors want.
 PIECE = 1_024_000
+# Columns of the matrices that compressors see which need them.
+COLUMNS = 512
 # Name, compressor, ranks whose payloads are decoded (0: encode with residual).
 KERNELS = [
     ("residual + int8", "int8", 0),
@@ -31,6 +33,10 @@ KERNELS = [
     ("residual + topk 10%", "topk:ratio=0.1", 0),
     ("residual + topk 1%", "topk:ratio=0.01", 0),
     ("residual + topk 0.1%", "topk:ratio=0.001", 0),
+    ("residual + powersgd rank 1", "powersgd:rank=1", 0),
+    ("residual + powersgd rank 4", "powersgd:rank=4", 0),
+    ("decode powersgd rank 1", "powersgd:rank=1", 1),
+    ("decode powersgd rank 4", "powersgd:rank=4", 1),
     ("decode int8 of 1 rank", "int8", 1),
     ("decode and sum int8 of 4 ranks", "int8", 4),
     ("decode and sum int4 of 4 ranks", "int4", 4),
@@ -51,8 +57,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
-    if args.piece < 1 or args.elements < args.piece:
-        parser.error("--piece must be at least 1 and at most --elements")
+    if args.piece < 1 or args.elements < args.piece or args.piece % COLUMNS:
+        parser.error(f"--piece must be a multiple of {COLUMNS} and at most --elements")
     return args
 
 
@@ -73,16 +79,40 @@ def main() -> None:
     seeds = Seeds(tf.constant(1), tf.constant(2))
     add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
 
+    matrices = [tf.reshape(piece, [-1, COLUMNS]) for piece in pieces]
+    rests = [tf.reshape(piece, [-1, COLUMNS]) for piece in residuals]
+
+    def product(rank: int, transposed: bool, way: str) -> Callable[[], Any]:
+        """Thin products, as `kernels.low_rank` makes them ("TensorFlow") and as it might."""
+        side = COLUMNS if transposed else args.piece // COLUMNS
+        factor = tf.random.normal([rank, side], seed=rank)
+
+        def multiply(matrix: Any) -> Any:
+            if "vector" not in way:
+                return tf.matmul(factor, matrix, transpose_b=transposed)
+            vectors = tf.unstack(factor)
+            return tf.stack([tf.linalg.matvec(matrix, v, transpose_a=not transposed) for v in vectors])
+
+        one = tf.function(multiply, jit_compile=True) if "XLA" in way else multiply
+        several = tf.function(lambda matrices: [one(matrix) for matrix in matrices])
+        return lambda: several(matrices)
+
     def encoder(compressor: Any) -> Callable[[], Any]:
+        if compressor.per_tensor:
+            given, kept = matrices, rests
+        else:
+            given, kept = pieces, residuals
+
         @tf.function
         def encode(pieces: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
             encoded = [compressor.encode(p, seeds, r, keep=True) for p, r in zip(pieces, residuals)]
             return [(e.parts, e.residual, e.finite) for e in encoded]
 
-        return lambda: encode(pieces, residuals)
+        return lambda: encode(given, kept)
 
     def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
-        encoded = [compressor.encode(piece, seeds) for piece in pieces]
+        given = matrices if compressor.per_tensor else pieces
+        encoded = [compressor.encode(piece, seeds) for piece in given]
         payloads = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
 
         @tf.function
@@ -100,6 +130,12 @@ def main() -> None:
         if args.only in name:
             compressor = hvdc.Compression.parse(spec)
             functions[name] = decoder(compressor, ranks) if ranks else encoder(compressor)
+    for way in ("TensorFlow", "TensorFlow, vector by vector", "XLA", "XLA, vector by vector"):
+        for rank in (1, 2, 4):
+            for transposed, what in ((True, "M Q"), (False, "P M")):
+                name = f"powersgd product {what} rank {rank}, {way}"
+                if args.only in name:
+                    functions[name] = product(rank, transposed, way)
     for function in common.progress(list(functions.values()), "compiling"):
         function()
         function()

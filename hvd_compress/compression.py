@@ -20,6 +20,7 @@ from .compressors import (
     Hybrid,
     NoCompression,
     OneBit,
+    PowerSGD,
     Quantize,
     RandomK,
     TopK,
@@ -33,6 +34,7 @@ _CLASSES: dict[str, type] = {
     cls.name: cls
     for cls in (
         NoCompression, Float16, BFloat16, Quantize, OneBit, TopK, RandomK, BlockTopK, BlockSparse, Hybrid, DGC,
+        PowerSGD,
         Auto,
     )
 }  # fmt: skip
@@ -60,6 +62,7 @@ class Compression:
     block_sparse = BlockSparse
     hybrid = Hybrid
     dgc = DGC
+    powersgd = PowerSGD
     auto = Auto
 
     @staticmethod

@@ -17,10 +17,10 @@ from .auto.chooser import Chooser
 from .auto.report import BucketReport
 from .buckets import Bucket
 from .checkpoint import plan_state
-from .compressors import Auto, Compressor, NoCompression
+from .compressors import Auto, Compressor, NoCompression, PowerSGD
 from .compressors.rows import for_rows
 from .cost.calibrate import calibrate
-from .exchange import choice, uncompressed
+from .exchange import choice, low_rank, uncompressed
 from .exchange.slices import Table
 from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
@@ -47,6 +47,8 @@ class Section:
     compressor: Compressor
     layout: FlatPieces | WholeTensors
     state: LayoutState
+    # Of `exchange.low_rank`, alike on all ranks: one variable for all matrices, or none.
+    factors: list[tf.Variable]
 
 
 @dataclasses.dataclass
@@ -112,11 +114,14 @@ class Plan:
             members = [i for i in chosen if compressors[i] == compressor]
             for bucket in buckets.assign(self.shapes, members, sys.maxsize, groups):
                 layout = self._layout(bucket, compressor)
-                self.sections.append(Section(compressor, layout, self._new_state(compressor, layout.shapes)))
+                state = self._new_state(compressor, layout.shapes)
+                self.sections.append(
+                    Section(compressor, layout, state, self._new_factors(compressor, layout))
+                )
         self.buckets = [
             (section, pieces)
             for section in self.sections
-            for pieces in section.layout.in_buckets(self._limit(section.layout.bucket))
+            for pieces in section.layout.in_buckets(self._limit(section.layout.bucket, section.compressor))
         ]
         compressed = set(chosen)
         rest = [i for i in tensors if i not in compressed]
@@ -135,7 +140,8 @@ class Plan:
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.named = {"step": self.step}
+        factors = [variable for section in self.sections for variable in section.factors]
+        self.named = {"step": self.step, **{f"factors_{i}": variable for i, variable in enumerate(factors)}}
         self.progress: tf.Variable | None = None
         if any(len(section.compressor.stages) > 1 for section in self.sections):
             with tf.device("CPU"):
@@ -192,11 +198,12 @@ class Plan:
         layout = WholeTensors(Bucket((i,), (shape,)))
         limit = self._limit(layout.bucket)
         table = Table(shape, self.dtypes[i], compressor, self.settings.process_set.size(), limit)
-        return TableSection(compressor, layout, self._new_state(compressor, [shape], rows=True), table)
+        state = self._new_state(compressor, [shape], rows=True)
+        return TableSection(compressor, layout, state, [], table)
 
-    def _limit(self, members: Bucket) -> int:
+    def _limit(self, members: Bucket, compressor: Compressor | None = None) -> int:
         """Bytes of float32 that cross at once at most."""
-        if self.settings.groups is not None:
+        if self.settings.groups is not None or isinstance(compressor, PowerSGD):
             return sys.maxsize
         return geometry.bucket_limit(self.settings.bucket_bytes, members.numel)
 
@@ -229,6 +236,13 @@ class Plan:
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back(compressor) else [],
             zeros("velocity", "float32") if self.settings.momentum_correction and not rows else [],
         )
+
+    def _new_factors(self, compressor: Compressor, layout: FlatPieces | WholeTensors) -> list[tf.Variable]:
+        if not isinstance(compressor, PowerSGD):
+            return []
+        with tf.device(self.settings.device_dense):
+            start = low_rank.start(compressor, layout.shapes)
+            return [tracing.variable(start, f"{self.name}_factors")]
 
     def _dense_velocities(self) -> dict[int, tf.Variable]:
         if self.settings.dgc is None or not self.settings.momentum_correction:

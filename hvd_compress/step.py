@@ -137,7 +137,9 @@ class Step:
         """Clips this rank's gradients, as `dgc` does."""
         dgc = self._plan.settings.dgc
         if dgc is not None and dgc.clipnorm is not None:
-            limit = dgc.clipnorm / math.sqrt(self._plan.settings.process_set.size())
+            limit = dgc.local_limit(
+                self._plan.settings.process_set.size(), self._plan.settings.op == hvd.Average
+            )
             self._gradients = residual.clipped(self._gradients, limit)
 
     def _accelerated(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
@@ -332,7 +334,9 @@ class Step:
         ranks = settings.process_set.size()
         scale = predivide / ranks if settings.op == hvd.Average else 1.0
         keep = bool(state.residuals) and settings.feeds_back(compressor)
-        share = Share(pieces, residuals, decay, keep, self._seeds(index))
+        factors = self._plan.buckets[index][0].factors
+        start = factors[0].value() if factors else None
+        share = Share(pieces, residuals, decay, keep, self._seeds(index), start)
         group = self._group(f"bucket_{index}_{plain_name(compressor.spec)}")
         pattern = self._plan.pattern(compressor, share.shapes)
         found = pattern.reduce(compressor, share, scale, group)
@@ -340,6 +344,7 @@ class Step:
         left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
         kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
         kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
+        kept += [found.factors] if factors else []
         early = found.outgoing if found.early is None else found.early
         crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
         if self._due is not None:
@@ -383,7 +388,7 @@ class Step:
         for b, found in crossed.items():
             section, pieces = self._plan.buckets[b]
             state = section.state.part(pieces)
-            changes += list(zip([*state.residuals, *state.velocities], found.kept))
+            changes += list(zip([*state.residuals, *state.velocities, *section.factors], found.kept))
         flags = [*oks, *(found.ok for found in crossed.values())]
         if not flags:
             return tf.constant(True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .formats.base import Shape, is_summed
+from .formats.low_rank import PowerSGD
 
 # Scatter-reduce takes one more collective than an allgather: a few milliseconds of Horovod's scheduling, in
 # which a link of 1 Gbit/s sends about this many bytes.
@@ -45,6 +46,11 @@ def scatter_reduce(compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
     """What each rank sends: n - 1 payloads of 1 / n of the bucket, twice."""
     part = len(shapes) // ranks * payload_bytes(compressor, shapes[:1])
     return 2 * (ranks - 1) * flagged_bytes(part)
+
+
+def low_rank(compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+    """What each rank of a ring sends: left factors and then right ones, each in an allreduce."""
+    return ring_bytes(payload_bytes(compressor, shapes), ranks)
 
 
 def two_level(compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int) -> int:
@@ -86,11 +92,14 @@ PATTERNS: dict[str, Callable[[Any, Sequence[Shape], int], int]] = {
     "allreduce": allreduce,
     "allgather": allgather,
     "scatter_reduce": scatter_reduce,
+    "low_rank": low_rank,
 }
 
 
 def choose(compressor: Any, shapes: Sequence[Shape], ranks: int) -> str:
     """The pattern for pieces of these shapes: the one in which a rank sends least."""
+    if isinstance(compressor, PowerSGD):
+        return "low_rank"
     distinct = list(dict.fromkeys(shapes))
     if is_summed(compressor, distinct):
         return "allreduce"

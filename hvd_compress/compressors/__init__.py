@@ -6,6 +6,7 @@ from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
 from .dgc import DGC
 from .hybrid import Hybrid
+from .low_rank import PowerSGD
 from .onebit import OneBit
 from .quantize import Quantize
 from .sparse import BlockTopK, RandomK, TopK
@@ -22,6 +23,7 @@ __all__ = [
     "Hybrid",
     "NoCompression",
     "OneBit",
+    "PowerSGD",
     "Quantize",
     "RandomK",
     "Seeds",

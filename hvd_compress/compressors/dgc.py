@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
@@ -22,7 +23,8 @@ class DGC(formats.DGC, TopK):
     averaged gradients is done to each rank's own, before the choice of what is sent. In each step, with gradient g:
 
     1. Local gradient clipping (section 3.2): g is scaled down so that the norm of all of the rank's gradients is at
-       most `clipnorm` / sqrt(N), N the number of ranks.
+       most `clipnorm` * sqrt(N) where gradients are averaged (and `clipnorm` / sqrt(N) where they are summed), N the
+       number of ranks: that of the mean is then at most `clipnorm` if the ranks' gradients are independent.
     2. Momentum correction (equation 4): u = momentum * u + g; v = v + u.
     3. The k = max(1, ceil(ratio * n)) elements of v of largest magnitude are sent, exactly.
     4. Momentum factor masking (section 3.2): u and v are cleared where they were sent.
@@ -44,6 +46,14 @@ class DGC(formats.DGC, TopK):
         warmup_epochs: How long the warm-up lasts altogether. None: an epoch for each density. 0: no warm-up.
         steps_per_epoch: Steps of the optimizer per epoch on each rank. None: epochs are Keras's.
     """
+
+    def local_limit(self, ranks: int, averaged: bool) -> float:
+        """The norm that a rank's own gradients may have; `clipnorm` must be set.
+
+        The paper's local gradients are parts of the sum, ours of the mean: hence the factor of `ranks`.
+        """
+        assert self.clipnorm is not None
+        return self.clipnorm / math.sqrt(ranks) * (ranks if averaged else 1)
 
     def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
         """Which of `stages` holds after so many epochs; int32 scalar."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from .. import host_memory, hosts
 from .. import payload as _payload
 from ..compression import CompressionLike, resolve
-from ..compressors import Compressor, NoCompression
+from ..compressors import Compressor, NoCompression, PowerSGD
 from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
 from ..exchange import common, inside
@@ -233,6 +233,8 @@ def _time_kernels(
         seconds = _time_of(lambda: decode(gradients[0], residuals[0], several))
         return max(0.0, seconds - call - encoding / _PIECES)
 
+    if isinstance(compressor, PowerSGD):  # whose factors are summed before
+        return call, encoding / nbytes, decoding(1) / nbytes, 0.0
     several = min(max(ranks, 2), common.AT_ONCE)
     seconds = decoding(several)
     # Between two ranks there is no sum of one payload.

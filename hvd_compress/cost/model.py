@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -99,6 +100,8 @@ class CostModel:
     def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
         chosen = _parse(compressor)
+        if isinstance(chosen, formats.PowerSGD):
+            return ("low_rank",)
         if is_summed(chosen, [(1,)]):
             return ("allreduce",)
         flat = ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
@@ -119,11 +122,13 @@ class CostModel:
             compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
             pattern: "allreduce", "allgather" or "scatter_reduce" between all ranks, or "two_level" (needs a topology of
-                several hosts of several workers); default: the fastest that is possible.
+                several hosts of several workers); default: the fastest that is possible. That of `powersgd` is
+                "low_rank".
             form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
                 that of summing; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
-            payload: Bytes that the bucket becomes; default: what a flat one becomes.
+            payload: Bytes that the bucket becomes; default: what a flat one becomes, or for `powersgd` a square
+                matrix.
 
         Returns:
             Seconds for each part. On a single rank there is nothing to exchange, and all are zero.
@@ -143,8 +148,8 @@ class CostModel:
                 f"{' or '.join(possible)}, not as {pattern!r}"
             )
         if payload is None:
-            payload = chosen.wire_bytes(max(1, round(nbytes / 4))) if nbytes else 0
-        if form == "k_bit":
+            payload = chosen.wire_bytes(_shape(chosen, max(1, round(nbytes / 4)))) if nbytes else 0
+        if form == "k_bit" and not isinstance(chosen, formats.PowerSGD):  # has neither headers nor indices
             payload = round(nbytes / 32 * bits_per_element(chosen))
         some = [pattern] if pattern else possible
         found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
@@ -214,7 +219,7 @@ def bits_per_element(compressor: str | Format | Compressor) -> float:
 
 def _coding(cost: KernelCost, nbytes: float, pattern: str, n: int) -> tuple[float, float]:
     """Seconds of encoding and of decoding between n ranks."""
-    if pattern == "allreduce":
+    if pattern in ("allreduce", "low_rank"):
         return cost.encoding(nbytes), cost.decoding(nbytes, 1)
     if pattern == "allgather":
         return cost.encoding(nbytes), cost.decoding(nbytes, n)
@@ -234,9 +239,19 @@ def _parse(compressor: str | Format | Compressor) -> Any:
     return formats.parse(compressor) if isinstance(compressor, str) else compressor
 
 
+def _shape(compressor: Any, elements: int) -> tuple[int, ...]:
+    """As what a bucket of so many elements is taken where its shape is not known."""
+    if not isinstance(compressor, formats.PowerSGD):
+        return (elements,)
+    side = max(1, round(elements**0.5))
+    return (side, math.ceil(elements / side))
+
+
 def _wire(topology: Topology, pattern: str, payload: float) -> float:
     if pattern == "allreduce":
         return topology.allreduce(payload)
+    if pattern == "low_rank":
+        return 2.0 * topology.allreduce(payload / 2.0)
     if pattern == "allgather":
         return topology.allgather(payload)
     return topology.alltoall(payload) + topology.allgather(payload / topology.ranks)

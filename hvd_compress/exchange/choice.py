@@ -8,11 +8,13 @@ from typing import Any
 from .. import traffic
 from ..compressors import Compressor
 from ..hosts import Hosts
-from . import allgather, allreduce, scatter_reduce
+from . import allgather, allreduce, low_rank, scatter_reduce
 from .common import Shape
 from .two_level import TwoLevel
 
-_MODULES = {"allgather": allgather, "allreduce": allreduce, "scatter_reduce": scatter_reduce}
+_MODULES = {
+    "allgather": allgather, "allreduce": allreduce, "low_rank": low_rank, "scatter_reduce": scatter_reduce,
+}  # fmt: skip
 
 
 def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int, hosts: Hosts | None = None) -> Any:

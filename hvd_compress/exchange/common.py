@@ -13,7 +13,7 @@ import tensorflow as tf
 from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
 from ..formats.base import Shape as Shape
-from ..kernels.compile import compiled
+from ..kernels.compile import compiled, fed_back
 from ..traffic import flagged_bytes
 
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
@@ -65,6 +65,12 @@ class Share(NamedTuple):
     decay: float  # of the residuals
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
+    factors: tf.Tensor | None = None  # of `low_rank`, float32, the same on all ranks
+
+    def sum(self, i: int) -> tf.Tensor:
+        """Piece `i` with its residual."""
+        kept = self.residuals[i]
+        return self.pieces[i] if kept is None else fed_back(self.pieces[i], kept, self.decay)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -95,6 +101,7 @@ class Reduced(NamedTuple):
     outgoing: tf.Tensor  # what this rank sends first, for what should run after its encoding
     incoming: tf.Tensor  # what arrives last
     early: tf.Tensor | None = None  # there before `outgoing`, when the next bucket may begin already
+    factors: tf.Tensor | None = None  # the new ones of `low_rank`
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:

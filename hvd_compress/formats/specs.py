@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..shown import shown
-from . import casts, dgc, quantized, sparse
+from . import casts, dgc, low_rank, quantized, sparse
 from .base import Format
 
 # What `auto` chooses from, unless it is told otherwise.
@@ -27,7 +27,7 @@ _FORMATS: dict[str, type] = {
     cls.name: cls
     for cls in (
         casts.NoCompression, casts.Float16, casts.BFloat16, quantized.Quantize, quantized.OneBit, sparse.TopK,
-        sparse.RandomK, sparse.BlockTopK, sparse.BlockSparse, sparse.Hybrid, dgc.DGC,
+        sparse.RandomK, sparse.BlockTopK, sparse.BlockSparse, sparse.Hybrid, dgc.DGC, low_rank.PowerSGD,
     )
 }  # fmt: skip
 # A comma that is not inside of parentheses.

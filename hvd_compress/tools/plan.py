@@ -17,7 +17,7 @@ from .prediction import BUCKET_BYTES, Forecast, Workload, forecast, forecast_aut
 
 SPECS = (
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
-    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4",
+    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
 )  # fmt: skip
 LATENCY = 50e-6
 LOCAL_RATE, LOCAL_LATENCY = 100e9, 5e-6

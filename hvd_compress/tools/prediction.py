@@ -15,7 +15,18 @@ from .. import buckets, formats, geometry, traffic
 from ..auto.divisions import divided
 from ..buckets import Bucket, Shape
 from ..cost import CostModel, Prediction
-from ..formats import BlockSparse, BlockTopK, Format, Hybrid, NoCompression, OneBit, Quantize, RandomK, TopK
+from ..formats import (
+    BlockSparse,
+    BlockTopK,
+    Format,
+    Hybrid,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    TopK,
+)
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from ..geometry import BUCKET_BYTES, MIN_COMPRESS_SIZE
 from .network import Network
@@ -128,6 +139,7 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
     layout: Any
     if candidates[0].per_tensor:
         layout = geometry.Whole(members)
+        limit = sys.maxsize if isinstance(candidates[0], PowerSGD) else limit
     else:
         alignment = max(candidate.alignment for candidate in candidates)
         layout = geometry.flat(members, candidates, alignment, limit, ranks, workers)
@@ -245,6 +257,9 @@ def noise_lost(compressor: Format) -> float:
         energy = np.square(samples[: samples.size // side**2 * side**2]).reshape(-1, side**2).sum(1)
         kept = np.sort(energy)[-max(1, round(ratio * energy.size)) :]
         return float(1.0 - kept.sum() / energy.sum())
+    if isinstance(compressor, PowerSGD):  # of square matrices, once the start is good
+        energy = np.square(np.linalg.svd(samples.reshape(512, 512), compute_uv=False))
+        return float(1.0 - energy[: compressor.rank].sum() / energy.sum())
     return 0.0
 
 

@@ -12,11 +12,12 @@ from ..geometry import BUCKET_BYTES
 
 BUCKETS = tuple(2**20 * size for size in (1, 4, 10, 25, 50))
 KINDS = (
-    "none", "fp16", "bf16", "quantize", "onebit", "topk", "block_topk", "randomk", "hybrid", "block_sparse",
+    "none", "fp16", "bf16", "quantize", "onebit", "topk", "block_topk", "randomk", "hybrid", "block_sparse", "powersgd",
 )  # fmt: skip
 _BITS = (2, 3, 4, 5, 6, 8)
 _RATIOS = (0.001, 0.1)
 _BLOCKS = (4, 8, 16, 32)
+_RANKS = (1, 2, 4, 8)
 _SEED = 0
 
 
@@ -96,6 +97,8 @@ def propose(trial: Any, kinds: Sequence[str]) -> Setting:
         arguments.append(f"bits={trial.suggest_categorical('bits', _BITS)}")
     if kind == "block_sparse":
         arguments.append(f"block={trial.suggest_categorical('block', _BLOCKS)}")
+    if kind == "powersgd":
+        arguments.append(f"rank={trial.suggest_categorical('rank', _RANKS)}")
     bucket_bytes = trial.suggest_categorical("bucket_bytes", BUCKETS)
     return Setting(formats.parse(f"{kind}:{','.join(arguments)}").spec, bucket_bytes)
 

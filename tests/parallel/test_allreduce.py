@@ -11,7 +11,7 @@ SPECS = [
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "randomk:ratio=0.1",
     "randomk:ratio=0.1,unbiased=true", "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4",
     "hybrid:ratio=0.01,bits=4", "quantize:bits=3", "quantize:bits=4,rounding=stochastic",
-    "quantize:bits=4,clip=99.0",
+    "quantize:bits=4,clip=99.0", "powersgd:rank=2",
 ]  # fmt: skip
 SHAPE = (64, 48)
 
@@ -97,7 +97,7 @@ def test_randomk_keeps_the_same_elements_on_all_ranks(rank, size):
     np.testing.assert_allclose(result[kept], mean[kept], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", ["none", "int8", "topk:ratio=0.05", "randomk:ratio=0.1"])
+@pytest.mark.parametrize("spec", ["none", "int8", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"])
 def test_sum_is_size_times_average(spec, rank, size):
     x = tf.constant(data(rank))
     average = hvdc.allreduce(x, op=hvd.Average, compression=spec, name="average").numpy()
@@ -105,7 +105,9 @@ def test_sum_is_size_times_average(spec, rank, size):
     np.testing.assert_allclose(total, average * size, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", ["none", "int4", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1"])
+@pytest.mark.parametrize(
+    "spec", ["none", "int4", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1", "powersgd:rank=2"]
+)
 def test_inside_a_function_as_eagerly(spec, rank):
     x = tf.constant(data(rank))
     eager = hvdc.allreduce(x, compression=spec, name="eager").numpy()
@@ -134,7 +136,9 @@ def test_dtypes_come_back(spec, dtype, rank, size):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (3, 5, 7)])
-@pytest.mark.parametrize("spec", ["int8", "onebit", "hybrid:ratio=0.5,bits=4", "randomk:ratio=0.5"])
+@pytest.mark.parametrize(
+    "spec", ["int8", "onebit", "hybrid:ratio=0.5,bits=4", "randomk:ratio=0.5", "powersgd:rank=1"]
+)
 def test_odd_shapes(spec, shape, rank):
     result = hvdc.allreduce(tf.constant(data(rank, shape)), compression=spec, name="odd")
     assert result.shape == shape

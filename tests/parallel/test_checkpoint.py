@@ -29,6 +29,7 @@ CONFIGURATIONS = {
     "padding": {"compression": "onebit"},  # which leaves a residual between and after the gradients
     "random": {"compression": "randomk:ratio=0.1"},  # draws by the step
     "whole": {"compression": "block_sparse:ratio=0.1,block=4"},
+    "factors": {"compression": "powersgd:rank=2"},
     "buckets": {"compression": "int8", "bucket_bytes": 4096, "op": hvd.Sum},
 }
 STEPS = 4  # per epoch
@@ -69,8 +70,13 @@ def state_bytes(model):
     return [
         variable.numpy().tobytes()
         for plan in plans(model)
-        for state in [section.state for section in plan.sections]
-        for variable in [*state.residuals, *state.velocities, plan.step]
+        for section in plan.sections
+        for variable in [
+            *section.state.residuals,
+            *section.state.velocities,
+            *section.factors,
+            plan.step,
+        ]
     ]
 
 

@@ -20,7 +20,7 @@ SPECS = [
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.05", "randomk:ratio=0.1",
     "randomk:ratio=0.5,unbiased=true", "block_topk:ratio=0.05", "block_sparse:ratio=0.1,block=4",
     "hybrid:ratio=0.05,bits=4", "quantize:bits=3", "quantize:bits=8,rounding=stochastic",
-    "quantize:bits=4,clip=99.0",
+    "quantize:bits=4,clip=99.0", "powersgd:rank=2",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ SPECS = [
     "block_topk:ratio=0.05",
     "block_sparse:ratio=0.1,block=4",
     "hybrid:ratio=0.05,bits=4",
+    "powersgd:rank=2",
 ]
 CASTS = ["none", "fp16", "bf16"]  # as Horovod's: they take any dtype and shape
 SUMMABLE = [*CASTS, "randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true"]

@@ -87,6 +87,9 @@ def wire_bytes(compressor, shape):
     if name == "onebit":
         block = block_of(n, ONEBIT_BLOCK)
         return -(-n // block) * (block // 8 + 4)
+    if name == "powersgd":
+        rows, columns, rank = matrix_of(shape, compressor.rank)
+        return 4 * min(n, rank * (rows + columns))
     k = kept(compressor.ratio, n)
     if name == "topk":
         return 4 * k + index_bytes(n, k)
@@ -151,6 +154,13 @@ def signs_and_means(flat):
 def strided_rows(flat, k):
     """For each of k strided blocks the row of its first largest magnitude."""
     return np.array([int(np.argmax(np.abs(flat[j::k]))) for j in range(k)])
+
+
+def matrix_of(shape, rank):
+    """Rows, columns and rank of a tensor as the matrix with the smallest sum of sides; a vector is one row."""
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) > 1, max(1, len(shape)))]
+    rows, columns = min(cuts, key=sum)
+    return rows, columns, min(rank, rows, columns)
 
 
 def block_grid(shape, block):
@@ -225,6 +235,15 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
     elif name == "hybrid":
         assert (error <= np.abs(x) * (1 + relative) + rounding.max()).all()
         assert np.count_nonzero(y) <= kept(compressor.ratio, x.size)
+    elif name == "powersgd":
+        rows, columns, rank = matrix_of(shape, compressor.rank)
+        if rank * (rows + columns) >= rows * columns:
+            assert (error <= rounding.max()).all()
+            return
+        singular = np.linalg.svd(x.reshape(rows, columns), compute_uv=False)
+        best = np.sum(singular[rank:] ** 2)  # Eckart and Young 1936
+        assert (1 - 1e-5) * best - squares <= total <= energy + squares
+        assert np.linalg.matrix_rank(y.reshape(rows, columns), 1e-2 * singular[0]) <= rank
     else:
         n, k = x.size, kept(compressor.ratio, x.size)
         factor = 1 - k / n

@@ -33,6 +33,7 @@ COMPRESSORS = st.one_of(
     st.builds(Compression.block_topk, ratio=ratios),
     st.builds(Compression.block_sparse, ratio=ratios, block=st.integers(1, 10**6)),
     st.builds(Compression.hybrid, ratio=ratios, bits=bits),
+    st.builds(Compression.powersgd, rank=st.integers(1, 32)),
 )
 
 phases = st.dictionaries(st.integers(0, 10**9), st.floats(0.0, 1.0), max_size=4)
@@ -56,7 +57,7 @@ def test_every_spec_parses_back(compressor):
 
 
 names = st.sampled_from(
-    ["auto", "topk", "quantize", "hybrid", "randomk", "block_sparse", "int8", "none", "onebit"]
+    ["auto", "topk", "quantize", "hybrid", "randomk", "block_sparse", "powersgd", "int8", "none", "onebit"]
 )
 keys = st.sampled_from(
     [
@@ -173,6 +174,12 @@ def test_bits_that_are_none(make, bits):
 def test_blocks_that_are_none(block):
     with pytest.raises(ValueError, match="block must be a whole number from 1 on"):
         Compression.block_sparse(0.1, block)
+
+
+@pytest.mark.parametrize("rank", [0, 33, -1, 2.0, "2", True, None])
+def test_ranks_that_are_none(rank):
+    with pytest.raises(ValueError, match="powersgd: rank must be a whole number from 1 to 32"):
+        Compression.powersgd(rank)
 
 
 @pytest.mark.parametrize("clip", [0, -1, 100.1, math.nan, True, "99"])

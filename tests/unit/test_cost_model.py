@@ -88,14 +88,26 @@ def test_bits_per_element(spec, bits):
     "spec",
     [
         "none", "fp16", "bf16", "int8", "quantize:bits=3", "onebit", "topk:ratio=0.01", "randomk:ratio=0.1",
-        "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4", "hybrid:ratio=0.01,bits=4",
+        "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
     ],
 )  # fmt: skip
 def test_every_compressor_has_a_prediction_without_calibration(spec):
     for ranks in (2, 16):
         prediction = CostModel(link=LINK, ranks=ranks).predict(spec, nbytes=SIZE)
         assert 0 < prediction.wire < prediction.total or spec == "none"
-        assert prediction.payload == hvdc.Compression.parse(spec).wire_bytes(SIZE // 4)
+        shape = (round((SIZE / 4) ** 0.5),) * 2 if spec.startswith("powersgd") else SIZE // 4
+        assert prediction.payload == hvdc.Compression.parse(spec).wire_bytes(shape)
+
+
+def test_low_rank_takes_two_allreduces():
+    square = 1000
+    for ranks in (2, 16):
+        model = CostModel(link=Link(1e-3, 1e-9), ranks=ranks)
+        found = model.predict("powersgd:rank=2", nbytes=4 * square**2)
+        factor = 4 * 2 * square
+        assert found.pattern == "low_rank" and found.payload == 2 * factor
+        assert found.wire == pytest.approx(2 * model.topology.allreduce(factor))
+        assert model.predict("powersgd:rank=2", 4 * square**2, form="k_bit").payload == found.payload
 
 
 class Bytes(hvdc.Compressor):

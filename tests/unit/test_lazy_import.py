@@ -27,7 +27,7 @@ importlib.util.find_spec = lambda name, *rest: None if name in {names} else find
 """
 SPECS = [
     "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "onebit", "topk:ratio=0.01", "randomk:ratio=0.1",
-    "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4", "hybrid:ratio=0.01,bits=4",
+    "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
 ]  # fmt: skip
 
 

@@ -84,7 +84,14 @@ def test_buckets_are_those_of_training():
 
     shapes = [(700, 1000), (1000,), (1000, 3000), (3000,), (3000, 300), (300,)]
     variables = [tf.zeros(shape) for shape in shapes]
-    for spec in ("none", "int4", "topk:ratio=0.01", "randomk:ratio=0.01", "block_sparse:ratio=0.1,block=4"):
+    for spec in (
+        "none",
+        "int4",
+        "topk:ratio=0.01",
+        "randomk:ratio=0.01",
+        "block_sparse:ratio=0.1,block=4",
+        "powersgd:rank=2",
+    ):
         for ranks in (2, 4, 8):
             settings = Settings(Compression.parse(spec), process_set=Set(range(ranks)), bucket_bytes=2**22)
             plan = Plan("p", settings, variables, variables)
