@@ -12,11 +12,12 @@ import tensorflow as tf
 from . import agreement, checks, host_memory, progress, tuning
 from .auto.report import CompressionReport
 from .checkpoint import plan_state
+from .context import plain_name
 from .monitor.recorder import Loss, Recorder, measure_link
 from .plan import Plan
 from .settings import Settings
 from .shown import shown
-from .step import Step, plain_name
+from .step import Step
 
 _made = 0  # so many reducers
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()

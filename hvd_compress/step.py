@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -13,29 +13,16 @@ import tensorflow as tf
 from . import nonfinite, residual, tracing, tuning
 from .auto import clock
 from .auto.chooser import Piece, Stamps
-from .compressors import Auto, Compressor, Seeds
+from .compressors import Auto
+from .context import Context
+from .crossing import Brought, Crossed, cross
 from .exchange import uncompressed
-from .exchange.common import Group, Share
-from .kernels import noise
-from .monitor import recorder
 from .pieces import FlatPieces
-from .plan import LayoutState, Plan
+from .plan import Plan
 from .sparse_gradients import SparseGradients
 
 # Of pieces with so many elements a part is tried.
 _LARGE_PIECE = 2**17
-
-
-class Crossed(NamedTuple):
-    """A bucket after its exchange."""
-
-    pieces: list[tf.Tensor]  # reduced
-    ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
-    kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
-    outgoing: tf.Tensor  # there when this rank has encoded the bucket
-    early: tf.Tensor  # there when it may begin with the next one: `outgoing`, or before
-    stamps: Stamps | None = None  # of `auto`, and while somebody watches
-    norms: Any = ()  # a tensor while somebody watches
 
 
 class Step:
@@ -56,8 +43,9 @@ class Step:
         # the ranks that an elastic job had before did not) would wait for ever. Calls of functions are one
         # after the other, since they assign the same variables.
         graph = tracing.function_graph()
-        self._turn = plan.turns.get(graph, -1) + 1
-        plan.turns[graph] = self._turn
+        turn = plan.turns.get(graph, -1) + 1
+        plan.turns[graph] = turn
+        self._context = Context(plan, turn, None)
 
     def run(self) -> list[Any]:
         """The reduced gradients."""
@@ -65,13 +53,16 @@ class Step:
         reduced: list[Any] = [None] * len(gradients)
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = plan.step.read_value()
-            self._due = None if self._recorder is None else self._recorder.due()
+            if self._recorder is not None:
+                self._context = dataclasses.replace(self._context, due=self._recorder.due())
             if self._so_far is not None and plan.progress is not None:
                 plan.progress.assign(self._so_far)
             self._clip()
             ready = self._all_ready()
             before = None if plan.chooser is None else plan.chooser.choices()
-            self._sparse = SparseGradients(plan, gradients, self._group("slices"), self._seeds)
+            self._sparse = SparseGradients(
+                plan, gradients, self._context.group("slices"), self._context.seeds
+            )
             dense, agreed, told = self._reduce_dense()
             for bucket, result in zip(plan.dense, dense):
                 for i, tensor in zip(bucket.members, result.tensors):
@@ -104,7 +95,7 @@ class Step:
 
                 def plain() -> Any:
                     found, stamps = self._cross_uncompressed()
-                    norms = [self._nothing_lost() for _ in plan.chosen]
+                    norms = [self._context.nothing_lost() for _ in plan.chosen]
                     return found, stamps, norms, self._commit(oks, crossed)
 
                 if plan.chooser.may_be_idle:
@@ -163,17 +154,14 @@ class Step:
         last += [bucket.members[-1] for bucket in plan.dense] + plan.sparse
         return clock.stamp([_values(self._gradients[i]) for i in dict.fromkeys(last)])
 
-    def _nothing_lost(self) -> Any:
-        return () if self._due is None else tf.cond(self._due, recorder.nothing_lost, recorder.not_measured)
-
     def _watch_uncompressed(
         self, dense: Sequence[uncompressed.Dense], sparse: Sequence[Any]
     ) -> list[tuple[Stamps, tf.Tensor]]:
         """Stamps and norms of what crosses in no bucket; `sparse`: reduced IndexedSlices."""
         pairs = [(found.outgoing, found.incoming) for found in dense]
         pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
-        norms = [self._nothing_lost() for _ in dense]
-        norms += [] if self._due is None else self._sparse.norms(self._due)
+        norms = [self._context.nothing_lost() for _ in dense]
+        norms += [] if self._context.due is None else self._sparse.norms(self._context.due)
         found = []
         for (outgoing, incoming), norm in zip(pairs, norms):
             ready = clock.stamp(outgoing)
@@ -200,18 +188,8 @@ class Step:
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
-        group = self._group(name)
+        group = self._context.group(name)
         return uncompressed.reduce(tensors, settings.op, settings.gradient_predivide_factor, group)
-
-    def _group(self, what: str) -> Group:
-        """For a collective: the ranks, and a name that is the same on all of them.
-
-        Without TensorFlow's scopes: inside a tf.cond they end with a number that counts all that was traced in
-        the process, be it on one rank only.
-        """
-        return Group(
-            self._plan.settings.process_set, f"{self._plan.name}_{self._turn}_{what}", ignore_name_scope=True
-        )
 
     def _cross_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Stamps]]:
         """The gradients of `auto` where nothing is to be compressed: as stock Horovod reduces them."""
@@ -258,100 +236,11 @@ class Step:
             with tf.control_dependencies([*after, *begun]):
                 cut = section.layout.cut([self._gradients[i] for i in members], pieces)
             state = section.state.part(pieces)
-            if isinstance(section.compressor, Auto):
-                crossed[b] = self._choose(cut, state, b, begun[0])
-            elif len(section.compressor.stages) > 1:
-                crossed[b] = self._cross_in_stage(section.compressor, cut, state, b, begun)
-            else:
-                found, incoming = self._exchange(section.compressor, cut, state, b)
-                stamps = Stamps(*begun, *self._stamps(found, incoming)) if begun else None
-                crossed[b] = found._replace(stamps=stamps)
+            crossed[b] = cross(self._context, Brought(b, cut, state), begun)
             # Of a tensor that a function returns, TensorFlow takes nothing but the call to be waited for, once
             # it has dissolved the function in the graph.
             after = [tf.identity(crossed[b].early)]
         return crossed
-
-    def _choose(self, pieces: list[tf.Tensor], state: LayoutState, index: int, begun: tf.Tensor) -> Crossed:
-        """The exchange with the compressor that is chosen for this bucket."""
-        assert self._plan.chooser is not None
-
-        def exchange(compressor: Compressor) -> Any:
-            found, incoming = self._exchange(compressor, pieces, state, index)
-            stamps = self._stamps(found, incoming)
-            early = stamps[0] if self._plan.hosts is None else clock.stamp([found.early])
-            return found.pieces, found.ok, found.kept, stamps, early, found.norms
-
-        chosen = self._plan.chooser.switch(self._plan.chosen.index(index), exchange)
-        found, ok, kept, stamps, early, norms = chosen
-        return Crossed(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
-
-    def _cross_in_stage(
-        self,
-        compressor: Compressor,
-        pieces: list[tf.Tensor],
-        state: LayoutState,
-        index: int,
-        begun: Sequence[tf.Tensor],
-    ) -> Crossed:
-        """The exchange in that of the compressor's stages which holds now."""
-
-        def exchange(stage: Compressor) -> Any:
-            found, incoming = self._exchange(stage, pieces, state, index)
-            stamps = self._stamps(found, incoming) if begun else ()
-            # What is sent has another shape in each stage.
-            first = tf.cast(tf.reshape(found.outgoing, [-1])[0], tf.float32)
-            return found.pieces, found.ok, found.kept, first, stamps, found.norms
-
-        branches = [functools.partial(exchange, stage) for stage in compressor.stages]
-        found, ok, kept, first, stamps, norms = tf.switch_case(self._plan.stage(compressor), branches)
-        return Crossed(found, ok, kept, first, first, Stamps(*begun, *stamps) if begun else None, norms)
-
-    def _stamps(self, found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """When a bucket was encoded, had arrived, and was decoded."""
-        sent = clock.stamp([found.outgoing])
-        arrived = clock.stamp([incoming], sent)
-        return sent, arrived, clock.stamp(found.pieces, arrived)
-
-    def _exchange(
-        self, compressor: Compressor, pieces: list[tf.Tensor], state: LayoutState, index: int
-    ) -> tuple[Crossed, tf.Tensor]:
-        """A bucket's exchange, and what arrives last of it."""
-        settings = self._plan.settings
-        predivide = settings.gradient_predivide_factor
-        if predivide != 1.0:
-            pieces = [piece / predivide for piece in pieces]
-        residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(pieces)
-        decay = settings.residual_decay
-        velocities: list[tf.Tensor] = []
-        if state.velocities:
-            velocities = [
-                residual.accelerate(piece, variable.value(), settings.momentum_correction)
-                for piece, variable in zip(pieces, state.velocities)
-            ]
-            # The sum itself is needed to see what was sent.
-            pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
-            residuals, decay = [None] * len(pieces), 1.0
-        ranks = settings.process_set.size()
-        scale = predivide / ranks if settings.op == hvd.Average else 1.0
-        keep = bool(state.residuals) and settings.feeds_back(compressor)
-        factors = self._plan.buckets[index][0].factors
-        start = factors[0].value() if factors else None
-        share = Share(pieces, residuals, decay, keep, self._seeds(index), start)
-        group = self._group(f"bucket_{index}_{plain_name(compressor.spec)}")
-        pattern = self._plan.pattern(compressor, share.shapes)
-        found = pattern.reduce(compressor, share, scale, group)
-        # Where others may feed back but this one does not, what is left is sent, and nothing kept.
-        left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
-        kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
-        kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
-        kept += [found.factors] if factors else []
-        early = found.outgoing if found.early is None else found.early
-        crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
-        if self._due is not None:
-            fresh = velocities or pieces
-            norms = recorder.norms_of(self._due, compressor, fresh, share, left if keep else None)
-            crossed = crossed._replace(norms=norms)
-        return crossed, found.incoming
 
     def _join(self, crossed: Mapping[int, Crossed]) -> dict[int, tf.Tensor]:
         """The reduced gradients, by position."""
@@ -404,15 +293,6 @@ class Step:
 
         return tf.cond(ok, keep, lambda: tf.constant(False))
 
-    def _seeds(self, index: int) -> Seeds:
-        shared = noise.fold(tf.cast(self._plan.step, tf.int32), index)
-        return Seeds(shared, noise.fold(shared, self._plan.settings.process_set.rank() + 1))
-
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def plain_name(name: str) -> str:
-    """The name with underscores in place of all but ASCII letters and digits."""
-    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)

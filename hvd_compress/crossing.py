@@ -1,0 +1,137 @@
+"""One bucket of a step: residual added, compressed, exchanged, decoded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from . import residual
+from .auto import clock
+from .auto.chooser import Stamps
+from .compressors import Auto, Compressor
+from .context import Context, plain_name
+from .exchange.common import Share
+from .monitor import recorder
+from .plan import LayoutState
+
+
+class Brought(NamedTuple):
+    """A bucket before its exchange."""
+
+    number: int  # in the plan
+    pieces: list[tf.Tensor]
+    state: LayoutState  # of these
+
+
+class Crossed(NamedTuple):
+    """A bucket after its exchange."""
+
+    pieces: list[tf.Tensor]  # reduced
+    ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
+    kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
+    outgoing: tf.Tensor  # there when this rank has encoded the bucket
+    early: tf.Tensor  # there when it may begin with the next one: `outgoing`, or before
+    stamps: Stamps | None = None  # of `auto`, and while somebody watches
+    norms: Any = ()  # a tensor while somebody watches
+
+
+def cross(context: Context, bucket: Brought, begun: Sequence[tf.Tensor]) -> Crossed:
+    """Exchanges a bucket.
+
+    Args:
+        context: The step.
+        bucket: What this rank brings.
+        begun: When that was there; empty if nobody wants to know.
+    """
+    compressor = context.plan.buckets[bucket.number][0].compressor
+    if isinstance(compressor, Auto):
+        return _choose(context, bucket, begun[0])
+    if len(compressor.stages) > 1:
+        return _cross_in_stage(context, bucket, compressor, begun)
+    found, incoming = _exchange(context, bucket, compressor)
+    return found._replace(stamps=Stamps(*begun, *_stamps(found, incoming)) if begun else None)
+
+
+def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
+    """The exchange with the compressor that is chosen for this bucket."""
+    plan = context.plan
+    assert plan.chooser is not None
+
+    def exchange(compressor: Compressor) -> Any:
+        found, incoming = _exchange(context, bucket, compressor)
+        stamps = _stamps(found, incoming)
+        early = stamps[0] if plan.hosts is None else clock.stamp([found.early])
+        return found.pieces, found.ok, found.kept, stamps, early, found.norms
+
+    chosen = plan.chooser.switch(plan.chosen.index(bucket.number), exchange)
+    found, ok, kept, stamps, early, norms = chosen
+    return Crossed(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
+
+
+def _cross_in_stage(
+    context: Context, bucket: Brought, compressor: Compressor, begun: Sequence[tf.Tensor]
+) -> Crossed:
+    """The exchange in that of the compressor's stages which holds now."""
+
+    def exchange(stage: Compressor) -> Any:
+        found, incoming = _exchange(context, bucket, stage)
+        stamps = _stamps(found, incoming) if begun else ()
+        # What is sent has another shape in each stage.
+        first = tf.cast(tf.reshape(found.outgoing, [-1])[0], tf.float32)
+        return found.pieces, found.ok, found.kept, first, stamps, found.norms
+
+    branches = [functools.partial(exchange, stage) for stage in compressor.stages]
+    found, ok, kept, first, stamps, norms = tf.switch_case(context.plan.stage(compressor), branches)
+    return Crossed(found, ok, kept, first, first, Stamps(*begun, *stamps) if begun else None, norms)
+
+
+def _stamps(found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """When a bucket was encoded, had arrived, and was decoded."""
+    sent = clock.stamp([found.outgoing])
+    arrived = clock.stamp([incoming], sent)
+    return sent, arrived, clock.stamp(found.pieces, arrived)
+
+
+def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tuple[Crossed, tf.Tensor]:
+    """A bucket's exchange, and what arrives last of it."""
+    plan, (number, pieces, state) = context.plan, bucket
+    settings = plan.settings
+    predivide = settings.gradient_predivide_factor
+    if predivide != 1.0:
+        pieces = [piece / predivide for piece in pieces]
+    residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(pieces)
+    decay = settings.residual_decay
+    velocities: list[tf.Tensor] = []
+    if state.velocities:
+        velocities = [
+            residual.accelerate(piece, variable.value(), settings.momentum_correction)
+            for piece, variable in zip(pieces, state.velocities)
+        ]
+        # The sum itself is needed to see what was sent.
+        pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
+        residuals, decay = [None] * len(pieces), 1.0
+    ranks = settings.process_set.size()
+    scale = predivide / ranks if settings.op == hvd.Average else 1.0
+    keep = bool(state.residuals) and settings.feeds_back(compressor)
+    factors = plan.buckets[number][0].factors
+    start = factors[0].value() if factors else None
+    share = Share(pieces, residuals, decay, keep, context.seeds(number), start)
+    group = context.group(f"bucket_{number}_{plain_name(compressor.spec)}")
+    pattern = plan.pattern(compressor, share.shapes)
+    found = pattern.reduce(compressor, share, scale, group)
+    # Where others may feed back but this one does not, what is left is sent, and nothing kept.
+    left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
+    kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
+    kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
+    kept += [found.factors] if factors else []
+    early = found.outgoing if found.early is None else found.early
+    crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
+    if context.due is not None:
+        fresh = velocities or pieces
+        norms = recorder.norms_of(context.due, compressor, fresh, share, left if keep else None)
+        crossed = crossed._replace(norms=norms)
+    return crossed, found.incoming
