@@ -78,7 +78,7 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
         size = pieces[i].shape.num_elements()
         pieces[i] = tf.reshape(total[at : at + size] * times, shapes[i])
         at += size
-    return Reduced(pieces, residuals, ok, outgoing, incoming, factors)
+    return Reduced(pieces, residuals, ok, outgoing, incoming, factors=factors)
 
 
 def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
