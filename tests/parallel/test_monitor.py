@@ -132,7 +132,10 @@ def test_auto_and_indexed_slices_are_watched(rank):
         step(tf.random.stateless_normal([300, 100], [rank, t]))
         if t == 1:
             (plan,) = reducer.plans.values()
-            plan.chooser.state.choice.assign([1] * len(plan.chooser.nbytes))
+            state = plan.chooser.state
+            for variable in (state.choice, state.now):
+                variable.assign([1] * len(plan.chooser.nbytes))
+            state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
             plan.chooser._outgoing.assign(tf.zeros_like(plan.chooser._outgoing))
         chosen.append(plan.chooser.choices().numpy() if t == 1 else None)
     steps, plan = read(reducer)
