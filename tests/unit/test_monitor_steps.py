@@ -19,8 +19,8 @@ def row(step, ready, first, second, total=0.0, count=0.0, committed=1.0):
     return [step, committed, ready, total, count, *first, *second]
 
 
-def cell(begun, sent, arrived, done, norms=(3.0, 5.0, 4.0, 4.0), choice=1):
-    return [begun, sent, arrived, done, *norms, choice]
+def cell(begun, sent, arrived, done, norms=(3.0, 5.0, 4.0, 4.0), choice=1, nbytes=(np.nan, np.nan)):
+    return [begun, sent, arrived, done, *norms, choice, *nbytes]
 
 
 DENSE = (np.nan, np.nan, 0.0, 0.0)
@@ -79,3 +79,12 @@ def test_lines_and_means():
     assert summary.means([steps])["wire_ms"] == 5000.0
     assert summary.bucket_means([steps])[0]["ratio"] == 4.0
     assert summary.stats([steps, steps])["bytes"]["p99"] == 1100.0
+
+
+def test_bytes_of_rows_are_those_that_were_measured():
+    buckets = [*BUCKETS[:1], WatchedBucket("sparse-0", 0, 0, ("int8",), (0,))]
+    rows = cell(10.0, 10.0, 13.0, 13.0, DENSE, 0, (70.0, 300.0))
+    steps = steps_of(row(0, 10.5, cell(10.0, 11.0, 15.0, 16.0), rows), reader=Reader(buckets))
+    np.testing.assert_array_equal(steps.buckets.bytes, [[1000, 70]])
+    np.testing.assert_array_equal(steps.bytes, [1070])
+    np.testing.assert_allclose(steps.ratio, [4300 / 1070])
