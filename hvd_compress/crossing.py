@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from . import residual
 from .auto import clock
-from .auto.chooser import Stamps
+from .auto.clock import Stamps
 from .compressors import Auto, Compressor
 from .context import Context, plain_name
 from .exchange.common import Share

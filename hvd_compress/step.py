@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from . import nonfinite, residual, tracing, tuning
 from .auto import clock
-from .auto.chooser import Piece, Stamps
+from .auto.chooser import Piece
+from .auto.clock import Stamps
 from .compressors import Auto
 from .context import Context
 from .crossing import Brought, Crossed, cross

@@ -29,15 +29,6 @@ _PLACES = 16
 _UNTIMED = 2
 
 
-class Stamps(NamedTuple):
-    """When what happened to a bucket, by this rank's clock; float64 scalars."""
-
-    begun: tf.Tensor  # its gradients are there, and the bucket before it is encoded
-    sent: tf.Tensor  # it is encoded
-    arrived: tf.Tensor  # the others' payloads are there
-    done: tf.Tensor  # the sum is decoded
-
-
 class Piece(NamedTuple):
     """A piece of a bucket."""
 
@@ -179,7 +170,7 @@ class Chooser:
         self,
         step: tf.Tensor,
         agreed: tf.Tensor,
-        stamps: Sequence[Stamps],
+        stamps: Sequence[clock.Stamps],
         energy: tf.Tensor,
         committed: tf.Tensor,
     ) -> None:
@@ -236,26 +227,21 @@ class Chooser:
         self,
         proposal: tf.Tensor,
         tried: tf.Tensor,
-        stamps: Sequence[Stamps],
+        stamps: Sequence[clock.Stamps],
         energy: tf.Tensor,
         timed: tf.Tensor,
     ) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`."""
-        wire, coding, waits = [], [], []
-        sent = stamps[0].begun  # when the bucket before was encoded
-        free = stamps[0].sent  # when the wire is free
-        for stamp in stamps:
-            waits.append(clock.between(sent, stamp.begun))
-            coding.append(clock.between(stamp.begun, stamp.sent) + clock.between(stamp.arrived, stamp.done))
-            # Horovod may send several at once, which then arrive together.
-            wire.append(clock.between(tf.maximum(stamp.sent, free), stamp.arrived))
-            sent, free = stamp.sent, tf.maximum(free, stamp.arrived)
+        begun, sent, arrived, done = clock.since_first(stamps)
+        encoded = tf.concat([begun[:1], sent[:-1]], 0)  # when the bucket before was
+        # Horovod may send several at once, which then arrive together.
+        free = tf.concat([sent[:1], policy.running_max(arrived)[:-1]], 0)  # when the wire is
+        wire = tf.nn.relu(arrived - tf.maximum(sent, free))
+        exchange = wire + tf.nn.relu(sent - begun) + tf.nn.relu(done - arrived)
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
         votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in (proposal, tried)]
-        span = clock.between(stamps[0].begun, tf.reduce_max(tf.stack([stamp.done for stamp in stamps])))
-        exchange = tf.stack(wire) + tf.stack(coding)
-        times = [own * tf.add_n(wire), span, exchange, tf.stack(waits)]
+        times = [own * tf.reduce_sum(wire), tf.reduce_max(done), exchange, tf.nn.relu(begun - encoded)]
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
         flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
+
+
+class Stamps(NamedTuple):
+    """When what happened to a bucket, by this rank's clock; float64 scalars."""
+
+    begun: tf.Tensor  # its gradients are there, and the bucket before it is encoded
+    sent: tf.Tensor  # it is encoded
+    arrived: tf.Tensor  # the others' payloads are there
+    done: tf.Tensor  # the sum is decoded
 
 
 def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
@@ -36,6 +46,7 @@ def _timestamp(seen: tf.Tensor) -> tf.Tensor:
     return tf.timestamp()
 
 
-def between(start: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
-    """Seconds from `start` to `end`, not below zero; float32."""
-    return tf.maximum(tf.cast(end - start, tf.float32), 0.0)
+def since_first(stamps: Sequence[Stamps]) -> list[tf.Tensor]:
+    """The stamps of some buckets, field by field, float32 [B] each: seconds since the first one's `begun`."""
+    times = tf.stack([tf.stack(list(stamp)) for stamp in stamps], 1)
+    return tf.unstack(tf.cast(times - times[0, 0], tf.float32))

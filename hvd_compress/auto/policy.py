@@ -90,6 +90,13 @@ def makespan(waits: tf.Tensor, exchange: tf.Tensor) -> tf.Tensor:
     return tf.reduce_max(ready - crossed + exchange, -1) + crossed[..., -1]
 
 
+def running_max(x: tf.Tensor) -> tf.Tensor:
+    """The largest of each element of x [B] and those before."""
+    (size,) = x.shape
+    before = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
+    return tf.reduce_max(tf.where(before, x, x.dtype.min), -1)
+
+
 def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
     """Seconds of each bucket's exchange with each candidate, [B, C], where latency and time per byte have `factors`."""
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode

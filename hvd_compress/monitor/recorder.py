@@ -23,7 +23,7 @@ from ..exchange import uncompressed
 from ..exchange.common import Share
 
 if TYPE_CHECKING:
-    from ..auto.chooser import Stamps
+    from ..auto.clock import Stamps
     from ..plan import Plan
 
 # Steps that are kept until they are read.

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -50,6 +51,12 @@ def test_stamps_do_not_wait_for_each_other(branches):
     assert not any(op.control_inputs for op in calls)
 
 
-def test_between():
-    assert float(clock.between(tf.constant(10.0, tf.float64), tf.constant(10.25, tf.float64))) == 0.25
-    assert float(clock.between(tf.constant(11.0, tf.float64), tf.constant(10.0, tf.float64))) == 0.0
+def test_since_first():
+    stamps = [clock.Stamps(*(tf.constant(1.7e9 + t, tf.float64) for t in times)) for times in
+              [(0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 1.5, 2.0), (-0.5, 3.0, 2.0, 4.0)]]  # fmt: skip
+    begun, sent, arrived, done = clock.since_first(stamps)
+    assert begun.dtype == tf.float32
+    np.testing.assert_allclose(begun, [0.0, 0.25, -0.5], atol=1e-6)
+    np.testing.assert_allclose(sent, [0.25, 0.5, 3.0], atol=1e-6)
+    np.testing.assert_allclose(arrived, [0.5, 1.5, 2.0], atol=1e-6)
+    np.testing.assert_allclose(done, [0.75, 2.0, 4.0], atol=1e-6)
