@@ -88,7 +88,10 @@ class Peer:
         """One step of the hook."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
-        model = self._torch.nn.parallel.DistributedDataParallel(self._model())
+        # One bucket: with several at once, the hook's callbacks begin collectives in another order on each worker, over
+        # Gloo, and DDP ends with an error. There is no backward pass here that they could overlap with.
+        whole = 1 + sum(4 * g.numel() for g in self._given) // 2**20
+        model = self._torch.nn.parallel.DistributedDataParallel(self._model(), bucket_cap_mb=whole)
         state = hooks.PowerSGDState(
             None,
             matrix_approximation_rank=rank,
