@@ -144,6 +144,8 @@ class Chooser:
             place = [members.index(i) if i in members else 0 for i in range(len(some))]
             return self._energies(*_switch(tf.gather(place, turn), [some[i].find for i in members]))
 
+        # A call of its own: dissolved in the graph, TensorFlow would go through all of it in each step.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def measure_one() -> tf.Tensor:
             kind = [shapes.index(piece.shape) for piece in some]
             return _switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
