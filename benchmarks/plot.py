@@ -131,7 +131,7 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in args.results]
     models = dict.fromkeys(r["model"] for r in results if r["benchmark"] == "exchange")
     for model in models:
-        exchange([r for r in results if r.get("model") == model], args.out)
+        exchange([r for r in results if r["benchmark"] == "exchange" and r["model"] == model], args.out)
     for kind, draw in (("kernels", kernels), ("train", train)):
         chosen = [r for r in results if r["benchmark"] == kind]
         if chosen:

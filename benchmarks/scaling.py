@@ -30,7 +30,7 @@ from hvd_compress.tools.prediction import Workload, forecast
 # Every algorithm has a line.
 SPECS = (
     "none", "fp16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01", "randomk:ratio=0.01",
-    "hybrid:ratio=0.01,bits=4",
+    "hybrid:ratio=0.01,bits=4", "powersgd:rank=2", "dgc:ratio=0.001",
 )  # fmt: skip
 RANKS = [2**power for power in range(13)]
 # A GPU's step of ResNet-50, of which the backward pass takes two thirds.

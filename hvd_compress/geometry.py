@@ -30,8 +30,9 @@ _CELL = 16
 # Gradients of fewer elements lie close together, and are cut out of a piece all at once.
 SMALL = 1024
 # Pieces of each owner in a full bucket: the first bucket, with one for each, can be smaller then (`int8` between four
-# hosts at 1 Gbit/s: 545 ms with three, 580 with one).
+# hosts at 1 Gbit/s: 545 ms with three, 580 with one). Not for many ranks, where each bucket costs much latency.
 _PIECES_OF_OWNER = 3
+_FEW_RANKS = 16
 # Into how many buckets a model is divided at least, unless they became smaller than so many bytes of float32.
 _BUCKETS = 4
 _SMALL_BUCKET = 2**20
@@ -185,7 +186,7 @@ def flat(
         size = max(SMALLEST, min(LARGEST, limit // 4 // (owners * each)))
         return Flat(bucket, owners, alignment, size)
 
-    shared = pieces_for(ranks, _PIECES_OF_OWNER)
+    shared = pieces_for(ranks, _PIECES_OF_OWNER if ranks <= _FEW_RANKS else 1)
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
     between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
     stages = [stage for each in candidates for stage in each.stages]
