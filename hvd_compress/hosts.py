@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.runner.http import http_client
 from horovod.tensorflow.mpi_ops import _basics
 
 if TYPE_CHECKING:
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
 
 # In `hierarchical=`.
 CHOICES = ("auto", True, False)
+# Seconds for which a rank that ends waits for the other hosts.
+_PATIENCE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +59,20 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     In place of `hvd.init()`, on all ranks. Where several hosts have several workers each, it makes two process sets
     that each rank belongs to: the workers of its host, and those of its place on all hosts. With them
     `hierarchical="auto"` of `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` may sum gradients inside of
-    hosts first. Horovod must know process sets when it begins, so it is initialized twice there, which takes half a
-    second. Elsewhere (a single host, or one worker per host) nothing else happens than with `hvd.init()`.
+    hosts first. The ranks tell each other where they run over the key-value store by which they find each other:
+    Horovod wants to know process sets when it begins. When a rank ends there, it waits for the others, 10 seconds at
+    most. Elsewhere (a single host, or one worker per host) nothing else happens than with `hvd.init()`.
 
-    Where Horovod is initialized already, this does nothing, as `hvd.init()`. In an elastic job, and where hosts have
-    different numbers of workers, the exchange stays flat; rank 0 says so in one line.
+    Where Horovod is initialized already, this does nothing, as `hvd.init()`. In an elastic job, with a `comm`, where
+    the job was not started with Gloo (MPI has no such store), and where hosts have different numbers of workers, the
+    exchange stays flat; rank 0 says so in one line.
 
     Args:
         comm: As Horovod's.
         process_sets: As Horovod's: yours, besides.
+
+    Raises:
+        RuntimeError: A rank was not heard of within HOROVOD_GLOO_TIMEOUT_SECONDS, 30 if not set.
     """
     global _called, _found, _why
     if hvd.is_initialized():
@@ -68,25 +80,110 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             _why = "Horovod was initialized before hvdc.init()"
             _say(_why)
         return
-    _called, _found = True, None
-    hvd.init(comm, process_sets)
-    places = [(0, 0)]
-    if hvd.size() > 1:
-        places = hvd.allgather_object((hvd.cross_rank(), hvd.local_rank()), name="hvdc_hosts")
-    hosts = grouped(places)
-    _why = _obstacle(hosts)
+    _called, _found, _why = True, None, _unknown(comm)
+    hosts = [] if _why else grouped(_places())
+    _why = _why or _obstacle(hosts)
     if _why:
-        if len(hosts) > 1 and max(map(len, hosts)) > 1:
+        hvd.init(comm, process_sets)
+        if hvd.size() == hvd.local_size():
+            _why = _obstacle([range(hvd.size())])
+        elif hvd.size() > hvd.cross_size():
             _say(_why)
         return
     mine = list(process_sets) if process_sets and not isinstance(process_sets, str) else []
     known = {tuple(each.ranks): each for each in mine if each.ranks is not None}
     wanted = [*hosts, *(list(ranks) for ranks in zip(*hosts))]
     made = [known.get(tuple(ranks)) or hvd.ProcessSet(ranks) for ranks in wanted]
-    hvd.shutdown()
-    hvd.init(comm, [*mine, *(each for each in made if each not in mine)])
+    new = [each for each in made if each not in mine]
+    if isinstance(process_sets, str):  # "dynamic"
+        hvd.init(comm, process_sets)
+        for each in new:
+            hvd.add_process_set(each)
+    else:
+        hvd.init(comm, [*mine, *new])
     local, across = (each for each in made if each.included())
     _found = Hosts(local, across)
+    _wait_at_exit()
+
+
+def _unknown(comm: Any) -> str:
+    """Why the ranks cannot be asked where they run before Horovod begins; empty where they can."""
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        return "in an elastic job process sets do not outlive a reset"
+    if comm is not None:
+        return "hvdc.init() has a comm"
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ and int(os.environ.get("HOROVOD_SIZE", 2)) > 1:
+        return "the job was not started with Gloo (horovodrun --gloo)"
+    return ""
+
+
+def _places() -> list[tuple[int, int]]:
+    """Cross rank and local rank of each rank."""
+    rank, size, cross, local = (
+        int(os.environ.get(f"HOROVOD_{name}", default))
+        for name, default in (("RANK", 0), ("SIZE", 1), ("CROSS_RANK", 0), ("LOCAL_RANK", 0))
+    )
+    if size == 1:
+        return [(cross, local)]
+    seconds = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
+    until = time.monotonic() + seconds
+    store = (
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], "hvdc_hosts",
+    )  # fmt: skip
+
+    def read(key: str) -> Any:
+        while True:
+            try:
+                return http_client.read_data_from_kvstore(*store, key)
+            except RuntimeError:  # not there yet
+                if time.monotonic() > until:
+                    raise RuntimeError(
+                        f"hvdc.init() has not heard of {key} within {seconds:g} s: look for what that process "
+                        "printed, and if it only began late, raise HOROVOD_GLOO_TIMEOUT_SECONDS"
+                    ) from None
+                time.sleep(0.02)
+
+    # One rank collects, so that each has few requests to make.
+    if rank > 0:
+        http_client.put_data_into_kvstore(*store, f"rank_{rank}", (cross, local))
+        return read("all_ranks")
+    found = [(cross, local), *(read(f"rank_{other}") for other in range(1, size))]
+    http_client.put_data_into_kvstore(*store, "all_ranks", found)
+    return found
+
+
+def _wait_at_exit() -> None:
+    """Lets this rank, when it ends, wait until all other ranks end, too.
+
+    Within its last step a host hands the sums around among its own workers, and does not hear how far other hosts are.
+    When the first rank ends, Horovod ends on all, and a host that is not through with that would fail in the last step
+    of a training that went well. After an error of its own a rank does not wait: the others wait for it in their
+    step. Who calls sys.exit, or evaluates for long while others end, is waited for no longer than some seconds.
+    """
+    ending = threading.Event()
+
+    @tf.function(autograph=False)  # Horovod has no names of operations outside of functions
+    def together() -> tf.Tensor:
+        return hvd.allreduce(tf.zeros([]), name="hvdc_end", op=hvd.Sum)
+
+    def meet() -> None:
+        ending.wait()
+        try:
+            if current() is not None:
+                together()
+        except (ValueError, tf.errors.OpError):  # Horovod has ended
+            pass
+
+    # A thread, since Horovod's wait has no limit; begun now, since none may begin when Python ends.
+    waiting = threading.Thread(target=meet, name="hvdc_end", daemon=True)
+    waiting.start()
+
+    # Before Horovod's own, registered by hvd.init().
+    @atexit.register
+    def wait() -> None:
+        if not hasattr(sys, "last_value"):
+            ending.set()
+            waiting.join(_PATIENCE)
 
 
 def grouped(places: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -111,8 +208,6 @@ def _obstacle(hosts: Sequence[Sequence[int]]) -> str:
         return f"each of {len(hosts)} hosts has one worker"
     if len(workers) > 1:
         return "hosts have different numbers of workers"
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        return "in an elastic job process sets do not outlive a reset"
     return ""
 
 

@@ -1,6 +1,10 @@
 """Where workers run."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from horovod.runner.http.http_server import RendezvousServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,10 +29,69 @@ def test_two_levels_only_where_all_hosts_have_as_many_workers(workers, random):
         assert found == expected
 
 
-def test_not_in_an_elastic_job(monkeypatch):
-    assert hosts._obstacle([[0, 1], [2, 3]]) == ""
+def test_where_ranks_cannot_be_asked(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    assert "not started with Gloo" in hosts._unknown(None)  # by MPI
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    assert hosts._unknown(None) == ""
+    assert "has a comm" in hosts._unknown([0, 1])
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    assert "do not outlive a reset" in hosts._obstacle([[0, 1], [2, 3]])
+    assert "do not outlive a reset" in hosts._unknown(None)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Lets a thread act for a rank, by the variables that horovodrun sets."""
+    here = threading.local()
+    monkeypatch.setattr(hosts.os, "environ", Environment(here))
+
+    def act(variables):
+        here.variables = variables
+        return hosts._places()
+
+    return act
+
+
+class Environment(dict):
+    def __init__(self, here):
+        self.here = here
+
+    def __getitem__(self, name):
+        return self.here.variables[name]
+
+    def get(self, name, default=None):
+        return self.here.variables.get(name, default)
+
+
+def variables_of(rank, size, port, seconds=30):
+    places = {"RANK": rank, "SIZE": size, "CROSS_RANK": rank // 2, "LOCAL_RANK": rank % 2}
+    gloo = {"RENDEZVOUS_ADDR": "127.0.0.1", "RENDEZVOUS_PORT": str(port), "TIMEOUT_SECONDS": str(seconds)}
+    return {
+        **{f"HOROVOD_{name}": str(value) for name, value in places.items()},
+        **{f"HOROVOD_GLOO_{name}": value for name, value in gloo.items()},
+    }
+
+
+@pytest.fixture
+def store():
+    """The port of Horovod's key-value store."""
+    server = RendezvousServer()
+    yield server.start()
+    server.stop()
+
+
+def test_all_ranks_hear_where_all_ranks_are(rank, store):
+    variables = [variables_of(r, 6, store) for r in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(rank, variables, timeout=60))
+    assert found == [[(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]] * 6
+
+
+def test_who_does_not_come_is_named(rank, store):
+    with pytest.raises(RuntimeError, match=r"has not heard of rank_1 within 0.2 s: look for"):
+        rank(variables_of(0, 3, store, 0.2))
+    with pytest.raises(RuntimeError, match=r"has not heard of all_ranks within 0.2 s: look for"):
+        rank(variables_of(2, 3, store, 0.2))
 
 
 def test_what_may_be_asked_for():
