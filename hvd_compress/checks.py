@@ -93,6 +93,12 @@ def process_set(value: Any) -> None:
         raise TypeError(f"process_set must be a hvd.ProcessSet, got {shown(value)}")
 
 
+def is_horovods(value: Any) -> bool:
+    """Whether Horovod's own `DistributedOptimizer` or `DistributedGradientTape` has made this."""
+    # Of the name of the class that it wraps, but of Horovod's module.
+    return type(value).__module__.partition(".")[0] == "horovod"
+
+
 def registered(value: hvd.ProcessSet) -> None:
     """Refuses a process set that Horovod does not know.
 

@@ -10,10 +10,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import nonfinite
+from . import checks, nonfinite
 from .auto.report import CompressionReport
-from .checks import plain_errors
 from .compression import CompressionLike, policies, resolve
+from .compressors import Compressor
 from .compressors.dgc import without_state
 from .reducer import Reducer, scale_local_gradient
 from .settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
@@ -86,6 +86,11 @@ def DistributedGradientTape(
         raise TypeError(f"gradtape must be a tf.GradientTape, got {shown(gradtape)}")
     if isinstance(gradtape, _DistributedGradientTape):
         raise TypeError("gradtape is distributed already: wrap it only once")
+    if checks.is_horovods(gradtape):
+        raise TypeError(
+            "gradtape is distributed by Horovod already: leave hvd.DistributedGradientTape out, "
+            "hvdc.DistributedGradientTape takes its place"
+        )
     settings = Settings(
         compressor=resolve(compression),
         name="DistributedGradientTape",
@@ -121,7 +126,7 @@ class _DistributedGradientTape(tf.GradientTape):
         """Leaves the gradients of `source` (a variable) local to this rank."""
         self._hvdc_local.add(id(source))
 
-    @plain_errors
+    @checks.plain_errors
     def gradient(
         self,
         target: Any,
@@ -203,7 +208,31 @@ def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
     return _reducers[key]
 
 
+class _Alike:
+    """A compressor as a key: equal to one of the same class, spec and attributes.
+
+    What users write need not say when two are equal, nor have a hash, and may be made anew with each tape.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+
+    def __hash__(self) -> int:
+        return hash((type(self._compressor), self._compressor.spec))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Alike) or hash(self) != hash(other):
+            return False
+        mine, theirs = self._compressor, other._compressor
+        try:
+            return mine is theirs or bool(mine == theirs or vars(mine) == vars(theirs))
+        except (TypeError, ValueError):  # arrays, say, of which nobody knows
+            return False
+
+
 def _hashable(value: Any) -> Any:
+    if isinstance(value, Compressor):
+        return _Alike(value)
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(item) for item in value)
     return value if not hasattr(value, "assign") else id(value)

@@ -219,6 +219,11 @@ def _mixin(optimizer: Any) -> Any:
         if not hasattr(inner, "_hvdc_settings"):  # made by no call of DistributedOptimizer
             raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
         raise TypeError("optimizer is distributed already: wrap it only once")
+    if checks.is_horovods(inner):
+        raise TypeError(
+            "optimizer is distributed by Horovod already: leave hvd.DistributedOptimizer out, "
+            "hvdc.DistributedOptimizer takes its place"
+        )
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):
             from .keras3 import mixin_for

@@ -4,6 +4,7 @@
 import time
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -300,6 +301,13 @@ def test_a_tape_follows_a_list_of_variables_that_grows(rank, size):
 def test_a_tape_is_wrapped_once():
     tape = hvdc.DistributedGradientTape(tf.GradientTape())
     refused("gradtape is distributed already", lambda: hvdc.DistributedGradientTape(tape))
+    tape = hvd.DistributedGradientTape(tf.GradientTape())
+    refused("leave hvd.DistributedGradientTape out", lambda: hvdc.DistributedGradientTape(tape))
+
+
+def test_horovods_own_optimizer_is_not_wrapped(keras):
+    optimizer = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    refused("leave hvd.DistributedOptimizer out", lambda: hvdc.DistributedOptimizer(optimizer))
 
 
 @pytest.mark.timeout(300)

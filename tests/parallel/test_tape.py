@@ -1,5 +1,6 @@
 """hvdc.DistributedGradientTape, with different data on each rank."""
 
+import dataclasses
 import gc
 
 import horovod.tensorflow as hvd
@@ -102,22 +103,47 @@ def test_as_a_context_manager(rank, size):
     assert tape.gradient(loss, [variable])[0].numpy() == [(size + 1) / 2]
 
 
-def test_a_compressor_class_of_the_users_keeps_its_residual(rank, size):
-    class Half(hvdc.Compressor):
-        """Sends half of every value: after n steps of g, n g - g (1 - 2**-n) has arrived."""
+class Half(hvdc.Compressor):
+    """Sends half of every value: after n steps of g, n g - g (1 - 2**-n) has arrived."""
 
-        def compress(self, tensor):
-            return {"half": tensor * 0.5}, tensor.shape
+    def compress(self, tensor):
+        return {"half": tensor * 0.5}, tensor.shape
 
-        def decompress(self, payload, ctx):
-            return tf.reshape(payload["half"], ctx)
+    def decompress(self, payload, ctx):
+        return tf.reshape(payload["half"], ctx)
 
+
+@dataclasses.dataclass
+class HalfWithoutHash(Half):
+    name: str = "half"
+
+
+@pytest.mark.parametrize("make", [lambda: Half, Half, HalfWithoutHash], ids=["class", "object", "no hash"])
+def test_a_compressor_of_the_users_that_is_made_in_each_step_keeps_its_residual(make, rank, size):
     variable = tf.Variable(np.zeros((40, 50), np.float32))
     pull = np.mean([gradient_of(r, 0) for r in range(size)], axis=0)
     arrived = np.zeros((40, 50))
     for n in range(1, 5):
-        arrived += tape_gradient(variable, gradient_of(rank, 0), compression=Half).numpy()
+        arrived += tape_gradient(variable, gradient_of(rank, 0), compression=make()).numpy()
         np.testing.assert_allclose(arrived, pull * (n - 1 + 0.5**n), atol=1e-5)
+
+
+class Times(hvdc.Compressor):
+    def __init__(self, factor):
+        self.factor = factor
+
+    def compress(self, tensor):
+        return tensor * self.factor, tensor.shape
+
+    def decompress(self, payload, ctx):
+        return payload
+
+
+def test_compressors_of_the_users_with_other_attributes_are_others(rank, size):
+    variable, pull = tf.Variable(tf.zeros([40, 50])), tf.ones([40, 50])
+    for factor in (0.5, 0.25, np.float32(0.125), np.array([0.5])):
+        gradient = tape_gradient(variable, pull, compression=Times(factor), error_feedback=False)
+        np.testing.assert_allclose(gradient, tf.fill([40, 50], float(np.max(factor))))
 
 
 def test_wrong_tape():
