@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -19,10 +20,14 @@ from horovod.tensorflow.mpi_ops import _basics
 if TYPE_CHECKING:
     from .settings import Settings
 
+T = TypeVar("T")
+
 # In `hierarchical=`.
 CHOICES = ("auto", True, False)
 # Seconds for which a rank that ends waits for the other hosts.
 _PATIENCE = 10.0
+# So many times a second all ranks together ask the key-value store, which is written in Python.
+_REQUESTS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,24 +136,32 @@ def _places() -> list[tuple[int, int]]:
         os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], "hvdc_hosts",
     )  # fmt: skip
 
-    def read(key: str) -> Any:
+    def patiently(action: Callable[[], T], failed: str) -> T:
         while True:
             try:
-                return http_client.read_data_from_kvstore(*store, key)
-            except RuntimeError:  # not there yet
+                return action()
+            # RuntimeError: not there yet, or no connection. The others: the store hears few ranks at a time, and hangs
+            # up on more of them.
+            except (RuntimeError, OSError, HTTPException):
                 if time.monotonic() > until:
                     raise RuntimeError(
-                        f"hvdc.init() has not heard of {key} within {seconds:g} s: look for what that process "
+                        f"hvdc.init() {failed} within {seconds:g} s: look for what that process "
                         "printed, and if it only began late, raise HOROVOD_GLOO_TIMEOUT_SECONDS"
                     ) from None
-                time.sleep(0.02)
+                time.sleep(max(0.02, size / _REQUESTS))
+
+    def read(key: str) -> Any:
+        return patiently(lambda: http_client.read_data_from_kvstore(*store, key), f"has not heard of {key}")
+
+    def write(key: str, value: Any) -> None:
+        patiently(lambda: http_client.put_data_into_kvstore(*store, key, value), "has not reached horovodrun")
 
     # One rank collects, so that each has few requests to make.
     if rank > 0:
-        http_client.put_data_into_kvstore(*store, f"rank_{rank}", (cross, local))
+        write(f"rank_{rank}", (cross, local))
         return read("all_ranks")
     found = [(cross, local), *(read(f"rank_{other}") for other in range(1, size))]
-    http_client.put_data_into_kvstore(*store, "all_ranks", found)
+    write("all_ranks", found)
     return found
 
 

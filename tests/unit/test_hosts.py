@@ -1,7 +1,9 @@
 """Where workers run."""
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.client import IncompleteRead
 
 import pytest
 from horovod.runner.http.http_server import RendezvousServer
@@ -85,6 +87,37 @@ def test_all_ranks_hear_where_all_ranks_are(rank, store):
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(rank, variables, timeout=60))
     assert found == [[(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]] * 6
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, IncompleteRead(b""), RuntimeError], ids=repr)
+def test_a_store_that_hangs_up_is_asked_again(rank, store, monkeypatch, error):
+    for name in ("read_data_from_kvstore", "put_data_into_kvstore"):
+        monkeypatch.setattr(hosts.http_client, name, hanging_up(getattr(hosts.http_client, name), error))
+    variables = [variables_of(r, 3, store) for r in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(rank, variables, timeout=60))
+    assert found == [[(0, 0), (0, 1), (1, 0)]] * 3
+
+
+def hanging_up(function, error):
+    """Raises the error at each thread's first call."""
+    seen = threading.local()
+
+    def called(*arguments):
+        if not hasattr(seen, "once"):
+            seen.once = True
+            raise error
+        return function(*arguments)
+
+    return called
+
+
+def test_a_store_that_is_not_there_is_named(rank):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(RuntimeError, match="has not reached horovodrun within 0.2 s"):
+        rank(variables_of(1, 3, port, 0.2))
 
 
 def test_who_does_not_come_is_named(rank, store):
