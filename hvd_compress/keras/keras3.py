@@ -46,10 +46,16 @@ class Keras3Mixin(DistributedMixin):
             self.build(trainable_variables)  # type: ignore[attr-defined]
             self.built = True
         variables = list(trainable_variables)
+        # Keras divides by it in `apply`, after what is exchanged here: which is unscaled, as elsewhere.
+        scale = self.loss_scale_factor  # type: ignore[attr-defined]
+        if scale is not None:
+            grads = [times(g, 1.0 / scale) for g in grads]
         reduced = distribution.add(grads, variables)
 
         def update() -> tf.Tensor:
             gradients = distribution.raise_if_told(reduced, variables, self.iterations)  # type: ignore[attr-defined]
+            if scale is not None:
+                gradients = [times(g, scale) for g in gradients]
             with self.gradients_are_reduced():
                 super(Keras3Mixin, self).apply(gradients, variables)  # type: ignore[misc]
             return tf.constant(True)
@@ -118,6 +124,17 @@ def _is_inside_loss_scale_optimizer() -> bool:
             return not isinstance(frame.f_locals.get("self"), DistributedMixin)
         frame = frame.f_back
     return False
+
+
+def times(gradient: Any, factor: tf.Tensor) -> Any:
+    """The gradient times a loss scale or its inverse; float16, which cannot hold every scale, becomes float32."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    if gradient.dtype == tf.float16:
+        gradient = tf.cast(gradient, tf.float32)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:

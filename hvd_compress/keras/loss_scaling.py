@@ -15,7 +15,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from .distribution import Distribution
-from .keras3 import Keras3Mixin
+from .keras3 import Keras3Mixin, times
 
 
 class LossScaleMixin(Keras3Mixin):
@@ -66,13 +66,13 @@ def _apply_reduced(
         scaler.built = True
     variables = trainable_variables or scaler._trainable_variables
     scale = tf.convert_to_tensor(scaler.dynamic_scale)
-    reduced = distribution.add([_times(g, 1.0 / scale) for g in grads], variables)
+    reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
     if distribution.aggregation is None:
-        apply([_times(g, scale) for g in reduced], trainable_variables)
+        apply([times(g, scale) for g in reduced], trainable_variables)
         return
 
     def update() -> tf.Tensor:
-        apply([_times(g, scale) for g in reduced], trainable_variables)
+        apply([times(g, scale) for g in reduced], trainable_variables)
         return tf.constant(True)
 
     def wait() -> tf.Tensor:
@@ -80,14 +80,3 @@ def _apply_reduced(
         return tf.constant(False)
 
     tf.cond(distribution.aggregation.is_step(), update, wait)
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    """The gradient times a power of two; float16, which cannot hold every scale, becomes float32."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    if gradient.dtype == tf.float16:
-        gradient = tf.cast(gradient, tf.float32)
-    return gradient * tf.cast(factor, gradient.dtype)

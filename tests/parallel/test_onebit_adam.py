@@ -307,6 +307,22 @@ def test_gradient_accumulation_and_skipped_steps(rank, size, gather):
     assert np.isfinite(everyone).all() and (everyone == everyone[0]).all()
 
 
+@pytest.mark.parametrize("on_nonfinite", ["propagate", "skip"])
+def test_a_fixed_loss_scale_changes_nothing(on_nonfinite, rank):
+    """The momentum that crosses once the variance is frozen is that of gradients without the scale."""
+    weights = []
+    for scale in (None, 1024.0):
+        weight = keras.Variable(np.zeros((32, 64), F))
+        optimizer = hvdc.optimizers.OneBitAdam(
+            RATE, freeze_step=2, loss_scale_factor=scale, on_nonfinite=on_nonfinite
+        )
+        for gradients in gradients_of(rank, SHAPES)[:8]:
+            optimizer.apply([tf.constant(gradients[0] * F(scale or 1.0))], [weight])
+        assert optimizer.frozen_at == 2
+        weights.append(weight.numpy())
+    np.testing.assert_array_equal(*weights)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
