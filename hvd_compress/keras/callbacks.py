@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import tuning
+from .. import checks, tuning
 from . import epochs, optimizer_state
 from .broadcast import broadcast, unique
 from .callback import Callback
@@ -46,10 +46,10 @@ class BroadcastGlobalVariablesCallback(Callback):
                 same ones on all ranks.
 
         Raises:
-            ValueError: if `local_variables` holds anything but variables.
+            ValueError: if `root_rank` is no rank, or `local_variables` holds anything but variables.
         """
         super().__init__()
-        self.root_rank = root_rank
+        self.root_rank = checks.whole("root_rank", root_rank, 0)
         self.device = device
         self.broadcast_done = False
         self._local: set[Any] = set()
@@ -91,6 +91,11 @@ class BroadcastGlobalVariablesCallback(Callback):
         tuning.metrics(logs)
 
     def _broadcast(self, stepped: bool) -> None:
+        size = hvd.size()  # raises Horovod's own error where hvd.init() was not called
+        if self.root_rank >= size:
+            raise ValueError(
+                f"root_rank must be one of the {size} ranks, 0 to {size - 1}, got {self.root_rank}"
+            )
         model = self.model
         optimizer = getattr(model, "optimizer", None)
         ready = stepped or (model.built and all(layer.built for layer in model.layers))
@@ -140,6 +145,7 @@ class MetricAverageCallback(Callback):
         Raises:
             ValueError: on all ranks, if the names or shapes differ between ranks.
         """
+        hvd.size()  # raises Horovod's own error where hvd.init() was not called
         logs = {} if logs is None else logs
         arrays = {name: np.asarray(value) for name, value in sorted(logs.items())}
         # Booleans, integers, floats, and "V", which is bfloat16.

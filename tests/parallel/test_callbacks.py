@@ -259,6 +259,19 @@ def test_local_variables_must_be_variables(wrong):
         hvdc.BroadcastGlobalVariablesCallback(0, local_variables=wrong)
 
 
+@pytest.mark.parametrize("wrong", [-1, 1.0, "0", None])
+def test_the_root_must_be_a_number(wrong):
+    with pytest.raises(ValueError, match="root_rank must be a whole number from 0 on, got"):
+        hvdc.BroadcastGlobalVariablesCallback(wrong)
+
+
+@each_keras
+def test_the_root_must_be_one_of_the_ranks(keras, size):
+    model = linear(keras, "sgd")
+    with pytest.raises(ValueError, match=rf"root_rank must be one of the {size} ranks, .* got {size}$"):
+        fit(model, np.ones((2, 2)), np.ones((2, 1)), [hvdc.BroadcastGlobalVariablesCallback(size)])
+
+
 # Metrics
 
 
