@@ -93,8 +93,9 @@ class Settings:
                 and not plain
                 and not (compressor.sparse and self.feeds_back(compressor))
             ):
+                whose = "momentum_correction" if self.dgc is None else f"the momentum of {self.dgc.spec}"
                 raise ValueError(
-                    f"momentum_correction needs a sparse compressor with a residual, such as topk; "
+                    f"{whose} needs a sparse compressor with a residual, such as topk; "
                     f"{compressor.spec} sends every element every step or keeps no residual"
                 )
 
