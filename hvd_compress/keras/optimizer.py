@@ -16,6 +16,8 @@ from ..shown import shown
 from .distribution import Distribution, OptimizerSettings
 from .optimizer_state import innermost, own_momentum
 
+_EXCLUDED = "_exclude_from_weight_decay"  # Keras's attributes begin with it
+
 
 def DistributedOptimizer(
     optimizer: Any,
@@ -51,7 +53,8 @@ def DistributedOptimizer(
     Args:
         optimizer: A Keras optimizer: of Keras 3, of `tf_keras`, or `tf.keras.optimizers` of TensorFlow 2.15
             (legacy ones too). One that was built already (of a loaded model, say) keeps its state and becomes
-            distributed itself; otherwise a new one with the same configuration is returned.
+            distributed itself, and so does one that cannot be made again from its configuration (with a learning rate
+            schedule that has no `get_config`, say); otherwise a new one with the same configuration is returned.
         name: Prefix of the names of operations. Defaults to "Distributed" followed by the optimizer's class.
         device_dense: Device for dense tensors.
         device_sparse: Device for IndexedSlices.
@@ -164,7 +167,16 @@ def DistributedOptimizer(
         # It has state, which its configuration leaves out: the object itself becomes distributed.
         optimizer.__class__ = cls
         return optimizer
-    return cls.from_config(optimizer.get_config())
+    try:
+        made = cls.from_config(optimizer.get_config())
+    except (NotImplementedError, TypeError, ValueError):
+        # A configuration that does not make it again, because of a learning rate schedule of the user's, say.
+        optimizer.__class__ = cls
+        return optimizer
+    # What `exclude_from_weight_decay` has set is no part of the configuration.
+    excluded = {key: value for key, value in vars(optimizer).items() if key.startswith(_EXCLUDED)}
+    made.__dict__.update(excluded)
+    return made
 
 
 class DistributedMixin:

@@ -518,6 +518,26 @@ def test_wrong_arguments(keras):
         hvdc.DistributedOptimizer(hvdc.DistributedOptimizer(sgd))
 
 
+def test_what_is_excluded_from_weight_decay_stays_excluded(keras):
+    optimizer = keras.optimizers.AdamW(0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = hvdc.DistributedOptimizer(optimizer)
+    kernel, bias = (tf.Variable(tf.zeros([4]), name=name) for name in ("kernel", "bias"))
+    assert optimizer._use_weight_decay(kernel) and not optimizer._use_weight_decay(bias)
+
+
+def test_a_learning_rate_schedule_without_a_configuration(keras, rank, size):
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 ** (tf.cast(step, tf.float32) + 1.0)
+
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(Halving()))
+    weight = tf.Variable(tf.zeros([40, 50]))
+    for _ in range(3):
+        descend(keras, optimizer, [weight], [tf.fill([40, 50], float(rank))])
+    np.testing.assert_allclose(weight.numpy(), -(size - 1) / 2 * (0.5 + 0.25 + 0.125), rtol=1e-6)
+
+
 def test_bytes_sent(rank, size):
     keras = KERASES["keras"]
     opt, weight, gradients = quadratic(keras, rank, compression="int4")
