@@ -173,10 +173,10 @@ STEPS = 5  # per epoch
 
 def alike(model, optimizer):
     """What must be the same on all ranks."""
-    variables = optimizer_state.optimizer_variables(optimizer)
+    variables = map(optimizer_state.tf_variable, optimizer_state.optimizer_variables(optimizer))
     states = states_of(optimizer._hvdc.reducer, None)
     named = [state.named[name] for state in states for name in sorted(state.named)]
-    return [np.array(optimizer_state.tf_variable(a)) for a in [*model.get_weights(), *variables, *named]]
+    return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
