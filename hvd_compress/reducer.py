@@ -51,6 +51,7 @@ class Reducer:
         self._watched = False
         self._loss: Loss | None = None
         self.epoch: float | None = None
+        self._warned = False  # that a single rank exchanges nothing
         _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
@@ -78,8 +79,8 @@ class Reducer:
         hvd.size()  # raises Horovod's own error where hvd.init() was not called
         checks.registered(process_set)
         if not process_set.included() or process_set.size() == 1:
-            if self.epoch is None and process_set.size() == 1:
-                self.epoch = 0.0
+            if not self._warned and process_set.size() == 1:
+                self._warned = True
                 progress.warn_alone(self.settings)
             return list(gradients)
         if self.settings.sparse_as_dense:

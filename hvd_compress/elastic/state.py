@@ -30,6 +30,7 @@ class _Commit:
     ranks: int
     values: list[np.ndarray]  # of the model's and the optimizer's variables
     attributes: dict[str, Any]
+    epoch: float | None  # `Reducer.epoch`
     residuals: list[PlanState]
     copies: list[PlanState] | None  # of the rank before's
 
@@ -204,7 +205,8 @@ class KerasState(ObjectState):
         held = [] if self._reducer is None else residuals.states_of(self._reducer, self._aggregation)
         values = [variable.numpy() for variable in self._all()]
         rank, ranks = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
-        return _Commit(number, rank, ranks, values, dict(self._saved_state), held, None)
+        epoch = None if self._reducer is None else self._reducer.epoch
+        return _Commit(number, rank, ranks, values, dict(self._saved_state), epoch, held, None)
 
     def _put(self, commit: _Commit) -> None:
         with tf.init_scope():
@@ -213,6 +215,7 @@ class KerasState(ObjectState):
         self._saved_state = dict(commit.attributes)
         self._set_attrs()
         if self._reducer is not None:
+            self._reducer.epoch = commit.epoch
             for plan in self._reducer.plans.values():  # it may be newer than the commit
                 plan_state.restore(plan, plan_state.zeroed(plan_state.state_of(plan)))
             states = list(commit.residuals)

@@ -15,6 +15,7 @@ from ..formats.quantized import SIGN_BLOCK
 from ..settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings
 from .keras3 import Keras3Mixin, mixin_for
+from .optimizer_state import tf_variable
 
 try:
     import keras
@@ -23,8 +24,9 @@ except ImportError:  # only tf_keras
 _IS_KERAS3 = keras is not None and hasattr(keras.optimizers.Optimizer, "stateless_apply")
 _BASE: Any = keras.optimizers.Optimizer if _IS_KERAS3 else object
 
-# The variance is stable when ||v_t||_1 / ||v_(t-d)||_1 is at least this, with d = 1 / (1 - beta_2): the rule of Tang et
-# al. 2021 for the number of warm-up steps. That is for a norm that falls; here it must not rise by as much, either.
+# The variance is stable when its norm d = 1 / (1 - beta_2) steps ago, for which v remembers, was at least this share of
+# what it is now, and the other way round. That the norm settles is what Tang et al. 2021 saw (section 3.3, figure 2:
+# BERT-Large); the share and d are a choice of this package.
 STABLE = 0.96
 # Of the mean root of the variances in a block: with less, one bit's magnitude would make steps that are too large. (The
 # digits of `benchmarks/accuracy.py` have 37% of such elements, and without this rule training diverges.)
@@ -56,8 +58,9 @@ class OneBitAdam(Keras3Mixin, _BASE):
 
     Stable: the norm ||v||_1 (bias corrected) is looked at every 1 / (1 - beta_2) steps, 1000 by default; when the
     smaller of two successive ones is at least 0.96 of the larger one, v is frozen. So it is after 2000 steps at the
-    soonest; a learning rate that is still warmed up then calls for a `freeze_step`. DeepSpeed, whose argument this is,
-    advises 15 to 25% of all steps.
+    soonest; a learning rate that is still warmed up then calls for a `freeze_step`. That the norm settles is the
+    paper's observation (section 3.3), the rule is this package's. DeepSpeed, whose argument `freeze_step` is, names 15
+    to 25% of all steps as one strategy.
 
     One bit cannot say zero, or little: an element gets the magnitude of its block, which divided by a much smaller
     sqrt(v) would be a huge step. So elements of compressed tensors whose sqrt(v) is below a tenth of the mean over
@@ -177,7 +180,9 @@ class OneBitAdam(Keras3Mixin, _BASE):
     @property
     def frozen_at(self) -> int:
         """The step after which the variance stayed as it was; 0 while it still changes."""
-        return int(self._frozen_at.numpy()) if self.built else 0
+        # What Keras makes while it traces the first step has no value before that runs.
+        has_value = self.built and tf_variable(self._frozen_at).is_initialized()
+        return int(self._frozen_at.numpy()) if has_value else 0
 
     def is_frozen(self) -> tf.Tensor:
         """Whether momentum is exchanged in this step; a bool scalar, the same on all ranks."""
@@ -223,12 +228,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
     def _freeze(self, step: tf.Tensor) -> tf.Tensor:
         stable = tf.constant(True) if self.freeze_step is not None else self._is_stable(step)
         self.assign(self._frozen_at, tf.where(stable, step, 0))
-        settings = self._hvdc.settings
-        if settings.process_set.included() and settings.process_set.size() > 1:
-            for v in self._velocities:
-                if geometry.is_compressed(tuple(v.shape), settings.min_compress_size):
-                    old = tf.convert_to_tensor(v)
-                    self.assign(v, tf.where(stable, without_small(old), old))
+        self.leave_small_alone(stable)
 
         def say() -> tf.Tensor:
             text = "hvd_compress: OneBitAdam freezes the variance after step"
@@ -239,6 +239,20 @@ class OneBitAdam(Keras3Mixin, _BASE):
 
         # Traced by all ranks, though only one prints: their graphs should be the same.
         return tf.cond(stable & (hvd.rank() == 0), say, lambda: tf.constant(False))
+
+    def leave_small_alone(self, frozen: tf.Tensor) -> None:
+        """Where momentum is compressed, sets variances to 0 that are too small for one bit; again changes nothing.
+
+        Args:
+            frozen: Whether the variance is; a bool scalar, the same on all ranks.
+        """
+        settings = self._hvdc.settings
+        if not settings.process_set.included() or settings.process_set.size() == 1:
+            return
+        for v in self._velocities:
+            if geometry.is_compressed(tuple(v.shape), settings.min_compress_size):
+                old = tf.convert_to_tensor(v)
+                self.assign(v, tf.where(frozen, without_small(old), old))
 
     def _is_stable(self, step: tf.Tensor) -> tf.Tensor:
         """Whether the variance's norm is what it was when last looked at; a bool scalar, the same on all ranks."""
@@ -284,6 +298,11 @@ class _MomentumDistribution(Distribution):
     ) -> list[Any]:
         """The averaged gradients, or the momentum that all ranks have from now on."""
         del so_far
+        if not self.reducer.plans:
+            # It may have been frozen on one rank, which loses nothing: before a restart on more, or an elastic reset.
+            with tf.init_scope():
+                if self._optimizer.frozen_at:
+                    self._optimizer.leave_small_alone(tf.constant(True))
         frozen, beta = self._optimizer.is_frozen(), self._optimizer.beta_1
         # Factors, not a choice between tensors: an element of the gradient itself is times 1.
         kept, new = tf.where(frozen, beta, 0.0), tf.where(frozen, 1.0 - beta, 1.0)

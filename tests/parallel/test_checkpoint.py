@@ -437,6 +437,81 @@ def test_residual_mass_that_was_taken_over_reaches_the_weights(rank, size, share
     np.testing.assert_allclose(weight.numpy(), -residuals.sum(0), atol=1e-5)
 
 
+@pytest.mark.np4
+@pytest.mark.parametrize("name", ["dgc", "OneBitAdam"])
+def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared, gather):
+    """Two jobs of two ranks each go on from one of four, and then four from one of these."""
+    keras = KERASES["keras"]
+    if name == "OneBitAdam" and not IS_KERAS3:
+        pytest.skip("a Keras 3 optimizer")
+    steps, two = 5, process_sets[rank % 2]
+
+    def begin(older=None, group=hvd.global_process_set):
+        weights = [tf.Variable(np.ones(shape, np.float32), name="w") for shape in [(40, 50), (30,)]]
+        if name == "dgc":
+            dgc = hvdc.Compression.dgc(0.01, clipnorm=1.0, steps_per_epoch=2 * steps)
+            optimizer = hvdc.DistributedOptimizer(
+                keras.optimizers.SGD(0.1), compression=dgc, process_set=group
+            )
+        else:
+            optimizer = hvdc.optimizers.OneBitAdam(0.01, freeze_step=3, process_set=group)
+        optimizer.build(weights)
+        if older is not None:
+            for new, old in zip([*weights, *variables_of(optimizer)], older):
+                new.assign(np.asarray(old))
+        return weights, optimizer
+
+    def train(weights, optimizer, seed):
+        random = np.random.default_rng([seed, rank])
+        for _ in range(steps):
+            gradients = [tf.constant(random.standard_normal(w.shape), tf.float32) for w in weights]
+            optimizer.apply_gradients(zip(gradients, weights))
+        return [v.numpy() for v in [*weights, *variables_of(optimizer)]]
+
+    def state(optimizer, shared_by):
+        """What the ranks of `shared_by` keep, summed; and what is alike on all of them."""
+        reducer = optimizer._hvdc.reducer
+        (found,) = reducer.pending or [plan_state.state_of(plan) for plan in reducer.plans.values()]
+        everyone = [each for r, each in enumerate(hvd.allgather_object(found)) if r in shared_by]
+        sums = [
+            np.sum([each.tensors[field][i].astype(np.float64) for each in everyone], 0)
+            for field in sorted(found.tensors)
+            for i in sorted(found.tensors[field])
+        ]
+        named = [np.asarray(found.named[key]) for key in sorted(found.named)]
+        return [*sums, *named]
+
+    mine, everybody = range(rank % 2, size, 2), range(size)
+    first = begin()
+    after = train(*first, 0)
+    hvdc.save_residuals(first[1], f"{shared}/four")
+    saved = state(first[1], everybody)
+    assert all(np.abs(tensor).max() > 0.01 for tensor in saved[:1])
+
+    second = begin(after, two)
+    assert hvdc.load_residuals(second[1], f"{shared}/four", second[0]) == steps
+    for now, then in zip(state(second[1], mine), saved):
+        np.testing.assert_allclose(now, then, atol=1e-5)
+    after = train(*second, 1)
+    hvdc.save_residuals(second[1], f"{shared}/two_{rank % 2}")
+    saved = hvd.broadcast_object(state(second[1], mine), 0)
+    for tensor in after:
+        np.testing.assert_array_equal(*gather(tensor)[rank % 2 :: 2])
+
+    third = begin(hvd.broadcast_object(after, 0))
+    assert hvdc.load_residuals(third[1], f"{shared}/two_0", third[0]) == 2 * steps
+    for now, then in zip(state(third[1], everybody), saved):
+        np.testing.assert_allclose(now, then, atol=1e-5)
+    for tensor in train(*third, 2):
+        everyone = gather(tensor)
+        assert (everyone == everyone[0]).all()
+    (plan,) = third[1]._hvdc.reducer.plans.values()
+    assert int(plan.step) == 3 * steps
+    assert float(plan.progress) == pytest.approx(1.5 if name == "dgc" else 1.0)
+    if name == "OneBitAdam":
+        assert third[1].frozen_at == 3
+
+
 def test_one_rank_says_that_residuals_are_left_out(process_sets, rank, size, saved):
     """A process set of one: its reducer reduces nothing."""
     if size != 2:

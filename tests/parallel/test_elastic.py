@@ -10,6 +10,7 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress import reducer as reducers
 from hvd_compress.checkpoint.residuals import states_of
+from hvd_compress.keras import optimizer_state
 
 KERASES = {"keras": keras}
 try:
@@ -156,6 +157,88 @@ def test_a_rank_that_joins(make, job, rank, gather):
     fit(model, rank, 4)
     np.testing.assert_array_equal(*gather(np.concatenate([w.ravel() for w in model.get_weights()])))
     assert reducers.made() == int(gather(np.asarray(reducers.made()))[0])
+
+
+ALGORITHMS = {
+    "dgc": lambda: hvdc.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), compression="dgc:ratio=0.02,clipnorm=1"
+    ),
+    "powersgd": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="powersgd:rank=2"),
+    "rows": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"),
+    "frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=3),
+    "to be frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=STEPS + 2),
+}
+STEPS = 5  # per epoch
+
+
+def alike(model, optimizer):
+    """What must be the same on all ranks."""
+    variables = map(optimizer_state.tf_variable, optimizer_state.optimizer_variables(optimizer))
+    states = states_of(optimizer._hvdc.reducer, None)
+    named = [state.named[name] for state in states for name in sorted(state.named)]
+    return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_rank_is_killed_and_another_joins(name, rank, gather):
+    if name.endswith("frozen") and not hasattr(keras.optimizers.Optimizer, "stateless_apply"):
+        pytest.skip("a Keras 3 optimizer")
+
+    def begin(seed):
+        keras.utils.set_random_seed(seed)
+        layers = [keras.layers.Input([48]), keras.layers.Dense(40, "relu"), keras.layers.Dense(30)]
+        if name == "rows":
+            layers[:2] = [keras.layers.Input([4]), keras.layers.Embedding(90, 20), keras.layers.Flatten()]
+        model, optimizer = keras.Sequential(layers), ALGORITHMS[name]()
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model, optimizer, hvdc.elastic.KerasState(model, epoch=0, batch=0)
+
+    def epoch(seed):
+        random = np.random.default_rng([seed, rank])
+        x, y = (random.normal(size=[4 * STEPS, n]).astype(np.float32) for n in (48, 30))
+        if name == "rows":  # always as many different ones: each number would be compiled anew
+            x = np.concatenate([random.permutation(45)[:16] + 45 * rank for _ in range(STEPS)]).reshape(-1, 4)
+        callbacks = [
+            hvdc.elastic.UpdateEpochStateCallback(state),
+            hvdc.elastic.CommitStateCallback(state, 10**6),  # at the end of the epoch
+        ]
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
+
+    model, optimizer, state = begin(seed=rank)
+    state.sync()
+    epoch(0)
+    before, common = total(optimizer, gather), alike(model, optimizer)
+    own = [tensor.copy() for tensor in held(optimizer)]
+    assert any(tensor.any() for tensor in own) == (name != "to be frozen")
+    state.commit = lambda: None  # what follows never is
+    epoch(1)
+    del state.commit
+    state.restore()
+    for now, then in zip([*alike(model, optimizer), *held(optimizer)], [*common, *own]):
+        np.testing.assert_array_equal(now, then)
+
+    if rank == 1:  # killed, and another one takes its place; rank 0 has the copy of what it kept
+        model, optimizer, state = begin(seed=2)
+    else:
+        state.reset()
+    state.sync()
+    assert state.epoch == 1
+    for now, then in zip(alike(model, optimizer), common):
+        np.testing.assert_array_equal(now, then)
+    for now, then in zip(total(optimizer, gather), before):
+        np.testing.assert_allclose(now, then, rtol=1e-6, atol=1e-6)
+    if rank == 1:
+        assert not any(tensor.any() for tensor in held(optimizer))
+    epoch(2)
+    for everyone in map(gather, alike(model, optimizer)):
+        np.testing.assert_array_equal(*everyone)
+    assert int(optimizer.iterations) == 2 * STEPS
+    plan = optimizer._hvdc.reducer.last_plan("the test")
+    assert int(plan.step) == 2 * STEPS
+    if name == "dgc":
+        assert float(plan.progress) == 2.0
+    elif name.endswith("frozen"):
+        assert optimizer.frozen_at == optimizer.freeze_step
 
 
 def test_a_commit_that_not_all_have(job, rank, gather):

@@ -360,3 +360,28 @@ def test_on_one_rank_it_is_adam_and_then_momentum_with_that_variance(rank, proce
         v = 0.999 * v + 0.001 * gradients[0].astype(np.float64) ** 2 if t <= 10 else v
         w -= RATE * np.sqrt(1 - 0.999 ** min(t, 10)) / (1 - 0.9**t) * m / (np.sqrt(v) + 1e-7)
     np.testing.assert_allclose(weight.numpy(), w, atol=1e-5)
+
+
+def test_others_join_one_that_froze_alone(rank, process_sets):
+    """What has little variance is left alone from then on, as if it had been frozen by all."""
+    alone = process_sets[rank % 2]
+    if alone.size() > 1:
+        pytest.skip("more than two ranks")
+    first, second = (keras.Variable(np.zeros((32, 64), F)) for _ in range(2))
+    one = hvdc.optimizers.OneBitAdam(RATE, freeze_step=5, process_set=alone)
+    two = hvdc.optimizers.OneBitAdam(RATE, freeze_step=5)
+    two.build([second])
+
+    def gradient(source, i):
+        found = gradients_of(source, SHAPES)[i][0].copy()
+        found[:, :10] *= 1e-6
+        return tf.constant(found)
+
+    for i in range(8):
+        one.apply([gradient(0, i)], [first])
+    for theirs, ours in zip([*one.variables, first], [*two.variables, second]):
+        ours.assign(theirs)
+    for i in range(8, 20):
+        two.apply([gradient(rank, i)], [second])
+    assert (second.numpy()[:, :10] == first.numpy()[:, :10]).all()
+    assert 0.01 < np.abs(second.numpy()[:, 10:] - first.numpy()[:, 10:]).max() < 1.0
