@@ -46,12 +46,12 @@ def output_file(context: click.Context, option: click.Parameter, path: Path | No
 
 def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """As `output_file`, and whether plots are written in a format of this name."""
-    if output_file(context, option, path) is None:
-        return None
-    from . import plots
+    path = output_file(context, option, path)
+    if path is not None:
+        from . import plots
 
-    with usage("--plot"):
-        plots.check(path)
+        with usage("--plot"):
+            plots.check(path)
     return path
 
 

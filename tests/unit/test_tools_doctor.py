@@ -79,7 +79,7 @@ def test_a_slow_rank_is_slow_throughout(late, is_slow):
         rank
     ) in run.ranks:  # both wait for the same: what they do by themselves is 5 ms each, and rank 1 is late
         rank.steps["step_ms"] = 20.0 + more
-        rank.steps["exposed_ms"] = 15.0 + (more if rank.number == 0 else 0.0)
+        rank.steps["exposed_ms"] = 15.0 + (more if rank.number == 0 else 0.0 * more)
     assert (rules.slow_rank(run) is not None) == is_slow
 
 
