@@ -30,7 +30,9 @@ Examples:
 @click.option(
     "--model", type=click.Choice(sorted(MODELS)), help="Whose gradients cross.  [default: resnet50]"
 )
-@click.option("--params", type=units.COUNT, help="A model of so many parameters, such as 25.6M, instead.")
+@click.option(
+    "--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead."
+)
 @click.option(
     "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."
 )
@@ -43,9 +45,13 @@ Examples:
 )
 @click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write it there as JSON."
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    callback=console.output_file,
+    help="Write it there as JSON.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the times.")
+@click.option("--plot", type=click.Path(path_type=Path), callback=console.plot_file, help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,

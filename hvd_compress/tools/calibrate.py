@@ -23,7 +23,9 @@ EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
 @click.command(
     epilog=f"\b\nExample:\n  {EXAMPLE} --rate 1gbit\n  HVD_COMPRESS_CALIBRATION=link.json horovodrun ..."
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Where to write it.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), callback=console.output_file, help="Where to write it."
+)
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
 @click.option(
     "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."

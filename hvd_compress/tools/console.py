@@ -23,6 +23,38 @@ _SILENCE = 4.0
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
 
 
+def output_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """A click callback: whether a file can be written, asked before anything is measured for it.
+
+    Under horovodrun by rank 0, which writes.
+
+    Raises:
+        click.BadParameter: It cannot.
+    """
+    if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
+        return path
+    if path.is_dir():
+        raise click.BadParameter(f"{path} is a directory: name a file", context, option)
+    if not path.parent.is_dir():
+        raise click.BadParameter(
+            f"{path} cannot be written: there is no directory {path.parent}", context, option
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written: permission denied", context, option)
+    return path
+
+
+def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """As `output_file`, and whether plots are written in a format of this name."""
+    path = output_file(context, option, path)
+    if path is not None:
+        from . import plots
+
+        with usage("--plot"):
+            plots.check(path)
+    return path
+
+
 def output() -> Console:
     """The console on standard output, wide enough for tables where that is a pipe."""
     console = Console(highlight=False)

@@ -7,6 +7,7 @@ import dataclasses
 import click
 
 from . import console, rules, run_log
+from .figures import ENOUGH
 from .run_log import Run
 
 
@@ -33,6 +34,11 @@ def examine(run: Run) -> list[Finding]:
         if figures:
             found.append(Finding(rule.name, figures, rule.advice))
     return found
+
+
+def is_short(run: Run) -> bool:
+    """Whether there are too few steps for most rules."""
+    return len(run.first.steps["step"]) < ENOUGH
 
 
 def summary(run: Run) -> str:
@@ -64,6 +70,7 @@ def doctor(run_dir: str, as_json: bool) -> None:
                 "ranks": run.meta["ranks"],
                 "steps": len(run.first.steps["step"]),
                 "healthy": not found,
+                "too_short": is_short(run),
                 "findings": [dataclasses.asdict(finding) for finding in found],
             }
         )
@@ -74,7 +81,13 @@ def doctor(run_dir: str, as_json: bool) -> None:
             out.print(f"\n[bold]{finding.problem}[/bold]")
             out.print(f"  what:   {finding.figures}", markup=False, soft_wrap=True)
             out.print(f"  advice: {finding.advice}", markup=False, soft_wrap=True)
-        if not found:
+        if is_short(run):
+            out.print(
+                f"\nonly {len(run.first.steps['step'])} steps: most rules need {ENOUGH} to judge by, "
+                "let it run for longer",
+                markup=False,
+            )
+        elif not found:
             out.print(f"healthy: none of {len(rules.RULES)} rules found anything", markup=False)
     if found:
         raise SystemExit(1)

@@ -11,6 +11,7 @@ from .run_log import Run
 # Steps that are not looked at (they compile, connect, and warm up), and how many more there must be.
 WARM_UP = 5
 FEWEST = 20
+ENOUGH = WARM_UP + FEWEST
 _PARTS = 10
 
 

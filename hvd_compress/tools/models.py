@@ -35,7 +35,12 @@ def bert_base() -> list[Shape]:
 
 
 def of_size(parameters: int) -> list[Shape]:
-    """Matrices of 1,024 columns and up to 1,024 rows, with so many parameters in all but for the last row."""
+    """Matrices of 1,024 columns and up to 1,024 rows, with so many parameters in all but for the last row.
+
+    A single vector where that is less than a row.
+    """
+    if parameters < 1024:
+        return [(parameters,)]
     rows = max(1, round(parameters / 1024))
     return [(min(1024, rows - first), 1024) for first in range(0, rows, 1024)]
 

@@ -31,7 +31,7 @@ Examples:
   hvd-compress plan --model resnet50 --calibration link.json --backward 120ms --plot plan.png
   hvd-compress plan --model bert_base --ranks 512 --bandwidth 25gbit --topology fat-tree --oversubscription 4"""
 )
-@click.option("--params", type=units.COUNT, help="Parameters of the model, such as 25.6M.")
+@click.option("--params", type=units.PARAMETERS, help="Parameters of the model, such as 25.6M.")
 @click.option("--model", type=click.Choice(sorted(MODELS)), help="The layers of a known model, instead.")
 @click.option(
     "--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]"
@@ -86,7 +86,12 @@ Examples:
     default=BUCKET_BYTES,
     help="Of a bucket.  [default: 25MiB]",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw step times against bandwidth and ranks.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    callback=console.plot_file,
+    help="Draw step times against bandwidth and ranks.",
+)
 @console.json_option
 def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, specs: tuple[str, ...],
          forward: float, backward: float, bucket_bytes: int, plot: Path | None, as_json: bool,
@@ -109,7 +114,7 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     work = Workload(tuple(shapes), backward, forward, bucket_bytes)
     # Always, as what others are compared with.
     specs = tuple(dict.fromkeys(["none", *(specs or SPECS)]))
-    with console.usage("--workers-per-host"):
+    with console.usage("--workers-per-host"), console.working("predicting"):
         cases = [case_of(work, network, each, specs) for each in ranks]
     missing = [spec for spec in specs if found is not None and spec != "none" and spec not in found.kernels]
     result = {

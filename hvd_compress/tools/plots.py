@@ -28,11 +28,27 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def check(path: Path) -> None:
+    """Whether a plot can be drawn into a file of this name.
+
+    Raises:
+        ValueError: There is no such format.
+        click.ClickException: There is no matplotlib.
+    """
+    _pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{str(path)!r} does not end in one of .{', .'.join(known)}")
+
+
 def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"the plot cannot be written to {path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise click.ClickException(f"the plot cannot be written to {path}: {reason}") from None
     _pyplot().close(figure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -48,10 +49,27 @@ class Workload:
     rest: float = 0.0
     bucket_bytes: int = BUCKET_BYTES
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """The number of parameters."""
         return sum(map(math.prod, self.shapes))
+
+    def ready(self, first: int) -> float:
+        """The share of the backward pass after which the gradients from this position on are there."""
+        return 1.0 - self._before[first] / self.numel
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """The parameters before each gradient."""
+        return [0, *itertools.accumulate(map(math.prod, self.shapes))]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.backward, self.rest, self.bucket_bytes))
+
+    def __hash__(self) -> int:
+        """Found once: it is looked up for each forecast, and there may be many gradients."""
+        return self._hash
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +143,11 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
     """
     plain = all(isinstance(candidate, NoCompression) for candidate in candidates)
     everything = range(len(work.shapes))
-    chosen = [
-        i for i in everything if not plain and geometry.is_compressed(work.shapes[i], MIN_COMPRESS_SIZE)
-    ]
+    is_chosen = [not plain and geometry.is_compressed(shape, MIN_COMPRESS_SIZE) for shape in work.shapes]
+    chosen = [i for i in everything if is_chosen[i]]
     dense = [
-        Crossing(4 * bucket.numel, bucket.shapes, _ready(work, min(bucket.members)), True)
-        for bucket in _dense(work, [i for i in everything if i not in set(chosen)])
+        Crossing(4 * bucket.numel, bucket.shapes, work.ready(min(bucket.members)), True)
+        for bucket in _dense(work, [i for i in everything if not is_chosen[i]])
     ]
     if not chosen:
         return dense
@@ -152,7 +169,7 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
         last = int(np.searchsorted(through, ends[pieces[-1]]))  # the gradient with which the bucket ends
         shapes = tuple(layout.shapes[pieces.start : pieces.stop])
         nbytes = 4 * sum(sizes[pieces.start : pieces.stop])
-        found.append(Crossing(nbytes, shapes, _ready(work, members.members[min(last, len(through) - 1)])))
+        found.append(Crossing(nbytes, shapes, work.ready(members.members[min(last, len(through) - 1)])))
     # The uncompressed ones go before the last bucket.
     return [*found[:-1], *dense, found[-1]]
 
@@ -160,11 +177,6 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
 def _dense(work: Workload, members: Sequence[int]) -> list[Bucket]:
     limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members))
     return buckets.assign(work.shapes, members, limit)
-
-
-def _ready(work: Workload, first: int) -> float:
-    """The share of the backward pass after which the gradients from this position on are there."""
-    return sum(math.prod(shape) for shape in work.shapes[first:]) / work.numel
 
 
 def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
@@ -177,7 +189,7 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     compressor, workers = formats.parse(spec), network.compressed_by(ranks)
     crossing = crossings(work, (compressor,), ranks, workers)
     used = [NoCompression() if c.dense else compressor for c in crossing]
-    return _forecast(spec, work, model, [_with(c, use, ranks, workers) for c, use in zip(crossing, used)])
+    return _forecast(spec, work, model, crossing, used, workers)
 
 
 def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
@@ -201,9 +213,7 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
         picks = best(plain, np.diff(ready, prepend=0.0), seconds, lost, sizes)
         for i, pick in zip(mine, picks):
             chosen[i] = candidates[pick]
-    return _forecast(
-        "auto", work, model, [_with(c, chosen[i], ranks, workers) for i, c in enumerate(crossing)]
-    )
+    return _forecast("auto", work, model, crossing, chosen, workers)
 
 
 def best(
@@ -264,28 +274,27 @@ def noise_lost(compressor: Format) -> float:
 
 
 class _Sent(NamedTuple):
-    """A bucket's exchange, but for what it costs."""
+    """A bucket's exchange, but for what it costs and when it begins."""
 
     nbytes: int
-    ready: float
     compressor: Format
     payload: int
     pattern: str
     sent: int
 
 
-@functools.lru_cache(maxsize=1024)
-def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
-    shapes = crossing.shapes
+@functools.lru_cache(maxsize=4096)
+def _sent(nbytes: int, shapes: tuple[Shape, ...], compressor: Format, ranks: int, workers: int) -> _Sent:
+    # Most buckets of a large model are alike.
     if workers > 1 and traffic.fits_two_levels(compressor, shapes, workers):
         pattern, sent = "two_level", traffic.two_level(compressor, shapes, ranks // workers, workers)
     else:
         pattern = traffic.choose(compressor, shapes, ranks)
         sent = traffic.PATTERNS[pattern](compressor, shapes, ranks)
     if isinstance(compressor, NoCompression):
-        sent = traffic.ring_bytes(crossing.nbytes, ranks)
+        sent = traffic.ring_bytes(nbytes, ranks)
     payload = traffic.payload_bytes(compressor, shapes)
-    return _Sent(crossing.nbytes, crossing.ready, compressor, payload, pattern, sent)
+    return _Sent(nbytes, compressor, payload, pattern, sent)
 
 
 def _model(network: Network, ranks: int, rate: float | None) -> CostModel:
@@ -298,9 +307,18 @@ def _cost(model: CostModel, one: _Sent) -> Prediction:
     return model.predict(one.compressor, one.nbytes, one.pattern, payload=one.payload)
 
 
-def _forecast(name: str, work: Workload, model: CostModel, exchanges: Sequence[_Sent]) -> Forecast:
-    costs = [_cost(model, one) for one in exchanges]
-    waits = np.diff(work.backward * np.array([one.ready for one in exchanges]), prepend=0.0)
+def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
+    return _sent(crossing.nbytes, crossing.shapes, compressor, ranks, workers)
+
+
+def _forecast(
+    name: str, work: Workload, model: CostModel, crossing: Sequence[Crossing], used: Sequence[Format], workers: int
+) -> Forecast:  # fmt: skip
+    exchanges = [_with(c, use, model.ranks, workers) for c, use in zip(crossing, used)]
+    known = {one: _cost(model, one) for one in set(exchanges)}
+    costs = [known[one] for one in exchanges]
+    specs = {compressor: compressor.spec for compressor in set(used)}
+    waits = np.diff(work.backward * np.array([each.ready for each in crossing]), prepend=0.0)
     done = float(makespan(waits, np.array([cost.total for cost in costs])))
     sizes = np.array([one.nbytes for one in exchanges], np.float64)
     lost = np.array([noise_lost(one.compressor) for one in exchanges])
@@ -315,5 +333,5 @@ def _forecast(name: str, work: Workload, model: CostModel, exchanges: Sequence[_
         sent=sum(one.sent for one in exchanges),
         plain=traffic.ring_bytes(4 * work.numel, model.ranks),
         lost=float((lost * sizes).sum() / sizes.sum()),
-        chosen=tuple((one.nbytes, one.compressor.spec) for one in exchanges),
+        chosen=tuple((one.nbytes, specs[one.compressor]) for one in exchanges),
     )

@@ -56,7 +56,7 @@ def page(run: Run) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>hvd_compress: {_text(run.path)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{_text(run.path)}</h1><p>{_text(doctor.summary(run))}</p>"
-        f"<h2>Doctor</h2>{findings or _HEALTHY}"
+        f"<h2>Doctor</h2>{findings or (_SHORT if doctor.is_short(run) else _HEALTHY)}"
         f'<h2>Plots</h2><div class="plots">{plots}</div>'
         f"<h2>Ranks</h2>{_table(*_ranks(run))}"
         f"<h2>Buckets</h2>{_table(*_buckets(run))}"
@@ -65,6 +65,7 @@ def page(run: Run) -> str:
     )
 
 
+_SHORT = '<p class="finding">Too few steps for most rules.</p>'
 _HEALTHY = '<p class="healthy">Nothing found.</p>'
 
 
@@ -284,21 +285,22 @@ _PLOTS: tuple[tuple[str, Callable[..., None]], ...] = (
 
 @click.command(epilog="Example: hvd-compress report logs/run-1 -o report.html")
 @click.argument("run_dir")
-@click.option("-o", "--output", default="report.html", show_default=True, help="The page to write.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), callback=console.output_file, default="report.html",
+    show_default=True, help="The page to write.",
+)  # fmt: skip
 @console.json_option
-def report(run_dir: str, output: str, as_json: bool) -> None:
+def report(run_dir: str, output: Path, as_json: bool) -> None:
     """Make a self-contained HTML page of a run.
 
     RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The page has plots, tables and what
     doctor finds.
     """
     run = doctor.load(run_dir)
-    text = page(run)
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.BadParameter(f"cannot be written: {error}", param_hint="'--output'") from None
+    with console.working("drawing"):
+        text = page(run)
+    console.write(output, text)
     if as_json:
-        console.print_json({"run": run.path, "page": output, "findings": len(doctor.examine(run))})
+        console.print_json({"run": run.path, "page": str(output), "findings": len(doctor.examine(run))})
     else:
         console.output().print(f"{output}: {len(text) / 1e3:.0f} kB", markup=False)

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,14 @@ import numpy as np
 
 FORMAT = 1
 Columns = dict[str, np.ndarray]
+_STEPS = (
+    "step", "loss", "step_ms", "exchange_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms", "bytes", "ratio",
+    "gradient_norm", "residual_norm", "finite", "memory_mb",
+)  # fmt: skip
+_BUCKETS = (
+    "step", "bucket", "compressor", "bytes", "ratio", "encode_ms", "wire_ms", "decode_ms", "relative_error",
+    "residual_norm",
+)  # fmt: skip
 
 
 class NoRun(ValueError):
@@ -97,31 +106,67 @@ def load(path: str) -> Run:
             f"{path} holds no run: it has no run.json, which rank 0 writes after the first step; give the log_dir of "
             "CompressionMonitor or hvdc.profile"
         )
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        version, ranks = meta["format"], int(meta["ranks"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoRun(f"{file} cannot be read: {type(error).__name__}: {error}") from None
-    if version != FORMAT:
-        raise NoRun(
-            f"{file} has format {version!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
-        )
-    found = [_rank(directory, r) for r in range(ranks) if _has_lines(directory / f"rank-{r}.csv")]
+    meta = _meta(file)
+    found = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
     found = [rank for rank in found if len(rank.steps["step"])]
     if not found:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
+    common = set(found[0].steps["step"]).intersection(*(rank.steps["step"] for rank in found[1:]))
+    if not common:
+        raise NoRun(
+            f"{path} is damaged: its ranks' files have no step in common; were they copied from other runs?"
+        )
     return Run(str(path), meta, found)
 
 
-def _has_lines(path: Path) -> bool:
-    """A run that has just begun has files without any."""
-    return path.exists() and path.stat().st_size > 0
+def _meta(file: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NoRun(f"{file} cannot be read: {error}") from None
+    if not isinstance(meta, dict) or "format" not in meta:
+        raise NoRun(
+            f"{file} is not of hvd_compress: it has no format; give the log_dir of CompressionMonitor"
+        )
+    if meta["format"] != FORMAT:
+        raise NoRun(
+            f"{file} has format {meta['format']!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
+        )
+    # What is looked at; anything else is only shown.
+    buckets, link = meta.get("buckets", []), meta.get("link")
+    right = {
+        "ranks": isinstance(meta.get("ranks"), int),
+        "settings": isinstance(meta.get("settings", {}), dict),
+        "buckets": isinstance(buckets, list)
+        and all(isinstance(b, dict) and "name" in b and _is_number(b.get("nbytes")) for b in buckets),
+        "link": not link
+        or (
+            isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte"))
+        ),
+        "memory_total_mb": _is_number(meta.get("memory_total_mb") or 0),
+        "first_step_seconds": _is_number(meta.get("first_step_seconds") or 0),
+    }
+    for key, is_right in right.items():
+        if not is_right:
+            raise NoRun(f"{file} is damaged: {key!r} is {json.dumps(meta.get(key))[:80]}")
+    return meta
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _written(directory: Path) -> list[int]:
+    """The ranks whose files have lines: a run that has just begun has files without any."""
+    names = (re.fullmatch(r"rank-(\d+)\.csv", path.name) for path in directory.glob("rank-*.csv"))
+    ranks = sorted(int(name.group(1)) for name in names if name)
+    return [r for r in ranks if (directory / f"rank-{r}.csv").stat().st_size]
 
 
 def _rank(directory: Path, number: int) -> Rank:
-    steps = _columns(directory / f"rank-{number}.csv", ("step", "step_ms", "exposed_ms", "loss"))
+    steps = _columns(directory / f"rank-{number}.csv", _STEPS)
     path = directory / f"rank-{number}-buckets.csv"
-    table = _columns(path, ("step", "bucket", "compressor")) if path.exists() else {}
+    table = _columns(path, _BUCKETS) if path.exists() and path.stat().st_size else {}
     buckets = {}
     if table:
         for name in dict.fromkeys(table["bucket"].tolist()):

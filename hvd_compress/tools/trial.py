@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,7 +33,8 @@ class Run:
         printed: What a pattern found last in the output; None for nothing.
         compression: The spec string that the script used.
         bucket_bytes: That the script used.
-        tail: The last lines of its output.
+        tail: The last lines of its workers' output.
+        launcher: Those of the launcher's own, which are of interest where no worker has said anything.
     """
 
     status: str = "running"
@@ -43,16 +45,26 @@ class Run:
     compression: str | None = None
     bucket_bytes: int | None = None
     tail: list[str] = dataclasses.field(default_factory=list)
+    launcher: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def said(self) -> list[str]:
+        """Where to look for why it failed."""
+        return self.tail or self.launcher
 
     def hear(self, line: str, pattern: re.Pattern[str] | None) -> None:
         """Takes in a line of output."""
         _, mark, told = line.partition(MARK)
         if not mark:
-            text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line).rstrip()
-            self.tail = [*self.tail, text][-_TAIL:] if text else self.tail
+            text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line)
+            is_worker, text = text != line, text.rstrip()
+            lines = self.tail if is_worker else self.launcher
+            lines += [text] if text else []
+            del lines[:-_TAIL]
             found = pattern.search(text) if pattern is not None else None
             if found:
-                self.printed = float(found.group(1))
+                with contextlib.suppress(ValueError, TypeError):  # no number
+                    self.printed = float(found.group(1))
             return
         try:
             facts = json.loads(told)

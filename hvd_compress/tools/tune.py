@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ Examples:
 )
 @click.option("--metric-regex", help="Find the metric in the output: the last match's first group.")
 @click.option(
-    "--time-limit", type=units.SECONDS, help="Of a run.  [default: 1.5 times the first one, and 1 min]"
+    "--time-limit", type=units.DURATION, help="Of a run.  [default: 1.5 times the first one, and 1 min]"
 )
 @click.option(
     "--compressor",
@@ -65,7 +66,8 @@ Examples:
 )
 @click.option(
     "--study",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path),
+    callback=console.output_file,
     help="What is found is kept there.  [default: tune-SCRIPT.log]",
 )
 @console.json_option
@@ -84,6 +86,8 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
     # So that what runs is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     path = study or Path(f"tune-{script.stem}.log")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.UsageError(f"{path} cannot be written here: name another file with --study.")
     chosen = kinds or search.KINDS
     tuner = Tuner(script, arguments, **options)
     with console.usage("--study"):

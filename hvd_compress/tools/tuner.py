@@ -33,7 +33,10 @@ class Tuner:
     ) -> None:  # fmt: skip
         self.allowed = allowed
         self._metric, self._mode, self._limit = metric, mode, time_limit
-        start = shlex.split(launcher)
+        with console.usage("--launcher"):
+            start = shlex.split(launcher)
+            if not start:
+                raise ValueError("it is empty: leave it out, or name the program, such as horovodrun")
         # That of this environment, also where it is not activated.
         program = shutil.which(start[0], path=str(Path(sys.executable).parent)) or shutil.which(start[0])
         if program is None:
@@ -139,7 +142,7 @@ class Tuner:
     def _complain(self, found: Run, setting: Setting) -> None:
         """Raises what makes tuning pointless."""
         if found.status == "failed" and setting == BASELINE:
-            raise click.ClickException("the script fails without compression:\n" + "\n".join(found.tail))
+            raise click.ClickException("the script fails without compression:\n" + "\n".join(found.said))
         if found.status == "failed":
             return
         if not found.usual_steps():
@@ -158,7 +161,7 @@ class Tuner:
         if self._pattern is not None:
             if found.printed is None:
                 raise click.ClickException(
-                    f"--metric-regex {self._pattern.pattern!r} matches nothing in the output"
+                    f"--metric-regex {self._pattern.pattern!r} matches no number in the output"
                 )
             return found.printed
         name = self._metric or study.user_attrs.get("metric")

@@ -15,6 +15,10 @@ _RATES = {
     prefix + "bit": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+# Beyond these it is a slip of the finger, and an answer would take for ever.
+_MOST_PARAMETERS, _MOST_RANKS = 10**11, 10**6
+_SLOWEST, _FASTEST = 1.0, 1e18  # bits per second
+_LONGEST = 24 * 3600.0
 _BYTES = {
     "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
 }  # fmt: skip
@@ -42,8 +46,8 @@ def parse_rate(text: str) -> float:
     bits = re.sub(r"(?<![a-zA-Z])([kKmMgGtT]?)b(?=ps$|/s$)", r"\1bit", text.strip())
     short = re.sub(r"(/s|ps)$", "", bits)
     value = _parse(short.lower(), _RATES, text, "a rate in bits per second, such as 10gbit or 500mbit")
-    if not value > 0:
-        raise ValueError(f"{text!r} is not a rate above 0")
+    if not _SLOWEST <= value <= _FASTEST:
+        raise ValueError(f"{text!r} is not a rate of a network: give 1 bit to 1e6 Tbit per second")
     return value
 
 
@@ -54,7 +58,10 @@ def parse_seconds(text: str) -> float:
         ValueError: It is none.
     """
     known = {"": 0.0, **_SECONDS} if text.strip() == "0" else _SECONDS
-    return _parse(text.lower(), known, text, "a time such as 50us, 120ms, 1.5s or 10min")
+    value = _parse(text.lower(), known, text, "a time such as 50us, 120ms, 1.5s or 10min")
+    if value > _LONGEST:
+        raise ValueError(f"{text!r} is longer than 24h")
+    return value
 
 
 def parse_bytes(text: str) -> int:
@@ -94,11 +101,27 @@ class _Type(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+def _parse_duration(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise ValueError(f"{text!r} is no time above 0")
+    return seconds
+
+
 def _parse_ranks(text: str) -> tuple[int, ...]:
     ranks = tuple(parse_count(part) for part in text.split(","))
     if min(ranks) < 2:
         raise ValueError("ranks start from 2: a single one exchanges nothing")
+    if max(ranks) > _MOST_RANKS:
+        raise ValueError(f"{max(ranks)} ranks are more than there can be: give at most 1M")
     return ranks
+
+
+def _parse_parameters(text: str) -> int:
+    parameters = parse_count(text)
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError(f"{text!r} is more than a worker holds: give at most 100G")
+    return parameters
 
 
 def _parse_spec(text: str) -> str:
@@ -110,9 +133,11 @@ def _parse_spec(text: str) -> str:
 
 
 COUNT = _Type("count", parse_count)
+PARAMETERS = _Type("count", _parse_parameters)
 RATE = _Type("rate", parse_rate)
 SECONDS = _Type("time", parse_seconds)
 BYTES = _Type("bytes", parse_bytes)
+DURATION = _Type("time", _parse_duration)
 RANKS = _Type("ranks", _parse_ranks)
 SPEC = _Type("spec", _parse_spec)
 

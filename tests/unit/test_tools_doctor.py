@@ -1,6 +1,7 @@
 """The doctor on real runs (tests/data/make_runs.py made them), each with one thing wrong, and on damaged ones."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ FAULTS = {
     "unstable": "loss diverges",
     "residual": "residual grows",
     "dominates": "communication dominates",
+    "slow_link": "communication dominates",
     "costs": "compression costs more than it saves",
     "slow_rank": "slow rank",
     "flapping": "switching to and fro",
@@ -53,6 +55,46 @@ def test_other_faults_leave_the_loss_alone(name):
     assert not {"loss diverges", "loss oscillates"} & set(found(name))
 
 
+def test_the_rate_of_a_slow_link_is_the_one_it_had():
+    # 10 Mbit/s are 1.25 MB/s.
+    figures = found("slow_link")["communication dominates"].figures
+    assert 0.9e-3 < float(re.search(r"at ([0-9.]+) GB/s", figures).group(1)) < 1.3e-3
+
+
+@pytest.mark.parametrize(
+    ("late", "is_slow"),
+    [
+        (lambda i: True, True),
+        (lambda i: i % 10 == 0, True),  # in each tenth step, ten times as much
+        (lambda i: i >= 75, True),  # since the middle
+        (lambda i: i // 19 in (1, 4, 5), False),  # bursts: somebody else was busy, too
+        (lambda i: False, False),
+    ],
+)
+def test_a_slow_rank_is_slow_throughout(late, is_slow):
+    run = run_log.load(str(RUNS / "healthy"))
+    where = np.array([late(i) for i in range(150)])
+    more = np.where(where, 40.0 / max(where.mean(), 0.01) ** 0.5, 0.0)
+    for (
+        rank
+    ) in run.ranks:  # both wait for the same: what they do by themselves is 5 ms each, and rank 1 is late
+        rank.steps["step_ms"] = 20.0 + more
+        rank.steps["exposed_ms"] = 15.0 + (more if rank.number == 0 else 0.0 * more)
+    assert (rules.slow_rank(run) is not None) == is_slow
+
+
+def test_trials_of_auto_are_no_switching():
+    run = run_log.load(str(RUNS / "healthy_auto"))
+    columns = run.first.buckets["0"]
+    tried = ["none"] * 10 + ["hybrid"] * 2 + ["none"] * 7 + ["int8"] * 2 + ["none"] * 7 + ["int4"] * 2
+    columns["compressor"] = np.array([*tried, *["none"] * (len(columns["compressor"]) - len(tried))])
+    assert rules.to_and_fro(run) is None
+    columns["compressor"] = np.array(
+        [["none", "int8"][i // 6 % 2] for i in range(len(columns["compressor"]))]
+    )
+    assert "switched" in rules.to_and_fro(run)
+
+
 def test_the_slow_rank_is_named_with_its_times():
     assert found("slow_rank")["slow rank"].figures.startswith("rank 1 takes ")
 
@@ -68,6 +110,15 @@ def rewrite(path, column, change):
     for i, row in enumerate(rows):
         row[place] = str(change(i, row[place]))
     path.write_text("\n".join(",".join(row) for row in [header, *rows]) + "\n")
+
+
+def rename(path, column):
+    path.write_text(path.read_text().replace(column, "other", 1))
+
+
+def meta(directory, **changes):
+    path = directory / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +166,42 @@ def test_too_few_steps_tell_nothing(tmp_path):
         path = directory / f"rank-{rank}.csv"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
     assert doctor.examine(run_log.load(str(directory))) == []
+
+
+def test_a_short_run_is_not_called_healthy(tmp_path):
+    directory = copy("healthy", tmp_path)
+    for rank in range(2):
+        path = directory / f"rank-{rank}.csv"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    result = call("doctor", directory)
+    assert result.exit_code == 0 and "only 7 steps: most rules need 25" in result.output
+    assert "healthy: none" not in result.output
+    assert json.loads(call("doctor", directory, "--json").output)["too_short"]
+    assert not json.loads(call("doctor", RUNS / "healthy", "--json").output)["too_short"]
+
+
+def test_many_ranks_of_which_few_wrote_are_read_at_once(tmp_path):
+    directory = copy("healthy", tmp_path)
+    meta(directory, ranks=10**9)
+    assert [rank.number for rank in run_log.load(str(directory)).ranks] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda i, c: float(c) if i < 100 else "inf", "it had not risen before"),
+        (
+            lambda i, c: float(c) if i < 80 else float(c) * 10.0 ** (i - 80) if i < 95 else "inf",
+            "it had risen before",
+        ),
+        (lambda i, c: "inf", "it never was"),
+    ],
+)
+def test_what_came_before_a_loss_that_is_no_number_is_said(change, word, tmp_path):
+    directory = copy("healthy", tmp_path)
+    for rank in range(2):
+        rewrite(directory / f"rank-{rank}.csv", "loss", change)
+    assert word in rules.loss_diverges(run_log.load(str(directory)))
 
 
 def test_a_run_that_still_goes_on_is_read(tmp_path):
@@ -168,6 +255,15 @@ def test_json():
         (lambda d: [(d / f"rank-{r}.csv").unlink() for r in (0, 1)], "holds no steps"),
         (lambda d: (d / "rank-0.csv").write_text("a,b\n1,2\n"), "is damaged: it has no column 'step'"),
         (lambda d: rewrite(d / "rank-0.csv", "loss", lambda i, c: "x"), "is damaged: column 'loss'"),
+        (lambda d: rename(d / "rank-0.csv", "exchange_ms"), "is damaged: it has no column 'exchange_ms'"),
+        (lambda d: rename(d / "rank-1.csv", "memory_mb"), "is damaged: it has no column 'memory_mb'"),
+        (lambda d: rename(d / "rank-0-buckets.csv", "bytes"), "is damaged: it has no column 'bytes'"),
+        (lambda d: rewrite(d / "rank-1.csv", "step", lambda i, c: 1000 + i), "have no step in common"),
+        (lambda d: (d / "run.json").write_text("[1]"), "run.json is not of hvd_compress"),
+        (lambda d: meta(d, ranks="two"), "run.json is damaged: 'ranks' is \"two\""),
+        (lambda d: meta(d, link={"latency_ms": 1}), "run.json is damaged: 'link' is"),
+        (lambda d: meta(d, buckets=[{"name": "0"}]), "run.json is damaged: 'buckets' is"),
+        (lambda d: meta(d, settings=[]), "run.json is damaged: 'settings' is []"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_status_2(damage, message, tmp_path):

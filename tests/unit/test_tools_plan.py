@@ -262,8 +262,37 @@ def test_a_plot_is_drawn(tmp_path):
     result = invoke(*PLAN[:-2], "-c", "int8", "--plot", str(path))
     assert result.exit_code == 0, result.output
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    broken = invoke(*PLAN, "-c", "int8", "--plot", str(tmp_path / "no" / "plan.png"))
-    assert broken.exit_code == 1 and "the plot cannot be written" in broken.output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/plan.png", "there is no directory"), ("", "is a directory"), ("plan", "does not end in one of .")],
+)
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_a_plot_that_cannot_be_written_is_said_before_the_work(command, name, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_SIZE", "2")  # as bench would look at it: it does not come so far
+    arguments = PLAN if command == "plan" else ["bench", "--params", "5M"]
+    result = invoke(*arguments, "-c", "int8", "--plot", str(tmp_path / name))
+    assert result.exit_code == 2 and "--plot" in result.output and message in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["calibrate", "bench"])
+def test_only_the_rank_that_writes_looks_at_the_file(command, tmp_path, monkeypatch):
+    arguments = [command, "-o", str(tmp_path / "no" / "x.json")]
+    assert "there is no directory" in invoke(*arguments).output
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    assert "start at least two" in invoke(*arguments).output
+
+
+def test_a_large_model_is_worked_out_in_seconds():
+    result = invoke("plan", "--params", "3G", "--ranks", "64", "--bandwidth", "10gbit", "--json")
+    found = json.loads(result.stdout)
+    # A ring of 64 sends 63/32 of the gradient.
+    assert found["cases"][0]["compressors"][0]["sent"] == pytest.approx(
+        4 * found["params"] * 63 / 32, rel=1e-6
+    )
+    assert found["params"] == pytest.approx(3e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +308,10 @@ def test_a_plot_is_drawn(tmp_path):
         ([*PLAN, "--calibration", "nowhere.json"], "the calibration nowhere.json cannot be read"),
         ([*PLAN, "--topology", "two-level"], "--topology two-level and --workers-per-host go together."),
         ([*PLAN, "--topology", "two-level", "--workers-per-host", "3"], "8 ranks do not fill hosts of 3 workers"),
+        ([*PLAN, "--ranks", "1e30"], "ranks are more than there can be: give at most 1M"),
+        ([*PLAN, "--params", "1e15"], "'1e15' is more than a worker holds: give at most 100G"),
+        ([*PLAN, "--bandwidth", "1e-300bit"], "'1e-300bit' is not a rate of a network"),
+        ([*PLAN, "--latency", "1e200h"], "'1e200h' is longer than 24h"),
         ([*PLAN, "--hierarchical"], "--hierarchical needs --topology two-level."),
         ([*PLAN, "--topology", "fat-tree"], "--topology fat-tree and --oversubscription go together."),
         ([*PLAN, "--oversubscription", "4"], "--topology fat-tree and --oversubscription go together."),
@@ -323,5 +356,6 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("tensorfl
 
 
 def test_models():
+    assert of_size(10) == [(10,)]
     assert sum(math.prod(shape) for shape in MODELS["resnet50"]()) == 25_557_032
     assert abs(sum(math.prod(shape) for shape in of_size(25_600_000)) - 25_600_000) < 1024

@@ -132,7 +132,12 @@ def test_one_setting_that_fails_is_no_end(tune):
         ("raise SystemExit('boom')", [], 1, "the script fails without compression:\nboom"),
         ("print('hello')", [], 1, "the script made too few steps with hvdc.DistributedOptimizer"),
         (SCRIPT, ["--metric", "val_loss"], 1, "no metric 'val_loss': the script has loss, val_accuracy"),
-        (SCRIPT, ["--metric-regex", "nothing ([0-9])"], 1, "matches nothing in the output"),
+        (SCRIPT, ["--metric-regex", "nothing ([0-9])"], 1, "matches no number in the output"),
+        (SCRIPT, ["--metric-regex", "(loss)"], 1, "matches no number in the output"),
+        (SCRIPT, ["--launcher", ""], 2, "--launcher': it is empty"),
+        (SCRIPT, ["--launcher", "'"], 2, "--launcher': No closing quotation"),
+        (SCRIPT, ["--time-limit", "0"], 2, "'0' is no time above 0"),
+        (SCRIPT, ["--study", "/nowhere/study.log"], 2, "there is no directory /nowhere"),
         (SCRIPT, ["--metric-regex", "loss"], 2, "has no group"),
         (SCRIPT, ["--metric-regex", "("], 2, "is no regular expression"),
         (SCRIPT, ["--launcher", "no-such-program"], 1, "no-such-program was not found"),
@@ -171,7 +176,7 @@ def test_what_a_run_says():
         found.hear(line, pattern)
     assert found.steps == [1, 2, 3] and found.printed == 0.25
     assert (found.compression, found.bucket_bytes) == ("int8", 5)  # the first optimizer's
-    assert found.tail == ["1/10 loss=0.5", "loss=0.25"]
+    assert found.said == ["1/10 loss=0.5"] and found.launcher == ["loss=0.25"]
     assert Run(steps=list(range(100))).usual_steps() == list(range(10, 100))
     assert Run(steps=list(range(8))).usual_steps() == list(range(2, 8))
 

@@ -42,7 +42,7 @@ def test_parse(parse, text, value):
         (units.parse_count, "-3", "'-3' is not a number"),
         (units.parse_rate, "10GB/s", "'10GB/s' is not a rate in bits per second, such as 10gbit"),
         (units.parse_rate, "10", "'10' is not a rate in bits per second"),
-        (units.parse_rate, "0gbit", "'0gbit' is not a rate above 0"),
+        (units.parse_rate, "0gbit", "'0gbit' is not a rate of a network"),
         (units.parse_seconds, "50", "'50' is not a time such as 50us"),
         (units.parse_seconds, "1e999s", "'1e999s' is too large"),
         (units.parse_bytes, "25mib", "'25mib' is not a size such as 10MB or 25MiB"),
