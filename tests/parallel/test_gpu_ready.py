@@ -109,6 +109,13 @@ def test_scatter_reduce(spec, monkeypatch):
     check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
 
 
+@pytest.mark.np4
+@pytest.mark.parametrize("spec", ["int8", "auto:candidates=(none|int8|topk:ratio=0.01)"])
+def test_two_levels(spec, two_hosts):
+    graph = traced(spec, watched=True, hierarchical=True, residual_dtype="bfloat16", residual_decay=0.9)
+    check(graph, "HorovodAlltoall", "StatelessIf")
+
+
 def test_auto():
     check(traced("auto"), "Case", "Timestamp")
 
