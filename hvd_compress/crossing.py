@@ -32,7 +32,7 @@ class Crossed(NamedTuple):
 
     pieces: list[tf.Tensor]  # reduced
     ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
-    kept: list[tf.Tensor]  # the new values of its state's variables, residuals first
+    kept: list[tf.Tensor]  # the new values of `Plan.changed_by`
     outgoing: tf.Tensor  # there when this rank has encoded the bucket
     early: tf.Tensor  # there when it may begin with the next one: `outgoing`, or before
     stamps: Stamps | None = None  # of `auto`, and while somebody watches
@@ -119,7 +119,9 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
     keep = bool(state.residuals) and settings.feeds_back(compressor)
     factors = plan.buckets[number][0].factors
     start = factors[0].value() if factors else None
-    share = Share(pieces, residuals, decay, keep, context.seeds(number), start)
+    with tf.device("CPU"):
+        astray = plan.astray[number].value() if number in plan.astray else None
+    share = Share(pieces, residuals, decay, keep, context.seeds(number), start, astray)
     group = context.group(f"bucket_{number}_{plain_name(compressor.spec)}")
     pattern = plan.pattern(compressor, share.shapes)
     found = pattern.reduce(compressor, share, scale, group)
@@ -128,6 +130,9 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
     kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
     kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
     kept += [found.factors] if factors else []
+    if number in plan.astray:
+        with tf.device("CPU"):
+            kept.append(tf.constant(keep and found.astray))
     early = found.outgoing if found.early is None else found.early
     crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
     if context.due is not None:

@@ -73,6 +73,9 @@ class Plan:
         chooser: What chooses for these; None where there are none.
         hosts: Between which compressed gradients may cross in two levels; None where they may not.
         flat: Compressors that cross in one level all the same.
+        astray: Of buckets that may cross in two levels, by their positions: whether this rank may have residuals other
+            than zero of pieces that another rank carries, bool. As after an exchange in one level, and until the first
+            in two; not saved, but true after a restore.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
         progress: How far training has come, float64, for compressors that change with it: epochs of `dgc`'s warm-up,
@@ -135,6 +138,7 @@ class Plan:
         self.chosen = [
             b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
         ]
+        self.astray = self._new_flags()
         self._choose_levels()
         self.chooser = self._new_chooser() if self.chosen else None
         self.link: tuple[float, float] | None = None
@@ -185,6 +189,13 @@ class Plan:
         """In which a bucket of pieces of these shapes crosses, see `exchange.choice`."""
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
+
+    def changed_by(self, b: int) -> list[tf.Variable]:
+        """What a bucket's exchange changes."""
+        section, pieces = self.buckets[b]
+        state = section.state.part(pieces)
+        astray = [self.astray[b]] if b in self.astray else []
+        return [*state.residuals, *state.velocities, *section.factors, *astray]
 
     @property
     def kept(self) -> list[Section]:
@@ -243,6 +254,13 @@ class Plan:
         with tf.device(self.settings.device_dense):
             start = low_rank.start(compressor, layout.shapes)
             return [tracing.variable(start, f"{self.name}_factors")]
+
+    def _new_flags(self) -> dict[int, tf.Variable]:
+        if self.hosts is None:
+            return {}
+        kept = [b for b, (section, _) in enumerate(self.buckets) if section.state.residuals]
+        with tf.device("CPU"):
+            return {b: tracing.variable(tf.constant(True), f"{self.name}_astray") for b in kept}
 
     def _dense_velocities(self) -> dict[int, tf.Variable]:
         if self.settings.dgc is None or not self.settings.momentum_correction:

@@ -103,7 +103,7 @@ class SparseGradients:
                 continue
 
             def take(merged: Any = merged, reduced: Any = reduced, state: Any = section.state) -> tf.Tensor:
-                owed = recorder.norm_of([tf.cast(r, tf.float32) for r in state.residuals])
+                owed = recorder.norm_of(state.residuals)
                 return tf.concat([[recorder.norm_of([merged.values])], reduced.norms, [owed]], 0)
 
             found.append(tf.cond(due, take, recorder.not_measured))

@@ -276,9 +276,7 @@ class Step:
         """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""
         changes = list(self._changes)
         for b, found in crossed.items():
-            section, pieces = self._plan.buckets[b]
-            state = section.state.part(pieces)
-            changes += list(zip([*state.residuals, *state.velocities, *section.factors], found.kept))
+            changes += zip(self._plan.changed_by(b), found.kept)
         flags = [*oks, *(found.ok for found in crossed.values())]
         if not flags:
             return tf.constant(True)
@@ -288,7 +286,8 @@ class Step:
 
         def keep() -> tf.Tensor:
             for variable, value in changes:
-                variable.assign(value)
+                with tf.device(variable.device):
+                    variable.assign(value)
             self._sparse.keep()
             return tf.constant(True)
 

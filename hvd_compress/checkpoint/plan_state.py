@@ -150,6 +150,8 @@ def restore(plan: Plan, state: PlanState) -> None:
                     _fill_padding(cut, _free(layout), state.padding[field][number])
                 for variable, piece in zip(variables, cut):
                     variable.assign(tf.cast(piece, variable.dtype))
+        for variable in plan.astray.values():
+            variable.assign(True)
         for name, variable in plan.named.items():
             # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
             if variable.shape == state.named[name].shape:

@@ -155,12 +155,13 @@ def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
     """A collective between the workers of a host, see `exchange.inside`."""
     named = group.among(group.process_set, f"_{size}")
     payload = tf.zeros([size], tf.uint8)
-    pieces = [tf.zeros([max(1, size // 4 // group.size)])] * group.size
+    piece = tf.zeros([max(1, size // 4 // group.size)])
 
     @tf.function(autograph=False)
     def run() -> Any:
         if name == "reduce_scatter":
-            return inside.reduce_scatter(pieces, named)[0]
+            others = common.joined([piece] * (group.size - 1))
+            return inside.reduce_scatter([piece], [piece], 1.0, others, named)[0]
         return inside.allgather(payload, named)
 
     return run

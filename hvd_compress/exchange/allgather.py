@@ -23,16 +23,17 @@ from .common import Exchanged, Group, Reduced, Share
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`."""
     found = exchange(compressor, share, group)
-    ok = common.all_of([common.flag_of(payload) for payload in found.payloads])
-    pieces = decode(compressor, share.shapes, found.payloads, found.contexts, common.factor(scale, ok))
-    return Reduced(pieces, found.residuals, ok, found.outgoing, found.payloads[group.rank - 1])
+    payloads = common.allgather(found.payload, group)
+    ok = common.all_of([common.flag_of(payload) for payload in payloads])
+    pieces = decode(compressor, share.shapes, payloads, found.contexts, common.factor(scale, ok))
+    return Reduced(pieces, found.residuals, ok, found.outgoing, payloads[group.rank - 1])
 
 
 def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
-    """All of it but decoding."""
+    """All of it but the allgather and decoding."""
+    del group
     coded = coding.encode(compressor, share, _join)
-    payloads = common.allgather(coded.outgoing, group)
-    return Exchanged(payloads, coded.contexts, coded.residuals, coded.outgoing)
+    return Exchanged(coded.outgoing, coded.contexts, coded.residuals, coded.outgoing)
 
 
 decode = coding.decode

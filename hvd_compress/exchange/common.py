@@ -66,6 +66,8 @@ class Share(NamedTuple):
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
     factors: tf.Tensor | None = None  # of `low_rank`, float32, the same on all ranks
+    # Of `two_level`, bool scalar on the host: whether residuals of what others carry may be other than zero.
+    astray: tf.Tensor | None = None
 
     def sum(self, i: int) -> tf.Tensor:
         """Piece `i` with its residual."""
@@ -84,9 +86,9 @@ class Share(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What a pattern has brought to all ranks, not decoded yet."""
+    """What is left of a pattern's exchange is an allgather, and decoding."""
 
-    payloads: list[tf.Tensor]  # of each rank, as `with_flag` makes them
+    payload: tf.Tensor  # of this rank for all, as `with_flag` makes it
     contexts: list[Any]  # of each piece, for decoding
     residuals: list[tf.Tensor | None]
     outgoing: tf.Tensor  # as of `Reduced`
@@ -102,6 +104,7 @@ class Reduced(NamedTuple):
     incoming: tf.Tensor  # what arrives last
     early: tf.Tensor | None = None  # there before `outgoing`, when the next bucket may begin already
     factors: tf.Tensor | None = None  # the new ones of `low_rank`
+    astray: bool = True  # whether there may be residuals of pieces that in two levels another rank carries
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
@@ -137,16 +140,30 @@ def decode_sum(
     return total
 
 
-def allgather(payload: tf.Tensor, group: Group, phase: str = "") -> list[tf.Tensor]:
+def allgather(payload: tf.Tensor, group: Group, phase: str = "_gather") -> list[tf.Tensor]:
     """The payloads, uint8 [nbytes] on each rank, of all ranks in their order."""
     if group.size == 2:
-        # Bytes add up modulo 256, so that one's own taken off leaves the other's. As many bytes as an
-        # allgather would send, but in an allreduce's small, pipelined pieces: 241 ms against 463 for 26 MB at
-        # 1 Gbit/s, where Gloo's allgather mostly fills one direction of the link after the other.
-        theirs = _difference(hvd.allreduce(payload, op=hvd.Sum, **group.keywords(phase)), payload)
+        theirs = _difference(_total(payload, group, phase), payload)
         return [payload, theirs] if group.rank == 0 else [theirs, payload]
+    return in_parts(allgather_joined(payload, group, phase), group.size, payload.shape[0])
+
+
+def allgather_joined(payload: tf.Tensor, group: Group, phase: str = "_gather") -> tf.Tensor:
+    """The same end to end, uint8 [ranks * nbytes], in one piece of memory."""
+    if group.size == 2:
+        return tf.reshape(_in_order(_total(payload, group, phase), payload, group.rank), [-1])
     gathered = hvd.allgather(payload, **group.keywords(phase))
-    return in_parts(gathered, group.size, payload.shape[0])
+    return tf.ensure_shape(gathered, [group.size * payload.shape[0]])
+
+
+def _total(payload: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
+    """The sum of two ranks' payloads.
+
+    Bytes add up modulo 256, so that one's own taken off leaves the other's. As many bytes as an allgather would send,
+    but in an allreduce's small, pipelined pieces: 241 ms against 463 for 26 MB at 1 Gbit/s, where Gloo's allgather
+    mostly fills one direction of the link after the other.
+    """
+    return hvd.allreduce(payload, op=hvd.Sum, **group.keywords(phase))
 
 
 @compiled  # TensorFlow's own subtraction of bytes is not vectorized: 12 ms for 26 MB against 1
@@ -154,23 +171,33 @@ def _difference(total: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
     return total - own
 
 
+@compiled  # without a concatenation, which would be a pass of its own
+def _in_order(total: tf.Tensor, own: tf.Tensor, rank: int) -> tf.Tensor:
+    is_own = tf.range(2)[:, None] == rank
+    return tf.where(is_own, own, total - own)
+
+
+def joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Vectors end to end; a single one as it is."""
+    return parts[0] if len(parts) == 1 else tf.concat(list(parts), 0)
+
+
 def alltoall(payloads: Sequence[tf.Tensor], group: Group, phase: str) -> list[tf.Tensor]:
     """Sends one payload, uint8 [nbytes], to each other rank; returns theirs. Both in the order of ranks."""
-    sent = payloads[0] if len(payloads) == 1 else tf.concat(list(payloads), 0)
-    return scatter(sent, group, phase)
+    return scatter(joined(payloads), group, phase)
 
 
-def scatter(joined: tf.Tensor, group: Group, phase: str) -> list[tf.Tensor]:
-    """Sends each other rank its part of `joined`, any dtype [(ranks - 1) * length]; returns theirs, [length] each."""
-    length = joined.shape[0] // (group.size - 1)
+def scatter(parts: tf.Tensor, group: Group, phase: str) -> list[tf.Tensor]:
+    """Sends each other rank its part of `parts`, any dtype [(ranks - 1) * length]; returns theirs, [length] each."""
+    length = parts.shape[0] // (group.size - 1)
     with tf.device("CPU"):  # where Horovod reads them
         splits = tf.constant([0 if rank == group.rank else length for rank in range(group.size)], tf.int32)
-    received = hvd.alltoall(joined, splits=splits, **group.keywords(phase))
+    received = hvd.alltoall(parts, splits=splits, **group.keywords(phase))
     received = received[0] if isinstance(received, (tuple, list)) else received
     return in_parts(received, group.size - 1, length)
 
 
-def in_parts(joined: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
-    """So many parts, [length] each, of `joined`, [count * length]."""
-    joined = tf.ensure_shape(joined, [count * length])
-    return [tf.strided_slice(joined, [i * length], [(i + 1) * length], [1]) for i in range(count)]
+def in_parts(tensor: tf.Tensor, count: int, length: int) -> list[tf.Tensor]:
+    """So many parts, [length] each, of a tensor, [count * length]."""
+    tensor = tf.ensure_shape(tensor, [count * length])
+    return [tf.strided_slice(tensor, [i * length], [(i + 1) * length], [1]) for i in range(count)]

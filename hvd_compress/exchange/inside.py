@@ -10,30 +10,42 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..kernels.compile import compiled, fed_back
 from . import common
 from .common import Group
 
 
-def reduce_scatter(pieces: Sequence[tf.Tensor], group: Group) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """The sums of the workers' pieces of this worker's share.
+def reduce_scatter(
+    own: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Tensor | None],
+    decay: float,
+    others: tf.Tensor,
+    group: Group,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """The sums of the workers' pieces of this worker's share, with its residuals.
 
     Args:
-        pieces: float32 [size] each, as many for each worker: the first ones are the first worker's share.
+        own: float32 [size] each, this worker's.
+        residuals: In the same shapes, or None.
+        decay: Of the residuals.
+        others: The pieces of the other workers' shares end to end, in the order of the workers; as many for each.
         group: The workers of a host.
 
     Returns:
         The sums, and what has arrived for them from another worker.
     """
-    each, size = len(pieces) // group.size, pieces[0].shape[0]
-    first = group.rank * each
-    others = [*pieces[:first], *pieces[first + each :]]
-    received = common.scatter(others[0] if len(others) == 1 else tf.concat(others, 0), group, "_reduce")
-    sums = []
-    for j, own in enumerate(pieces[first : first + each]):
-        begin, end = j * size, (j + 1) * size
-        theirs = [tf.strided_slice(part, [begin], [end], [1]) for part in received]
-        sums.append(tf.add_n([own, *theirs]))
+    received = common.scatter(others, group, "_reduce")
+    theirs = zip(*(common.in_parts(part, len(own), own[0].shape[0]) for part in received))
+    sums = [_sum([piece, *parts], left, decay) for piece, left, parts in zip(own, residuals, theirs)]
     return sums, received[-1]
+
+
+@compiled
+def _sum(parts: Sequence[tf.Tensor], residual: tf.Tensor | None, decay: float) -> tf.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return fed_back(total, residual, decay)
 
 
 def allgather(payload: tf.Tensor, group: Group) -> list[tf.Tensor]:

@@ -31,13 +31,14 @@ from .common import Exchanged, Group, Reduced, Shape, Share
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
     """Sums the ranks' pieces, times `scale`; the pieces are of one shape, and a multiple of the ranks."""
     found = exchange(compressor, share, group)
-    ok = common.all_of([common.flag_of(payload) for payload in found.payloads])
-    pieces = decode(compressor, share.shapes, found.payloads, found.contexts, common.factor(scale, ok))
-    return Reduced(pieces, found.residuals, ok, found.outgoing, found.payloads[group.rank - 1])
+    payloads = common.allgather(found.payload, group)
+    ok = common.all_of([common.flag_of(payload) for payload in payloads])
+    pieces = decode(compressor, share.shapes, payloads, found.contexts, common.factor(scale, ok))
+    return Reduced(pieces, found.residuals, ok, found.outgoing, payloads[group.rank - 1])
 
 
 def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
-    """All of it but the last decoding: what each owner has encoded, and a flag that is down if any is."""
+    """All of it but the allgather and decoding: what this owner has encoded, and a flag that is down if any is."""
     each = len(share.pieces) // group.size
     layout = compressor.layout(share.shapes[0])
     step = _payload.nbytes(layout)
@@ -66,8 +67,8 @@ def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
         flags.append(again.finite)
         residuals[i] = again.residual
 
-    payloads = common.allgather(common.with_flag(parts, common.all_of(flags)), group, "_gather")
-    return Exchanged(payloads, [e.ctx for e in encoded], residuals, outgoing[-1])
+    payload = common.with_flag(parts, common.all_of(flags))
+    return Exchanged(payload, [e.ctx for e in encoded], residuals, outgoing[-1])
 
 
 def decode(

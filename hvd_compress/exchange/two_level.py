@@ -11,6 +11,7 @@ of a host's at once.
 
 Only the share's owner keeps a residual for it: of all its host's workers' sum. What another worker had left (of an
 exchange in another pattern, in a checkpoint) goes with its gradient in step 1. So over all ranks nothing is lost.
+Usually there is nothing of that kind, and `Share.astray` says so: residuals of zero are not added, and stay.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from .. import residual, traffic
+from .. import traffic
 from ..compressors import Compressor
 from ..hosts import Hosts
+from ..kernels.compile import fed_back
 from . import allgather, common, inside, scatter_reduce
 from .common import Group, Reduced, Shape, Share
 
@@ -44,20 +46,21 @@ class TwoLevel:
         """Sums the ranks' pieces, times `scale`; the pieces are of one shape, and a multiple of a host's workers."""
         local, across = group.among(self.hosts.local, "_local"), group.among(self.hosts.across, "_across")
         each = len(share.pieces) // local.size
-        own = range(local.rank * each, (local.rank + 1) * each)
-        # The owner's residual is added where its share is encoded.
-        pieces = [
-            piece if i in own else residual.add(piece, left, share.decay)
-            for i, (piece, left) in enumerate(zip(share.pieces, share.residuals))
-        ]
-        sums, arrived = inside.reduce_scatter(pieces, local)
-        part = share._replace(pieces=sums, residuals=share.residuals[own.start : own.stop])
+        first, last = local.rank * each, (local.rank + 1) * each
+        others = share._replace(
+            pieces=[*share.pieces[:first], *share.pieces[last:]],
+            residuals=[*share.residuals[:first], *share.residuals[last:]],
+        )
+        sent, residuals = _with_what_is_astray(others)
+        own, kept = share.pieces[first:last], share.residuals[first:last]
+        sums, arrived = inside.reduce_scatter(own, kept, share.decay, sent, local)
+        part = share._replace(pieces=sums, residuals=[None] * each, decay=1.0)  # they are in the sums
 
         nested = _NESTED[traffic.choose(compressor, part.shapes, across.size)]
         found = nested.exchange(compressor, part, across)
-        joined = inside.allgather(tf.concat(found.payloads, 0), local)
-        length = found.payloads[0].shape[0]
-        payloads = [common.in_parts(payload, across.size, length) for payload in joined]
+        gathered = inside.allgather(common.allgather_joined(found.payload, across), local)
+        length = found.payload.shape[0]
+        payloads = [common.in_parts(payload, across.size, length) for payload in gathered]
 
         ok = common.all_of([common.flag_of(payload) for host in payloads for payload in host])
         factor = common.factor(scale, ok)
@@ -67,9 +70,19 @@ class TwoLevel:
             # In which place of its share a piece is decides how it is decoded, not whose share it is.
             for piece in nested.decode(compressor, part.shapes, theirs, found.contexts, factor)
         ]
-        residuals = [
-            found.residuals[i - own.start] if i in own else tf.zeros_like(piece) if share.keep else None
-            for i, piece in enumerate(share.pieces)
-        ]
-        incoming = found.payloads[across.rank - 1]
-        return Reduced(reduced, residuals, ok, found.outgoing, incoming, early=arrived)
+        residuals[first:first] = found.residuals
+        incoming = payloads[local.rank][across.rank - 1]
+        return Reduced(reduced, residuals, ok, found.outgoing, incoming, early=arrived, astray=False)
+
+
+def _with_what_is_astray(others: Share) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """What is sent for other workers' shares, end to end, with their residuals; and what stays of the residuals."""
+    sent, residuals = common.joined(others.pieces), list(others.residuals)
+    if residuals[0] is None:
+        return sent, residuals
+
+    def added() -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        zeros = tf.zeros_like(residuals[0])  # one for all: in memory, too
+        return fed_back(sent, common.joined(residuals), others.decay), [zeros] * len(residuals)
+
+    return tf.cond(others.astray, added, lambda: (sent, residuals))

@@ -226,7 +226,9 @@ def norms_of(
 
 def norm_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The 2-norm over all of these tensors; 0 where there are none."""
-    return tf.sqrt(2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tensor) for tensor in tensors)]))
+    return tf.sqrt(
+        2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tf.cast(t, tf.float32)) for t in tensors)])
+    )
 
 
 def _double(value: Any) -> tf.Tensor:

@@ -36,7 +36,8 @@ def operations(graph, functions=None):
     """All operations of a graph and of the functions that it calls, those compiled with XLA left out."""
     functions = functions if functions is not None else set()
     for op in graph.get_operations():
-        called = [op.get_attr(a) for a in op.node_def.attr if op.node_def.attr[a].HasField("func")]
+        attrs = op.node_def.attr.values()
+        called = [f for a in attrs for f in ([a.func] if a.HasField("func") else a.list.func)]
         for name in {f.name for f in called} - functions:
             functions.add(name)
             function = graph._get_function(name)
@@ -107,6 +108,13 @@ def test_allgather_and_allreduce(spec):
 def test_scatter_reduce(spec, monkeypatch):
     monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
+
+
+@pytest.mark.np4
+@pytest.mark.parametrize("spec", ["int8", "auto:candidates=(int8|topk:ratio=0.01)"])
+def test_two_levels(spec, two_hosts):
+    graph = traced(spec, watched=True, hierarchical=True, residual_dtype="bfloat16", residual_decay=0.9)
+    check(graph, "HorovodAlltoall", "StatelessIf")
 
 
 def test_auto():

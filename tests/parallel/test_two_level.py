@@ -44,6 +44,10 @@ def new_reducer(compressor, **settings):
     return Reducer(Settings(compressor, **{"hierarchical": True, **settings}))
 
 
+def new_variables():
+    return [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+
 def draw(rank, step, shapes=SHAPES):
     rng = np.random.default_rng([rank, step])
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -117,9 +121,9 @@ def between(request, monkeypatch):
     return request.param
 
 
-def check_mass(reducer, gather, size, old, steps=3, scale=1.0):
+def check_mass(reducer, gather, size, old, steps=3, scale=1.0, variables=None):
     """What comes in equals what goes out and what stays, each step, on ranks that all get the same."""
-    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    variables = variables or new_variables()
     for step in range(steps):
         outputs = reducer([tf.constant(g) for g in draw(hvd.rank(), step)], variables)
         for output in outputs:
@@ -158,6 +162,105 @@ def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
     after = new_reducer("topk:ratio=0.01", hierarchical=False)
     plan_state.put(after, [plan_state.state_of(plan_of(reducer))])
     check_mass(after, gather, size, old)
+
+
+def flat(arrays):
+    return np.concatenate([np.float64(array).ravel() for array in arrays])
+
+
+def other_shares(plan, host):
+    """For each bucket, the residual variables of what the other worker of this host carries between the hosts."""
+    found = []
+    for section, pieces in plan.buckets:
+        residuals, half = section.state.part(pieces).residuals, len(pieces) // 2
+        found.append(residuals[half:] if host.rank() == 0 else residuals[:half])
+    return found
+
+
+def is_zero(variables):
+    return not any(variable.numpy().any() for variable in variables)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_residuals_of_other_shares_stay_zero_and_are_not_touched(dtype, two_hosts, gather, size):
+    """In the steady state; what lies there all the same is sent as soon as it is said to be there."""
+    decay, exact = 0.5, {"float32": 1e-4, "bfloat16": 0.5}[dtype]
+    reducer = new_reducer("topk:ratio=0.01", bucket_bytes=2**19, residual_dtype=dtype, residual_decay=decay)
+    variables = new_variables()
+    came = np.sum([flat(draw(r, 0)) for r in range(size)], 0)
+
+    def step():
+        return size * flat(reducer([tf.constant(g) for g in draw(hvd.rank(), 0)], variables))
+
+    def owed():
+        return gather(flat(residuals_of(reducer))).sum(0)
+
+    step()
+    plan = plan_of(reducer)
+    others = other_shares(plan, two_hosts.local)
+    assert len(others) > 1
+    for _ in range(3):
+        before = owed()
+        np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
+        for (section, pieces), residuals, astray in zip(plan.buckets, others, plan.astray.values()):
+            assert is_zero(residuals)
+            assert not is_zero(section.state.part(pieces).residuals)
+            assert not astray.numpy()
+
+    before = owed()
+    for variable in others[1]:
+        variable.assign(tf.fill(variable.shape, tf.cast(64.0, variable.dtype)))
+    strays = owed() - before
+    assert strays.any()
+    # They are not even looked at,
+    np.testing.assert_allclose(step() + owed() - strays, came + decay * before, atol=exact)
+    assert all((variable.numpy() == 64).all() for variable in others[1])
+    # until it is said that they are there.
+    before = owed()
+    plan.astray[1].assign(True)
+    np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
+    assert all(map(is_zero, others))
+    assert not plan.astray[1].numpy()
+
+
+def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch, gather, size):
+    """`auto` with a candidate in one level and another in two, all buckets alike and mixed."""
+    path = tmp_path / "link.json"
+    calibration(1e9, 1e8).save(path)
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
+    candidates = "auto:candidates=(int8|topk:ratio=0.01|none)"
+    reducer = new_reducer(candidates, hierarchical="auto", bucket_bytes=2**19)
+    variables = new_variables()
+    old = [np.zeros(shape) for shape in SHAPES]
+    old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
+    plan = plan_of(reducer)
+    assert [c.spec for c in plan.flat] == ["topk:ratio=0.01"]
+    two, one, none = 0, 1, 2  # levels of these candidates
+    for first, rest in [(two, two), (one, one), (two, two), (two, one), (one, two), (one, one), (none, two)]:
+        choice = [first] + [rest] * (len(plan.buckets) - 1)
+        plan.chooser.state.now.assign(choice)
+        old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
+        for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
+            assert is_zero(residuals) == (choice[b] != one)
+            assert plan.astray[b].numpy() == (choice[b] == one)
+
+
+def test_a_restore_in_the_middle_and_a_step_that_is_not_kept(two_hosts, gather, size):
+    """What a flat exchange has left is not lost where two levels have been used already, nor in a step with NaN."""
+    nothing = [np.zeros(shape) for shape in SHAPES]
+    before = new_reducer("topk:ratio=0.01", hierarchical=False)
+    old = check_mass(before, gather, size, nothing)
+    reducer, variables = new_reducer("topk:ratio=0.01", bucket_bytes=2**19), new_variables()
+    check_mass(reducer, gather, size, nothing, variables=variables)
+    others = other_shares(plan_of(reducer), two_hosts.local)
+    assert all(map(is_zero, others))
+    plan_state.put(reducer, [plan_state.state_of(plan_of(before))])
+    assert not any(map(is_zero, others))
+    broken = reducer([tf.fill(shape, np.nan) for shape in SHAPES], variables)
+    assert all(np.isnan(output).all() for output in broken)
+    assert not any(map(is_zero, others))
+    check_mass(reducer, gather, size, old, variables=variables)
+    assert all(map(is_zero, others))
 
 
 def test_sum_and_predivision(two_hosts, gather, size):
