@@ -27,11 +27,16 @@ from .topology import Ring
 # Bytes that each rank brings. Those that would take too long on a slow link are left out.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 _FEWEST = 2
+# What the smallest takes varies most, by what else the processor does.
+_REPEATS_OF_SMALLEST = 24
 _REPEATS = 9
 _REPEATS_OF_LARGE = 3
 _LARGE = 2**19
-# Seconds that the bytes of the next larger size may take.
-_PATIENCE = 0.1
+# Seconds that the bytes of the next larger size may take; those that take longer than the first are timed once.
+_SHORT, _PATIENCE = 0.05, 0.2
+# A slow link may let through some 100 KB at a higher rate, and again after a pause: before what takes longer than the
+# first, the pause is the second, so that each time has the same share of it.
+_SLOW, _PAUSE = 0.015, 0.03
 # Of gradient, on which kernels are timed.
 _PIECES = 4
 _REPEATS_OF_KERNELS = 5
@@ -118,15 +123,18 @@ def _measure_link(
     seconds: list[float] = []
     for size in _SIZES:
         # Decided by a number that is the same on all ranks; what the smallest takes does not grow with the size.
-        if len(sizes) >= _FEWEST and (seconds[-1] - seconds[0]) * size / sizes[-1] > _PATIENCE:
+        expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) >= _FEWEST else 0.0
+        if expected > _PATIENCE:
             break
         run = collective(name, size, group)
         run()
-        repeats = _REPEATS if size < _LARGE else _REPEATS_OF_LARGE
+        pause = _PAUSE if expected > _SLOW else 0.0
+        repeats = _REPEATS if size < _LARGE else _REPEATS_OF_LARGE if expected <= _SHORT else 1
+        repeats = _REPEATS_OF_SMALLEST if not sizes else repeats
         # The slowest rank of each time, then the usual one of them.
-        times = _slowest(np.array([_timed(run, everyone) for _ in range(repeats)]), everyone, "_times")
+        times = _slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
-        seconds.append(float(np.median(times)))
+        seconds.append(midmean(times))
     per_message, per_byte = fit(sizes, seconds)
     messages = getattr(Ring(Link(1.0, 0.0), n), name)(0)
     share = getattr(Ring(Link(0.0, 1.0), n), name)(1)
@@ -167,11 +175,23 @@ def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
     return run
 
 
-def _timed(run: Callable[[], Any], group: common.Group) -> float:
+def _timed(run: Callable[[], Any], group: common.Group, pause: float = 0.0) -> float:
+    time.sleep(pause)
     hvd.allreduce(tf.zeros([1]), op=hvd.Sum, **group.keywords("_barrier"))
     start = time.perf_counter()
     tf.nest.map_structure(lambda tensor: tensor.numpy(), run())
     return time.perf_counter() - start
+
+
+def midmean(times: np.ndarray) -> float:
+    """The mean of the middle half, as robust as the median, which it is of three and fewer.
+
+    A small message takes one time slice of the scheduler or two, and the median of few jumps from one to the other.
+    """
+    if len(times) < 4:
+        return float(np.median(times))
+    quarter = len(times) // 4
+    return float(np.mean(np.sort(times)[quarter : len(times) - quarter]))
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

@@ -96,7 +96,8 @@ class Forecast:
     Attributes:
         compressor: Its spec string, or "auto".
         step: Seconds.
-        exchange: Seconds of all buckets' exchanges, one after the other.
+        exchange: Seconds of all buckets' exchanges, one after the other, but that each is encoded while messages of the
+            one before are on their way: what they wait for is not the processor.
         exposed: Seconds of it that the backward pass does not hide.
         encode: Seconds of it.
         wire: Seconds of it, those inside of hosts included.
@@ -307,6 +308,12 @@ def _cost(model: CostModel, one: _Sent) -> Prediction:
     return model.predict(one.compressor, one.nbytes, one.pattern, payload=one.payload)
 
 
+def _latency(model: CostModel, one: _Sent, cost: Prediction) -> float:
+    """Seconds of the exchange that do not grow with the bytes."""
+    bandwidth = model.predict(one.compressor, one.nbytes, one.pattern, "bandwidth", one.payload)
+    return cost.wire - bandwidth.wire
+
+
 def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
     return _sent(crossing.nbytes, crossing.shapes, compressor, ranks, workers)
 
@@ -316,18 +323,23 @@ def _forecast(
 ) -> Forecast:  # fmt: skip
     exchanges = [_with(c, use, model.ranks, workers) for c, use in zip(crossing, used)]
     known = {one: _cost(model, one) for one in set(exchanges)}
+    latencies = {one: _latency(model, one, cost) for one, cost in known.items()}
     costs = [known[one] for one in exchanges]
+    encode = np.array([cost.encode for cost in costs])
+    # What of it passes while messages of the bucket before are on their way; if its gradients are there by then.
+    hidden = np.minimum(encode, [0.0, *(latencies[one] for one in exchanges[:-1])])
+    seconds = np.array([cost.total for cost in costs]) - hidden
+    ready = work.backward * np.array([each.ready for each in crossing])
+    done = float(makespan(np.diff(ready + hidden, prepend=0.0), seconds))
     specs = {compressor: compressor.spec for compressor in set(used)}
-    waits = np.diff(work.backward * np.array([each.ready for each in crossing]), prepend=0.0)
-    done = float(makespan(waits, np.array([cost.total for cost in costs])))
     sizes = np.array([one.nbytes for one in exchanges], np.float64)
     lost = np.array([noise_lost(one.compressor) for one in exchanges])
     return Forecast(
         compressor=name,
         step=work.rest + done,
-        exchange=sum(cost.total for cost in costs),
+        exchange=float(seconds.sum()),
         exposed=done - work.backward,
-        encode=sum(cost.encode for cost in costs),
+        encode=float(encode.sum()),
         wire=sum(cost.wire + cost.inside for cost in costs),
         decode=sum(cost.decode for cost in costs),
         sent=sum(one.sent for one in exchanges),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hvd_compress as hvdc
 from hvd_compress.cost import KernelCost, Link, Ring
-from hvd_compress.cost.calibrate import fit
+from hvd_compress.cost.calibrate import fit, midmean
 from hvd_compress.cost.calibration import COLLECTIVES, Calibration, Levels
 
 LINKS = {"allreduce": Link(1e-4, 8e-9), "allgather": Link(2e-4, 1.6e-8), "alltoall": Link(0.0, 1e-8)}
@@ -40,6 +40,15 @@ def test_fit_is_not_misled_by_a_burst():
     per_call, per_byte = fit(sizes, seconds)
     assert per_byte == pytest.approx(8e-9, rel=1e-6)
     assert per_call == pytest.approx(1e-3, rel=0.05)
+
+
+def test_the_usual_time_does_not_jump():
+    assert (
+        midmean(np.array([4.0, 4.0, 4.0, 6.0, 6.0, 6.0, 4.0, 6.0])) == 5.0
+    )  # the median: 4 or 6 of one more
+    assert midmean(np.array([1.0, 5.0, 4.0, 900.0])) == 4.5
+    assert midmean(np.array([900.0, 4.0, 5.0])) == 5.0
+    assert midmean(np.array([3.0])) == 3.0
 
 
 def test_the_model_takes_each_collective_from_its_own_link():

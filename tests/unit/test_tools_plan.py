@@ -107,6 +107,22 @@ def test_buckets_are_those_of_training():
             assert sorted(size for size, _ in found.chosen) == sorted(expected)
 
 
+def test_messages_on_their_way_hide_the_next_bucket_s_encoding():
+    shapes = ((2**10, 2**10),) * 4
+    slow, fast = (
+        prediction.forecast("int8", Workload(shapes, bucket_bytes=2**22), Network(1e9, latency), 2)
+        for latency in (1.0, 0.0)
+    )
+    count = len(slow.chosen)
+    assert count > 1
+    encodes = [KERNELS["quantize"].call + nbytes * KERNELS["quantize"].encode for nbytes, _ in slow.chosen]
+    assert slow.encode == pytest.approx(sum(encodes))
+    # All but the first bucket's hide behind a second of latency, none behind nothing.
+    assert slow.step == pytest.approx(fast.step + count * 1.0 - sum(encodes[1:]))
+    assert fast.step == pytest.approx(fast.encode + fast.wire + fast.decode)
+    assert slow.exchange == pytest.approx(slow.step)
+
+
 @pytest.mark.parametrize("buckets", [1, 2, 7])
 def test_the_queue_is_that_of_auto(buckets):
     waits, exchange = np.random.default_rng(buckets).exponential(1.0, (2, 50, buckets))
