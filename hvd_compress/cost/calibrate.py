@@ -33,7 +33,7 @@ _REPEATS = 9
 _REPEATS_OF_LARGE = 3
 _LARGE = 2**19
 # Seconds that the bytes of the next larger size may take; those that take longer than the first are timed once.
-_SHORT, _PATIENCE = 0.05, 0.2
+_SHORT, _PATIENCE = 0.1, 0.2
 # A slow link may let through some 100 KB at a higher rate, and again after a pause: before what takes longer than the
 # first, the pause is the second, so that each time has the same share of it.
 _SLOW, _PAUSE = 0.015, 0.03
