@@ -96,17 +96,11 @@ def main() -> None:
     calibration = hvdc.calibrate(args.specs)
     seconds = time.perf_counter() - start
     model = calibration.model()
-    cases = [
-        (spec, pattern, size)
-        for size in args.sizes
-        for spec in args.specs
-        for pattern in model.patterns(spec)
-    ]
+    cases = [(spec, pattern) for spec in args.specs for pattern in model.patterns(spec)]
     rows = []
     for size in args.sizes:
-        mine = [(spec, pattern) for spec, pattern, nbytes in cases if nbytes == size]
         runs = {}
-        for spec, pattern in common.progress(mine, f"first {size} bytes", show):
+        for spec, pattern in common.progress(cases, f"first {size} bytes", show):
             run = runs[spec, pattern] = exchange(spec, pattern, size)
             run()
             run()

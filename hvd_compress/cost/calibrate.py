@@ -129,8 +129,7 @@ def _measure_link(
         run = collective(name, size, group)
         run()
         pause = _PAUSE if expected > _SLOW else 0.0
-        repeats = _REPEATS if size < _LARGE else _REPEATS_OF_LARGE if expected <= _SHORT else 1
-        repeats = _REPEATS_OF_SMALLEST if not sizes else repeats
+        repeats = _repeats(size, expected)
         # The slowest rank of each time, then the usual one of them.
         times = _slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
@@ -141,6 +140,15 @@ def _measure_link(
     fitted = per_message + per_byte * np.array(sizes)
     residual = float(np.sqrt(np.mean(np.square(fitted / np.array(seconds) - 1.0))))
     return Link(per_message / messages, per_byte / share), residual
+
+
+def _repeats(size: int, expected: float) -> int:
+    """How often a size is timed that is expected to take so many seconds."""
+    if size == _SIZES[0]:
+        return _REPEATS_OF_SMALLEST
+    if size < _LARGE:
+        return _REPEATS
+    return _REPEATS_OF_LARGE if expected <= _SHORT else 1
 
 
 def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
