@@ -83,9 +83,10 @@ def _costs(
         for candidate in auto.candidates:
             pattern = choice.name_of(pattern_of(candidate, bucket))
             found = model.predict(candidate, size, pattern)
-            transfer = model.predict(candidate, size, pattern, "bandwidth").wire
+            # Without the burst, which passes but once in a step.
+            transfer = found.wire + found.burst - found.latency
             # The link inside of a host does not change with the one between hosts.
-            rows.append((found.encode + found.inside, found.wire - transfer, transfer, found.decode))
+            rows.append((found.encode + found.inside, found.latency, transfer, found.decode))
     table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)
     return policy.Costs(*np.moveaxis(table, 2, 0))
 

@@ -61,11 +61,13 @@ class FatTree:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta max(1, o / k) + (n - 1) / n m gamma; o: oversubscription."""
         n, link = self.ranks, self.link
         reducing = (n - 1) / n * nbytes * link.gamma
-        return 2 * (n - 1) * (link.alpha + nbytes / n * link.beta * self._of_a_ring()) + reducing
+        carrying = link.carry(2 * (n - 1) / n * nbytes) * self._of_a_ring()
+        return 2 * (n - 1) * link.alpha + carrying + reducing
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta max(1, o / k))."""
-        return (self.ranks - 1) * (self.link.alpha + nbytes * self.link.beta * self._of_a_ring())
+        carrying = self.link.carry((self.ranks - 1) * nbytes) * self._of_a_ring()
+        return (self.ranks - 1) * self.link.alpha + carrying
 
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) alpha + m / n beta sum over rounds s of max(1, min(s, n - s, k) o / k).
@@ -79,7 +81,7 @@ class FatTree:
             most = min(k, n - k)  # flows that leave a full leaf at once, the same in n - 2 most + 1 rounds
             rising = sum(self.slowdown(flows) for flows in range(1, most))
             rounds = 2 * rising + (n - 2 * most + 1) * self.slowdown(most)
-        return (n - 1) * link.alpha + nbytes / n * link.beta * rounds
+        return (n - 1) * link.alpha + link.carry(nbytes / n * rounds)
 
     def _of_a_ring(self) -> float:
         return self.slowdown(1) if self.leaves > 1 else 1.0

@@ -33,6 +33,9 @@ class Prediction:
         wire: Seconds; in two levels those between hosts.
         decode: Seconds.
         inside: Seconds between the workers of a host, in two levels.
+        latency: Seconds of `wire` that do not grow with the bytes.
+        burst: Seconds by which `wire` is shorter after a pause (see `Link.burst`): of the buckets that follow each
+            other in a step, the first one's is.
     """
 
     compressor: str
@@ -42,6 +45,8 @@ class Prediction:
     wire: float
     decode: float
     inside: float = 0.0
+    latency: float = 0.0
+    burst: float = 0.0
 
     @property
     def total(self) -> float:
@@ -90,6 +95,7 @@ class CostModel:
             raise ValueError(f"CostModel: the topology is one of {found.ranks} ranks, not of {ranks}")
         self.link = link
         self.topology = found
+        self._sustained = _changed(found, lambda link: dataclasses.replace(link, burst=0.0))
         self.kernels = dict(KERNELS if kernels is None else kernels)
 
     @property
@@ -124,8 +130,8 @@ class CostModel:
             pattern: "allreduce", "allgather" or "scatter_reduce" between all ranks, or "two_level" (needs a topology of
                 several hosts of several workers); default: the fastest that is possible. That of `powersgd` is
                 "low_rank".
-            form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message and
-                that of summing; "k_bit" is that of a payload without headers and indices: each kept
+            form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message,
+                that of summing, and the burst; "k_bit" is that of a payload without headers and indices: each kept
                 value has its bits and nothing else.
             payload: Bytes that the bucket becomes; default: what a flat one becomes, or for `powersgd` a square
                 matrix.
@@ -160,18 +166,23 @@ class CostModel:
     ) -> Prediction:
         if self.ranks == 1:
             return Prediction(compressor.spec, pattern, payload, 0.0, 0.0, 0.0)
-        topology = self.topology
+        topology, sustained = self.topology, self._sustained
         if form in ("bandwidth", "k_bit"):
-            topology = _without_latency(topology)
+            topology = sustained = _changed(topology, lambda link: Link(0.0, link.beta))
         if pattern == "two_level":
-            return self._predict_two_levels(compressor, nbytes, payload, topology, form)
+            return self._predict_two_levels(compressor, nbytes, payload, topology, sustained, form)
         encode, decode = self._kernels(compressor, nbytes, pattern) if form == "full" else (0.0, 0.0)
-        return Prediction(
-            compressor.spec, pattern, payload, encode, _wire(topology, pattern, payload), decode
-        )
+        wire = _wire(topology, sustained, pattern, payload)
+        return Prediction(compressor.spec, pattern, payload, encode, *wire[:1], decode, 0.0, *wire[1:])
 
     def _predict_two_levels(
-        self, compressor: Format | Compressor, nbytes: float, payload: int, topology: Any, form: str
+        self,
+        compressor: Format | Compressor,
+        nbytes: float,
+        payload: int,
+        topology: Any,
+        sustained: Any,
+        form: str,
     ) -> Prediction:
         """Each worker sums and encodes its share, exchanges it with its like on the other hosts, and decodes all."""
         inside, across = topology.inside, topology.across
@@ -185,10 +196,9 @@ class CostModel:
             many = hosts if pattern == "allgather" else 1
             handed = inside.allgather(many * share)
             decode += cost.decoding(nbytes - part, many)
-            wire = _wire(across, pattern, share)
-            found.append(
-                Prediction(compressor.spec, "two_level", payload, encode, wire, decode, summed + handed)
-            )
+            wire = _wire(across, sustained.across, pattern, share)
+            in_both = (encode, wire[0], decode, summed + handed)
+            found.append(Prediction(compressor.spec, "two_level", payload, *in_both, *wire[1:]))
         return min(found, key=lambda prediction: prediction.total)
 
     def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
@@ -247,24 +257,42 @@ def _shape(compressor: Any, elements: int) -> tuple[int, ...]:
     return (side, math.ceil(elements / side))
 
 
-def _wire(topology: Topology, pattern: str, payload: float) -> float:
-    if pattern == "allreduce":
-        return topology.allreduce(payload)
+def _wire(
+    topology: Topology, sustained: Topology, pattern: str, payload: float
+) -> tuple[float, float, float]:
+    """Seconds on the wire, how many of them are latency, and how many a burst saved the first collective.
+
+    `sustained` is the same network without bursts.
+    """
+    collectives = _collectives(pattern, payload, topology.ranks)
+    seconds, latency = (
+        sum(getattr(sustained, name)(nbytes * some) for name, nbytes in collectives) for some in (1.0, 0.0)
+    )
+    name, nbytes = collectives[0]
+    saved = getattr(sustained, name)(nbytes) - getattr(topology, name)(nbytes)
+    return seconds - saved, latency, saved
+
+
+def _collectives(pattern: str, payload: float, ranks: int) -> list[tuple[str, float]]:
+    """Which follow each other, and what each rank brings."""
     if pattern == "low_rank":
-        return 2.0 * topology.allreduce(payload / 2.0)
-    if pattern == "allgather":
-        return topology.allgather(payload)
-    return topology.alltoall(payload) + topology.allgather(payload / topology.ranks)
+        return [("allreduce", payload / 2.0)] * 2
+    if pattern == "scatter_reduce":
+        return [("alltoall", payload), ("allgather", payload / ranks)]
+    return [(pattern, payload)]
 
 
-def _without_latency(topology: Any) -> Topology:
-    def bare(value: Any) -> Any:
+def _changed(topology: Any, change: Callable[[Link], Link]) -> Any:
+    """The same network with other links."""
+
+    def changed(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: bare(link) for name, link in value.items()}
+            return {name: changed(link) for name, link in value.items()}
         if isinstance(value, Link):
-            return Link(0.0, value.beta)
-        return _without_latency(value) if dataclasses.is_dataclass(value) else value
+            return change(value)
+        return _changed(value, change)
 
+    if not dataclasses.is_dataclass(topology):  # somebody's own
+        return topology
     fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
-    changed: Topology = dataclasses.replace(topology, **{name: bare(value) for name, value in fields.items()})
-    return changed
+    return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})

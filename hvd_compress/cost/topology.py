@@ -1,7 +1,8 @@
 """How long a collective takes on some shapes of network.
 
 In all of them `nbytes` is what one rank brings: allreduce sums vectors of `nbytes`, allgather hands each rank's
-`nbytes` to all others, alltoall divides each rank's `nbytes` evenly among all (its own part stays).
+`nbytes` to all others, alltoall divides each rank's `nbytes` evenly among all (its own part stays). A link's
+burst is taken off the bytes that a collective sends in all.
 """
 
 from __future__ import annotations
@@ -49,20 +50,23 @@ class Ring:
     def allreduce(self, nbytes: float) -> float:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
         n, link = self.ranks, self.link
-        return 2 * (n - 1) * link.alpha + (n - 1) / n * nbytes * (2 * link.beta + link.gamma)
+        part = (n - 1) / n * nbytes
+        return 2 * (n - 1) * link.alpha + link.carry(2 * part) + part * link.gamma
 
     def reduce_scatter(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n (beta + gamma))."""
         n, link = self.ranks, self.link
-        return (n - 1) * (link.alpha + nbytes / n * (link.beta + link.gamma))
+        part = (n - 1) / n * nbytes
+        return (n - 1) * link.alpha + link.carry(part) + part * link.gamma
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
-        return (self.ranks - 1) * (self.link.alpha + nbytes * self.link.beta)
+        return (self.ranks - 1) * self.link.alpha + self.link.carry((self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n beta)."""
-        return (self.ranks - 1) * (self.link.alpha + nbytes / self.ranks * self.link.beta)
+        n, link = self.ranks, self.link
+        return (n - 1) * link.alpha + link.carry((n - 1) / n * nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +90,16 @@ class Tree:
 
     def allreduce(self, nbytes: float) -> float:
         """log2 n (alpha + m beta + m gamma)."""
-        return self.steps * (self.link.alpha + nbytes * (self.link.beta + self.link.gamma))
+        sent, link = self.steps * nbytes, self.link
+        return self.steps * link.alpha + link.carry(sent) + sent * link.gamma
 
     def allgather(self, nbytes: float) -> float:
         """log2 n alpha + (n - 1) m beta."""
-        return self.steps * self.link.alpha + (self.ranks - 1) * nbytes * self.link.beta
+        return self.steps * self.link.alpha + self.link.carry((self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """log2 n (alpha + m / 2 beta)."""
-        return self.steps * (self.link.alpha + nbytes / 2 * self.link.beta)
+        return self.steps * self.link.alpha + self.link.carry(self.steps * nbytes / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,19 +117,19 @@ class Star:
         if self.ranks == 1:
             return 0.0
         link, total = self.link, self.ranks * nbytes
-        return 2 * link.alpha + total * (2 * link.beta + link.gamma)
+        return 2 * link.alpha + link.carry(2 * total) + total * link.gamma
 
     def allgather(self, nbytes: float) -> float:
         """2 alpha + n m beta + n (n - 1) m beta: each gets what the others sent."""
         if self.ranks == 1:
             return 0.0
-        return 2 * self.link.alpha + self.ranks**2 * nbytes * self.link.beta
+        return 2 * self.link.alpha + self.link.carry(self.ranks**2 * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """2 alpha + 2 (n - 1) m beta: all but what each keeps, in and out."""
         if self.ranks == 1:
             return 0.0
-        return 2 * self.link.alpha + 2 * (self.ranks - 1) * nbytes * self.link.beta
+        return 2 * self.link.alpha + self.link.carry(2 * (self.ranks - 1) * nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +194,8 @@ class TwoLevel:
     def across(self) -> Topology:
         """Between the workers of one place on all hosts, while those of the other places do the same."""
         network: Any = self.between
-        link = dataclasses.replace(network.link, beta=network.link.beta * self.workers)
+        beta, burst = network.link.beta * self.workers, network.link.burst / self.workers
+        link = dataclasses.replace(network.link, beta=beta, burst=burst)
         found: Topology = dataclasses.replace(network, link=link)
         return found
 

@@ -81,6 +81,7 @@ def as_fields(found: Calibration, rate: float | None) -> dict[str, Any]:
         name: {
             "alpha": link.alpha,
             "beta": link.beta,
+            "burst": link.burst,
             "rate": 8.0 / link.beta if link.beta else None,
             "residual": found.residuals[name],
             "efficiency": 8.0 / link.beta / rate if rate and link.beta else None,
@@ -109,6 +110,7 @@ def _links(found: Calibration, rate: float | None) -> Table:
                 name,
                 units.show_seconds(link.alpha),
                 f"{1e9 * link.beta:.3g} ns",
+                units.show_bytes(link.burst) if link.burst else "",
                 units.show_rate(reached) if reached else "no limit seen",
                 f"{100 * found.residuals[name]:.0f}%",
                 *([f"{100 * reached / rate:.0f}%" if reached else ""] if rate else []),
@@ -122,12 +124,13 @@ def _links(found: Calibration, rate: float | None) -> Table:
                         f"{name} {where} hosts",
                         units.show_seconds(link.alpha),
                         f"{1e9 * link.beta:.3g} ns",
+                        units.show_bytes(link.burst) if link.burst else "",
                         units.show_rate(8.0 / link.beta) if link.beta else "no limit seen",
                         "",
                         *([""] if rate else []),
                     ]
                 )
-    columns = ["collective", "alpha, per message", "beta, per byte", "rate", "residual of the fit"]
+    columns = ["collective", "alpha, per message", "beta, per byte", "burst", "rate", "residual of the fit"]
     nominal = [f"of {units.show_rate(rate)}"] if rate else []
     return console.table(f"link between {found.ranks} ranks", [*columns, *nominal], rows)
 

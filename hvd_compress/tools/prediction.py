@@ -205,7 +205,10 @@ def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | No
     chosen: list[Format] = [NoCompression()] * len(crossing)
     if mine:
         seconds = np.array(
-            [[_cost(model, _with(crossing[i], c, ranks, workers)).total for c in candidates] for i in mine]
+            [
+                [_sustained(_cost(model, _with(crossing[i], c, ranks, workers))).total for c in candidates]
+                for i in mine
+            ]
         )
         lost = np.array([noise_lost(candidate) for candidate in candidates])
         ready = work.backward * np.array([crossing[i].ready for i in mine])
@@ -308,10 +311,9 @@ def _cost(model: CostModel, one: _Sent) -> Prediction:
     return model.predict(one.compressor, one.nbytes, one.pattern, payload=one.payload)
 
 
-def _latency(model: CostModel, one: _Sent, cost: Prediction) -> float:
-    """Seconds of the exchange that do not grow with the bytes."""
-    bandwidth = model.predict(one.compressor, one.nbytes, one.pattern, "bandwidth", one.payload)
-    return cost.wire - bandwidth.wire
+def _sustained(cost: Prediction) -> Prediction:
+    """As it is without a pause before."""
+    return dataclasses.replace(cost, wire=cost.wire + cost.burst, burst=0.0)
 
 
 def _with(crossing: Crossing, compressor: Format, ranks: int, workers: int) -> _Sent:
@@ -323,11 +325,11 @@ def _forecast(
 ) -> Forecast:  # fmt: skip
     exchanges = [_with(c, use, model.ranks, workers) for c, use in zip(crossing, used)]
     known = {one: _cost(model, one) for one in set(exchanges)}
-    latencies = {one: _latency(model, one, cost) for one, cost in known.items()}
-    costs = [known[one] for one in exchanges]
+    # Those after the first one follow without a pause.
+    costs = [_sustained(known[one]) if i else known[one] for i, one in enumerate(exchanges)]
     encode = np.array([cost.encode for cost in costs])
     # What of it passes while messages of the bucket before are on their way; if its gradients are there by then.
-    hidden = np.minimum(encode, [0.0, *(latencies[one] for one in exchanges[:-1])])
+    hidden = np.minimum(encode, [0.0, *(cost.latency for cost in costs[:-1])])
     seconds = np.array([cost.total for cost in costs]) - hidden
     ready = work.backward * np.array([each.ready for each in crossing])
     done = float(makespan(np.diff(ready + hidden, prepend=0.0), seconds))

@@ -20,26 +20,25 @@ KERNELS = {"none": KernelCost(), "int8": KernelCost(1e-4, 5e-10, 1e-10, 2e-11)}
 def test_fit_finds_the_line(per_call, per_byte):
     sizes = [2**12, 2**16, 2**20]
     found = fit(sizes, [per_call + size * per_byte for size in sizes])
-    np.testing.assert_allclose(found, [per_call, per_byte], rtol=1e-6, atol=1e-9 * per_byte * 2**12)
+    np.testing.assert_allclose(found, [per_call, per_byte, 0.0], rtol=1e-6, atol=1e-9 * per_byte * 2**12)
 
 
 def test_fit_counts_relative_errors_and_stays_above_zero():
     # As absolute errors the last one would decide alone: the call would be 0.07.
-    per_call, per_byte = fit([1, 1000, 1_000_000], [1.0, 1.1, 100.0])
+    per_call, per_byte, burst = fit([1, 1000, 1_000_000], [1.0, 1.1, 100.0])
     assert per_call == pytest.approx(1.0, rel=0.05)
     assert per_byte == pytest.approx(1e-4, rel=0.05)
-    assert fit([1, 100], [1.0, 0.5]) == (pytest.approx(0.6), 0.0)  # minimizes (c - 1)^2 + (2 c - 1)^2
-    per_call, per_byte = fit([100, 200], [1.0, 4.0])
+    assert burst == 0.0
+    assert fit([1, 100], [1.0, 0.5]) == (pytest.approx(0.6), 0.0, 0.0)  # minimizes (c - 1)^2 + (2 c - 1)^2
+    per_call, per_byte, _ = fit([100, 200], [1.0, 4.0])
     assert per_call == 0.0 and 0.01 < per_byte < 0.02
 
 
-def test_fit_is_not_misled_by_a_burst():
+def test_fit_finds_a_burst():
     """A link that takes 256 KB at once, and then 1 Gbit/s: only beyond the burst it shows its rate."""
     sizes = [2**12, 2**16, 2**19, 2**21, 2**23]
     seconds = [1e-3 + max(0, size - 2**18) * 8e-9 for size in sizes]
-    per_call, per_byte = fit(sizes, seconds)
-    assert per_byte == pytest.approx(8e-9, rel=1e-6)
-    assert per_call == pytest.approx(1e-3, rel=0.05)
+    assert fit(sizes, seconds) == pytest.approx((1e-3, 8e-9, 2**18), rel=1e-6)
 
 
 def test_the_usual_time_does_not_jump():

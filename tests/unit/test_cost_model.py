@@ -61,6 +61,18 @@ def test_kernels_by_spec_and_by_name():
         model.predict("onebit", SIZE)
 
 
+def test_what_a_burst_saves_is_told_apart():
+    link = Link(LINK.alpha, LINK.beta, burst=1e5)
+    found = CostModel(link, 4).predict("int4", SIZE, "allgather")
+    plain = CostModel(LINK, 4).predict("int4", SIZE, "allgather")
+    assert found.latency == plain.latency == pytest.approx(3 * LINK.alpha)
+    assert found.burst == pytest.approx(1e5 * LINK.beta) and plain.burst == 0.0
+    assert found.wire + found.burst == pytest.approx(plain.wire)
+    assert CostModel(link, 4).predict("int4", 1e3, "allgather").wire == pytest.approx(3 * LINK.alpha)
+    low_rank = CostModel(link, 4).predict("powersgd:rank=2", SIZE)
+    assert low_rank.latency == pytest.approx(2 * 6 * LINK.alpha)
+
+
 def test_simple_forms_leave_out_more_and_more():
     model = CostModel(LINK, 4, kernels=KERNELS)
     full, alpha_beta, bandwidth, k_bit = (

@@ -1,5 +1,6 @@
 """Formulas of collectives against the simulation, and both against counting by hand."""
 
+import dataclasses
 import math
 
 import networkx
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress.cost import Link, Ring, Star, Tree, TwoLevel, simulate
+from hvd_compress.cost import FatTree, Link, Ring, Star, Tree, TwoLevel, simulate
 
+LINK = Link(1e-4, 8e-9)  # 1 Gbit/s
 LINKS = st.builds(Link, st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7))
 SIZES = st.floats(1.0, 1e9)
 POWERS = st.sampled_from([2, 4, 8])
@@ -26,6 +28,21 @@ def test_ring_on_a_switch_takes_what_the_formula_says(link, n, nbytes):
         (simulate.pairwise_alltoall(nodes, nbytes), ring.alltoall(nbytes)),
     ):
         assert simulate.simulate(graph, schedule) == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("topology, sent", [
+    (Ring(LINK, 4), (2 * 3 / 4, 3, 3 / 4)), (Tree(LINK, 4), (2, 3, 2 / 2)), (Star(LINK, 4), (8, 16, 6)),
+    (FatTree(LINK, 4, 2), (2 * 3 / 4, 3, 3 / 4)),
+    (TwoLevel(LINK, Link(0.0, 0.0), 4, 1), (2 * 3 / 4, 3, 3 / 4)),
+])  # fmt: skip
+def test_a_burst_passes_at_once(topology, sent):
+    """All that a link sends in a collective but the burst takes time."""
+    bursting = dataclasses.replace(topology, link=dataclasses.replace(LINK, burst=1e5))
+    for name, times in zip(("allreduce", "allgather", "alltoall"), sent):
+        for nbytes in (1e3, 1e5, 1e6):
+            shorter = min(1e5, times * nbytes) * LINK.beta
+            found = getattr(topology, name)(nbytes) - getattr(bursting, name)(nbytes)
+            assert found == pytest.approx(shorter, rel=1e-6), (name, nbytes)
 
 
 @settings(deadline=None, max_examples=40)

@@ -107,6 +107,18 @@ def test_buckets_are_those_of_training():
             assert sorted(size for size, _ in found.chosen) == sorted(expected)
 
 
+def test_only_the_first_bucket_has_the_burst():
+    work = Workload(((1024, 1024),) * 4)
+
+    def step(burst):
+        link = Link(1e-4, 8e-9, burst=burst)
+        links = {name: link for name in ("allreduce", "allgather", "alltoall")}
+        return prediction.forecast("none", work, Network(1e9, 1e-4, measured=links), 4).step
+
+    assert step(0.0) - step(1e6) == pytest.approx(1e6 * 8e-9)
+    assert step(0.0) - step(1e9) == pytest.approx(1.5 * 4 * 2**20 * 8e-9)
+
+
 def test_messages_on_their_way_hide_the_next_bucket_s_encoding():
     shapes = ((2**10, 2**10),) * 4
     slow, fast = (
