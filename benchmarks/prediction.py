@@ -25,7 +25,6 @@ SPECS = ["none", "int8", "int4", "onebit", "block_topk:ratio=0.01", "hybrid:rati
 SIZES = [2**16, 2**20, 2**23, 25 * 2**20, 100 * 2**20]
 # Buckets up to this size are timed so many times as often.
 SMALL, ROUNDS_OF_SMALL = 2**20, 5
-PAUSE = 0.03  # seconds: a burst of 256 KB is there again at 100 Mbit/s
 
 
 def arguments() -> argparse.Namespace:
@@ -101,8 +100,11 @@ def main() -> None:
     cases = [(spec, pattern) for spec in args.specs for pattern in model.patterns(spec)]
     rows = []
 
+    # Until what passes at once may pass again.
+    pause = 1.2 * max(link.burst * link.beta for link in calibration.links.values())
+
     def begin() -> None:
-        rest(PAUSE)
+        rest(pause)
         barrier()
 
     for size in args.sizes:

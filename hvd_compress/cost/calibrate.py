@@ -24,19 +24,22 @@ from .kernels import KernelCost
 from .link import Link
 from .topology import Ring
 
-# Bytes that each rank brings. Those that would take too long on a slow link are left out.
-_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
-_FEWEST = 2
+# Bytes that each rank brings. Those that would take too long are left out, and on a fast link the
+# middle one: there the rate shows only beyond what the processor's cache holds.
+_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23, 2**25)
+_MIDDLE = 2**21
 # What the smallest takes varies most, by what else the processor does.
-_REPEATS_OF_SMALLEST = 24
-_REPEATS = 9
+_REPEATS = {2**12: 24, 2**16: 6, 2**19: 6}
 _REPEATS_OF_LARGE = 3
-_LARGE = 2**19
-# Seconds that the bytes of the next larger size may take; those that take longer than the first are timed once.
-_SHORT, _PATIENCE = 0.1, 0.2
-# A slow link may let through some 100 KB at a higher rate, and again after a pause: before what takes longer than the
-# first, the pause is the second, so that each time has the same share of it.
-_SLOW, _PAUSE = 0.015, 0.03
+# Seconds. What takes longer than the first is timed once, and is the last; after so many sizes it is left out.
+_SHORT, _PATIENCE, _ENOUGH = 0.1, 0.2, 4
+# Seconds that the middle size takes at least on a link that is not fast: 4 Gbit/s.
+_FAST = 0.004
+# A slow link may let through some 100 KB at a higher rate, and again after a pause. Where a size up to the first takes
+# longer than the second, in seconds, all later ones are timed after a pause of the third: each time has the same
+# share of it.
+_PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
+_LARGEST_BURST = 2**20
 # Of gradient, on which kernels are timed.
 _PIECES = 4
 _REPEATS_OF_KERNELS = 5
@@ -121,17 +124,20 @@ def _measure_link(
         return Link(0.0, 0.0), 0.0
     sizes: list[int] = []
     seconds: list[float] = []
+    pause = 0.0
     for size in _SIZES:
         # Decided by a number that is the same on all ranks; what the smallest takes does not grow with the size.
-        expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) >= _FEWEST else 0.0
-        if expected > _PATIENCE:
+        expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) > 1 else 0.0
+        if expected > (_PATIENCE if len(sizes) < _ENOUGH else _SHORT):
             break
+        if size == _MIDDLE and expected < _FAST:
+            continue
         run = collective(name, size, group)
         run()
-        if sizes and expected <= _SLOW:  # smaller ones may all have passed in a burst
+        if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
             expected = float(_slowest(np.array(_timed(run, everyone)), everyone, "_times"))
-        pause = _PAUSE if expected > _SLOW else 0.0
-        repeats = _repeats(size, expected)
+            pause = _PAUSE if expected > _SLOW else 0.0
+        repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
         # The slowest rank of each time, then the usual one of them.
         times = _slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
@@ -142,15 +148,6 @@ def _measure_link(
     fitted = per_message + per_byte * np.maximum(0.0, np.array(sizes) - burst)
     residual = float(np.sqrt(np.mean(np.square(fitted / np.array(seconds) - 1.0))))
     return Link(per_message / messages, per_byte / share, burst=burst * share), residual
-
-
-def _repeats(size: int, expected: float) -> int:
-    """How often a size is timed that is expected to take so many seconds."""
-    if size == _SIZES[0]:
-        return _REPEATS_OF_SMALLEST
-    if size < _LARGE and expected <= _SLOW:
-        return _REPEATS
-    return _REPEATS_OF_LARGE if expected <= _SHORT else 1
 
 
 def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
@@ -219,14 +216,15 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float,
 
     Of three sizes and more, per byte is the slope between the two largest, and per call what the smallest takes. What
     this makes of the largest more than was measured passes at once, in the burst that a shaped link or
-    a switch's buffer takes. Of two sizes, the first two have the least squares of relative errors.
+    a switch's buffer takes; beyond 1 MB it is rather that the time per byte grows, and nothing is taken off.
+    Of two sizes, the first two have the least squares of relative errors.
     """
     times = np.asarray(seconds, np.float64)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / times[:, None]
     slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 2 else 0.0
     if slope > 0:
         burst = float(sizes[-1] - (times[-1] - times[0]) / slope)
-        if burst > 2 * sizes[0]:  # of a line without one it is the smallest size
+        if 2 * sizes[0] < burst <= _LARGEST_BURST:  # of a line without one it is the smallest size
             return float(times[0]), float(slope), burst
         return max(0.0, float(times[0] - slope * sizes[0])), float(slope), 0.0
     (per_call, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)
