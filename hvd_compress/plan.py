@@ -15,7 +15,7 @@ from . import buckets, checks, geometry, hosts, tracing, traffic
 from .auto import levels, report, start
 from .auto.chooser import Chooser
 from .auto.report import BucketReport
-from .buckets import Bucket
+from .buckets import Bucket, Shape
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression, PowerSGD
 from .compressors.rows import for_rows
@@ -25,6 +25,7 @@ from .exchange.slices import Table
 from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
 from .settings import Settings
+from .whole_model import of_sections
 
 
 @dataclasses.dataclass
@@ -70,6 +71,7 @@ class Plan:
         slices: Of each table in the last step, int64 [tables, 3]: rows of all ranks together, whether they crossed as
             a dense tensor, and this rank's slices before those of the same row were summed; None without tables.
         chosen: Positions of the buckets of `auto`, which are the last ones.
+        whole: What candidates of `auto` need that see gradients in their own shapes; None where there are none.
         chooser: What chooses for these; None where there are none.
         hosts: Between which compressed gradients may cross in two levels; None where they may not.
         flat: Compressors that cross in one level all the same.
@@ -140,6 +142,7 @@ class Plan:
         ]
         self.astray = self._new_flags()
         self._choose_levels()
+        self.whole = of_sections(self.sections, name, settings.device_dense)
         self.chooser = self._new_chooser() if self.chosen else None
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
@@ -156,6 +159,8 @@ class Plan:
         if self.chooser is not None:
             fields = self.chooser.state._asdict()
             self.named |= {f"auto_{name}": variable for name, variable in fields.items()}
+        if self.whole is not None:
+            self.named |= {f"auto_factors_{c}": variable for c, variable in self.whole.factors.items()}
 
     def _new_chooser(self) -> Chooser:
         auto = self.buckets[self.chosen[0]][0].compressor
@@ -168,7 +173,8 @@ class Plan:
         elif self.hosts is not None:
             candidates = [(candidate, shapes) for candidate in auto.candidates]
             self.flat += levels.flat_ones(candidates, calibration, self.settings, self.hosts)
-        return start.chooser(auto, self.settings, shapes, calibration, self.pattern)
+        whole = [] if self.whole is None else self.whole.shapes
+        return start.chooser(auto, self.settings, shapes, whole, calibration, self.pattern)
 
     def _choose_levels(self) -> None:
         """Compares one level and two for compressors that are not chosen automatically, if it is ours to choose."""
@@ -189,6 +195,14 @@ class Plan:
         """In which a bucket of pieces of these shapes crosses, see `exchange.choice`."""
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
+
+    def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
+        """Of the tensors that cross with a bucket: the whole model's with the last one if it crosses at once."""
+        section, pieces = self.buckets[b]
+        if isinstance(section.compressor, Auto) and isinstance(compressor, PowerSGD):
+            assert self.whole is not None
+            return self.whole.shapes if b == self.chosen[-1] else []
+        return section.layout.shapes[pieces.start : pieces.stop]
 
     def changed_by(self, b: int) -> list[tf.Variable]:
         """What a bucket's exchange changes."""
@@ -316,8 +330,8 @@ class Plan:
         sent, as_plain = (uncompressed.bytes_sent(nbytes, ranks) for nbytes in (dense, sum(plain.values())))
         if self._placed is not None:  # a ring leaves each host once
             sent, as_plain = sent // self._placed.workers, as_plain // self._placed.workers
-        for compressor, (section, pieces) in zip(self.compressors(), self.buckets):
-            shapes = section.layout.shapes[pieces.start : pieces.stop]
+        for b, compressor in enumerate(self.compressors()):
+            shapes = self.shapes_of(b, compressor)
             pattern = self.pattern(compressor, shapes)
             if self._placed is None:
                 sent += pattern.bytes_sent(compressor, shapes, ranks)
