@@ -33,20 +33,14 @@ def noise_lost(compressor: PowerSGD, shapes: Sequence[Shape]) -> float:
 
 
 def lost_alone(compressor: PowerSGD, x: tf.Tensor) -> tf.Tensor:
-    """The share of its energy that a tensor by itself would lose from the random start, a float32 scalar.
-
-    As `PowerSGD.encode`, but without a kernel that is compiled for each shape.
-    """
+    """The share of its energy that a tensor by itself would lose from the random start, a float32 scalar."""
     shape = tuple(x.shape.as_list())
     matrix = compressor.matrix(shape)
     if matrix is None:
         return tf.constant(0.0)
     x = tf.reshape(x, matrix)
     start = low_rank.start(tf.constant(0), compressor.rank * matrix.columns)
-    product = low_rank.left(x, tf.reshape(start, [compressor.rank, matrix.columns]))
-    basis, _ = tf.linalg.qr(tf.transpose(product))
-    energy, through = (tf.reduce_sum(part * part) for part in (x, low_rank.right(x, tf.transpose(basis))))
-    return tf.math.divide_no_nan(energy - through, energy)
+    return 1.0 - low_rank.through(x, tf.reshape(start, [compressor.rank, matrix.columns]))
 
 
 def of_model(lost: tf.Tensor, nbytes: tf.Tensor, whole: Sequence[bool]) -> tf.Tensor:
