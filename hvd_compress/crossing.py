@@ -15,7 +15,7 @@ from .compressors import Auto, Compressor
 from .context import Context, plain_name
 from .exchange.common import Reduced, Share
 from .monitor import recorder
-from .plan import LayoutState
+from .sections import LayoutState
 
 
 class Brought(NamedTuple):

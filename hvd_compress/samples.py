@@ -9,10 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from .auto.chooser import Sample
+from .auto.probe import Sample
 from .kernels.compile import fed_back
 from .pieces import FlatPieces
-from .plan import Plan, Section
+from .plan import Plan
+from .sections import Section
 
 # Of pieces with so many elements a part is tried.
 _LARGE_PIECE = 2**17

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -13,9 +12,7 @@ from .buckets import Bucket, Shape
 from .compressors import Auto, PowerSGD
 from .exchange import low_rank
 from .pieces import WholeTensors
-
-if TYPE_CHECKING:
-    from .plan import Section
+from .sections import Section
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -19,22 +19,13 @@ import tensorflow as tf
 
 from .. import tracing
 from ..compressors import Auto, Compressor, NoCompression
-from ..compressors.base import no_seeds
-from ..kernels.compile import compiled
-from . import all_at_once, clock, policy, report
+from . import clock, policy, probe, report
+from .probe import Sample, switch
 
 # Among how many ranks' waiting times the shortest is looked for; beyond, some share a place.
 _PLACES = 16
 # The times of the first steps tell nothing: what is left to compile is compiled, connections are made.
 _UNTIMED = 2
-
-
-class Sample(NamedTuple):
-    """A piece of a bucket, and a whole gradient in it."""
-
-    shape: tuple[int, ...]  # of the piece
-    find: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns it and its residual
-    whole: Callable[[], tf.Tensor]  # returns the gradient, with its residual
 
 
 class Chooser:
@@ -129,7 +120,7 @@ class Chooser:
             index = self.state.now.read_value()[bucket]
             if self._whole:
                 index = self._place_of(index, self._flat)
-        return _switch(index, [functools.partial(branch, self.auto.candidates[c]) for c in self._flat])
+        return switch(index, [functools.partial(branch, self.auto.candidates[c]) for c in self._flat])
 
     def switch_all(
         self, compressed: Callable[[], Any], plain: Callable[[], Any], whole: Callable[[int], Any]
@@ -150,7 +141,7 @@ class Chooser:
             if self.may_be_idle:
                 branches.append(plain)
                 index = tf.where(self.is_idle(), len(branches) - 1, index)
-        return _switch(index, branches)
+        return switch(index, branches)
 
     def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
         """The candidate's position in a list; the list's length if it is not there."""
@@ -175,42 +166,9 @@ class Chooser:
         Returns:
             [C + 1]: the energy that each candidate loses, and that of the piece; zeros if it is not time to.
         """
-        shapes = list(dict.fromkeys(piece.shape for piece in some))
-        alike = [[i for i, piece in enumerate(some) if piece.shape == shape] for shape in shapes]
         turn, due = self._turn(step)
-        turn = turn % len(some)
-
-        def measure(members: list[int]) -> tf.Tensor:
-            place = [members.index(i) if i in members else 0 for i in range(len(some))]
-            return self._energies(*_switch(tf.gather(place, turn), [some[i].find for i in members]))
-
-        # A call of its own: dissolved in the graph, TensorFlow would go through all of it in each step.
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def measure_one() -> tf.Tensor:
-            kind = [shapes.index(piece.shape) for piece in some]
-            found = _switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
-            if self._whole:
-                found += (
-                    _switch(turn, [functools.partial(self._lost_whole, piece) for piece in some]) * found[-1]
-                )
-            return found
-
-        return tf.cond(due, measure_one, lambda: tf.zeros([len(self.auto.candidates) + 1]))
-
-    def _energies(self, piece: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
-        lost = [tf.constant(0.0) for _ in self.auto.candidates]  # of a piece: of a gradient, see below
-        for c in self._flat:
-            left = self.auto.candidates[c].encode(piece, no_seeds(), kept, 1.0, True).residual
-            lost[c] = _energy(left, None)
-        return tf.stack([*lost, _energy(piece, kept)])
-
-    def _lost_whole(self, some: Sample) -> tf.Tensor:
-        """The share of a gradient's energy that candidates lose which see it whole, [C + 1]; zeros for the others."""
-        gradient = some.whole()
-        found = [tf.constant(0.0)] * (len(self.auto.candidates) + 1)
-        for c in self._whole:
-            found[c] = all_at_once.lost_alone(self.auto.candidates[c], gradient)
-        return tf.stack(found)
+        nothing = tf.zeros([len(self.auto.candidates) + 1])
+        return tf.cond(due, lambda: probe.energies(self.auto, turn % len(some), some), lambda: nothing)
 
     def _turn(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """How many probes were made before this step, and whether one is due in it."""
@@ -315,16 +273,5 @@ class Chooser:
         return {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
 
 
-def _switch(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
-    return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))
-
-
 def _variable(value: tf.Tensor) -> tf.Variable:
     return tracing.variable(value, "hvdc_auto")
-
-
-@compiled
-def _energy(x: tf.Tensor, residual: tf.Tensor | None) -> tf.Tensor:
-    if residual is not None:
-        x += tf.cast(residual, tf.float32)
-    return tf.reduce_sum(x * x)
