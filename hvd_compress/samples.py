@@ -34,16 +34,16 @@ def of_bucket(plan: Plan, gradients: Sequence[Any], b: int) -> Sample:
         cut = cut[::every]
         return cut, kept[piece].read_value()[::every] if kept else tf.zeros_like(cut)
 
-    elements = section.layout.elements_in(pieces)
-    largest = section.layout.bucket.members.index(max(elements, key=lambda i: elements[i]))
-    whole = functools.partial(_whole, section, tensors[largest], largest, plan.settings.residual_decay)
+    whole = functools.partial(_largest, section, pieces, tensors, plan.settings.residual_decay)
     return Sample((math.ceil(size / every),), find, whole)
 
 
-def _whole(section: Section, gradient: tf.Tensor, member: int, decay: float) -> tf.Tensor:
-    """One gradient of a section with its residual, float32 in its own shape."""
-    gradient = tf.cast(gradient, tf.float32)
+def _largest(section: Section, pieces: range, tensors: Sequence[Any], decay: float) -> tf.Tensor:
+    """The gradient with most elements in these pieces, with its residual; float32 in its own shape."""
+    elements = section.layout.elements_in(pieces)
+    i = section.layout.bucket.members.index(max(elements, key=lambda member: elements[member]))
+    gradient = tf.cast(tensors[i], tf.float32)
     if not section.state.residuals:
         return gradient
     assert isinstance(section.layout, FlatPieces)
-    return fed_back(gradient, section.layout.take(section.state.residuals, member), decay)
+    return fed_back(gradient, section.layout.take(section.state.residuals, i), decay)

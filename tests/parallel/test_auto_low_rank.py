@@ -127,8 +127,7 @@ def cosines(a, b):
     "settings",
     [
         {},
-        {"groups": 2, "residual_decay": 0.9},
-        {"residual_dtype": "bfloat16", "gradient_predivide_factor": 2.0},
+        {"groups": 2, "residual_decay": 0.9, "residual_dtype": "bfloat16", "gradient_predivide_factor": 2.0},
     ],
 )
 def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather):
@@ -233,26 +232,26 @@ def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
     assert training.traces == 1
 
 
-@pytest.mark.parametrize("where", [0, 1, 3])  # a matrix, a vector, what is not compressed
-def test_a_nan_on_one_rank_leaves_no_trace(where, rank, size):
+def test_a_nan_on_one_rank_leaves_no_trace(rank, size):
     training = Training(rank, min_compress_size=40)
     training.step()
-    for _ in range(2):
+    for where in (0, 1, 3):  # a matrix, a vector, what is not compressed
+        for _ in range(2):
+            training.choose(LOW_RANK)
+            training.step()
         training.choose(LOW_RANK)
-        training.step()
-    training.choose(LOW_RANK)
-    before = training.residuals(), training.factors()
-    values = draw(rank, 99)
-    if rank == size - 1:
-        values[where].reshape(-1)[-1] = np.nan
-    assert any(np.isnan(r).any() for r in training.step(values))
-    for a, b in zip(before[0], training.residuals()):
-        np.testing.assert_array_equal(a, b)
-    for i, factor in training.factors().items():
-        np.testing.assert_array_equal(factor, before[1][i])
-    for _ in range(3):
-        assert all(np.isfinite(r).all() for r in training.step())
-    assert all(np.isfinite(value.numpy()).all() for value in training.chooser.state)
+        before = training.residuals(), training.factors()
+        values = draw(rank, 99)
+        if rank == size - 1:
+            values[where].reshape(-1)[-1] = np.nan
+        assert any(np.isnan(r).any() for r in training.step(values))
+        for a, b in zip(before[0], training.residuals()):
+            np.testing.assert_array_equal(a, b)
+        for i, factor in training.factors().items():
+            np.testing.assert_array_equal(factor, before[1][i])
+        for _ in range(3):
+            assert all(np.isfinite(r).all() for r in training.step())
+        assert all(np.isfinite(value.numpy()).all() for value in training.chooser.state)
 
 
 def test_what_lets_enough_through_is_chosen(rank):
