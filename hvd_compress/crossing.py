@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from . import residual
@@ -14,9 +13,9 @@ from .auto import clock
 from .auto.clock import Stamps
 from .compressors import Auto, Compressor
 from .context import Context, plain_name
-from .exchange.common import Share
+from .exchange.common import Reduced, Share
 from .monitor import recorder
-from .plan import LayoutState
+from .sections import LayoutState
 
 
 class Brought(NamedTuple):
@@ -52,8 +51,8 @@ def cross(context: Context, bucket: Brought, begun: Sequence[tf.Tensor]) -> Cros
         return _choose(context, bucket, begun[0])
     if len(compressor.stages) > 1:
         return _cross_in_stage(context, bucket, compressor, begun)
-    found, incoming = _exchange(context, bucket, compressor)
-    return found._replace(stamps=Stamps(*begun, *_stamps(found, incoming)) if begun else None)
+    crossed, found = _exchange(context, bucket, compressor)
+    return crossed._replace(stamps=Stamps(*begun, *stamps_of(found)) if begun else None)
 
 
 def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
@@ -62,10 +61,10 @@ def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
     assert plan.chooser is not None
 
     def exchange(compressor: Compressor) -> Any:
-        found, incoming = _exchange(context, bucket, compressor)
-        stamps = _stamps(found, incoming)
-        early = stamps[0] if plan.hosts is None else clock.stamp([found.early])
-        return found.pieces, found.ok, found.kept, stamps, early, found.norms
+        crossed, found = _exchange(context, bucket, compressor)
+        stamps = stamps_of(found)
+        early = stamps[0] if plan.hosts is None else clock.stamp([crossed.early])
+        return crossed.pieces, crossed.ok, crossed.kept, stamps, early, crossed.norms
 
     chosen = plan.chooser.switch(plan.chosen.index(bucket.number), exchange)
     found, ok, kept, stamps, early, norms = chosen
@@ -78,26 +77,34 @@ def _cross_in_stage(
     """The exchange in that of the compressor's stages which holds now."""
 
     def exchange(stage: Compressor) -> Any:
-        found, incoming = _exchange(context, bucket, stage)
-        stamps = _stamps(found, incoming) if begun else ()
+        crossed, found = _exchange(context, bucket, stage)
+        stamps = stamps_of(found) if begun else ()
         # What is sent has another shape in each stage.
-        first = tf.cast(tf.reshape(found.outgoing, [-1])[0], tf.float32)
-        return found.pieces, found.ok, found.kept, first, stamps, found.norms
+        first = tf.cast(tf.reshape(crossed.outgoing, [-1])[0], tf.float32)
+        return crossed.pieces, crossed.ok, crossed.kept, first, stamps, crossed.norms
 
     branches = [functools.partial(exchange, stage) for stage in compressor.stages]
     found, ok, kept, first, stamps, norms = tf.switch_case(context.plan.stage(compressor), branches)
     return Crossed(found, ok, kept, first, first, Stamps(*begun, *stamps) if begun else None, norms)
 
 
-def _stamps(found: Crossed, incoming: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """When a bucket was encoded, had arrived, and was decoded."""
-    sent = clock.stamp([found.outgoing])
-    arrived = clock.stamp([incoming], sent)
+def stamps_of(found: Reduced) -> tuple[tf.Tensor, ...]:
+    """When what crossed was encoded, had arrived, and was decoded.
+
+    What is encoded between two exchanges counts as if it had been before the first one.
+    """
+    last = sent = clock.stamp([found.outgoing])
+    if found.between is not None:
+        halfway = clock.stamp([found.between[0]], sent)
+        last = clock.stamp([found.between[1]], halfway)
+        with tf.device("CPU"):
+            sent += last - halfway
+    arrived = clock.stamp([found.incoming], last)
     return sent, arrived, clock.stamp(found.pieces, arrived)
 
 
-def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tuple[Crossed, tf.Tensor]:
-    """A bucket's exchange, and what arrives last of it."""
+def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tuple[Crossed, Reduced]:
+    """A bucket's exchange, and what it comes from."""
     plan, (number, pieces, state) = context.plan, bucket
     settings = plan.settings
     predivide = settings.gradient_predivide_factor
@@ -114,8 +121,6 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
         # The sum itself is needed to see what was sent.
         pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
         residuals, decay = [None] * len(pieces), 1.0
-    ranks = settings.process_set.size()
-    scale = predivide / ranks if settings.op == hvd.Average else 1.0
     keep = bool(state.residuals) and settings.feeds_back(compressor)
     factors = plan.buckets[number][0].factors
     start = factors[0].value() if factors else None
@@ -124,7 +129,7 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
     share = Share(pieces, residuals, decay, keep, context.seeds(number), start, astray)
     group = context.group(f"bucket_{number}_{plain_name(compressor.spec)}")
     pattern = plan.pattern(compressor, share.shapes)
-    found = pattern.reduce(compressor, share, scale, group)
+    found = pattern.reduce(compressor, share, settings.scale, group)
     # Where others may feed back but this one does not, what is left is sent, and nothing kept.
     left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
     kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
@@ -139,4 +144,4 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
         fresh = velocities or pieces
         norms = recorder.norms_of(context.due, compressor, fresh, share, left if keep else None)
         crossed = crossed._replace(norms=norms)
-    return crossed, found.incoming
+    return crossed, found

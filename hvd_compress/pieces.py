@@ -7,6 +7,7 @@ nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -79,6 +80,14 @@ class FlatPieces(geometry.Flat):
         cut_run()
         joined = zip(parts, self.bucket.shapes, dtypes)
         return [tf.cast(tf.reshape(_concat(found), shape), dtype) for found, shape, dtype in joined]
+
+    def take(self, pieces: Sequence[Any], i: int) -> tf.Tensor:
+        """Gradient `i`, of those in the bucket, out of all pieces (tensors or variables), in its shape."""
+        parts = [
+            _slice(tf.convert_to_tensor(pieces[piece]), begin, begin + last - first)
+            for piece, begin, first, last in self.spans[i]
+        ]
+        return tf.reshape(_concat(parts), self.bucket.shapes[i])
 
 
 def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

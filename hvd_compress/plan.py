@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import weakref
@@ -15,7 +14,7 @@ from . import buckets, checks, geometry, hosts, tracing, traffic
 from .auto import levels, report, start
 from .auto.chooser import Chooser
 from .auto.report import BucketReport
-from .buckets import Bucket
+from .buckets import Bucket, Shape
 from .checkpoint import plan_state
 from .compressors import Auto, Compressor, NoCompression, PowerSGD
 from .compressors.rows import for_rows
@@ -24,38 +23,9 @@ from .exchange import choice, low_rank, uncompressed
 from .exchange.slices import Table
 from .monitor.recorder import Recorder
 from .pieces import FlatPieces, WholeTensors
+from .sections import LayoutState, Section, TableSection
 from .settings import Settings
-
-
-@dataclasses.dataclass
-class LayoutState:
-    """What a rank keeps of a layout's pieces from step to step, in their shapes; never broadcast."""
-
-    residuals: list[tf.Variable]  # of `residual_dtype`; empty without error feedback
-    velocities: list[tf.Variable]  # float32; empty without momentum correction
-
-    def part(self, pieces: range) -> LayoutState:
-        """The state of some of the pieces."""
-        part = slice(pieces.start, pieces.stop)
-        return LayoutState(self.residuals[part], self.velocities[part])
-
-
-@dataclasses.dataclass
-class Section:
-    """Gradients that share a compressor, as the pieces that it sees, and what is kept of these."""
-
-    compressor: Compressor
-    layout: FlatPieces | WholeTensors
-    state: LayoutState
-    # Of `exchange.low_rank`, alike on all ranks: one variable for all matrices, or none.
-    factors: list[tf.Variable]
-
-
-@dataclasses.dataclass
-class TableSection(Section):
-    """A variable whose gradient is IndexedSlices, and what is kept of its rows."""
-
-    table: Table
+from .whole_model import of_sections
 
 
 class Plan:
@@ -70,6 +40,7 @@ class Plan:
         slices: Of each table in the last step, int64 [tables, 3]: rows of all ranks together, whether they crossed as
             a dense tensor, and this rank's slices before those of the same row were summed; None without tables.
         chosen: Positions of the buckets of `auto`, which are the last ones.
+        whole: What candidates of `auto` need that see gradients in their own shapes; None where there are none.
         chooser: What chooses for these; None where there are none.
         hosts: Between which compressed gradients may cross in two levels; None where they may not.
         flat: Compressors that cross in one level all the same.
@@ -140,6 +111,7 @@ class Plan:
         ]
         self.astray = self._new_flags()
         self._choose_levels()
+        self.whole = of_sections(self.sections, name, settings.device_dense)
         self.chooser = self._new_chooser() if self.chosen else None
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
@@ -156,6 +128,8 @@ class Plan:
         if self.chooser is not None:
             fields = self.chooser.state._asdict()
             self.named |= {f"auto_{name}": variable for name, variable in fields.items()}
+        if self.whole is not None:
+            self.named |= {f"auto_factors_{c}": variable for c, variable in self.whole.factors.items()}
 
     def _new_chooser(self) -> Chooser:
         auto = self.buckets[self.chosen[0]][0].compressor
@@ -168,7 +142,8 @@ class Plan:
         elif self.hosts is not None:
             candidates = [(candidate, shapes) for candidate in auto.candidates]
             self.flat += levels.flat_ones(candidates, calibration, self.settings, self.hosts)
-        return start.chooser(auto, self.settings, shapes, calibration, self.pattern)
+        whole = [] if self.whole is None else self.whole.shapes
+        return start.chooser(auto, self.settings, shapes, whole, calibration, self.pattern)
 
     def _choose_levels(self) -> None:
         """Compares one level and two for compressors that are not chosen automatically, if it is ours to choose."""
@@ -189,6 +164,14 @@ class Plan:
         """In which a bucket of pieces of these shapes crosses, see `exchange.choice`."""
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
+
+    def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
+        """Of the tensors that cross with a bucket: the whole model's with the last one if it crosses at once."""
+        section, pieces = self.buckets[b]
+        if isinstance(section.compressor, Auto) and isinstance(compressor, PowerSGD):
+            assert self.whole is not None
+            return self.whole.shapes if b == self.chosen[-1] else []
+        return section.layout.shapes[pieces.start : pieces.stop]
 
     def changed_by(self, b: int) -> list[tf.Variable]:
         """What a bucket's exchange changes."""
@@ -316,8 +299,8 @@ class Plan:
         sent, as_plain = (uncompressed.bytes_sent(nbytes, ranks) for nbytes in (dense, sum(plain.values())))
         if self._placed is not None:  # a ring leaves each host once
             sent, as_plain = sent // self._placed.workers, as_plain // self._placed.workers
-        for compressor, (section, pieces) in zip(self.compressors(), self.buckets):
-            shapes = section.layout.shapes[pieces.start : pieces.stop]
+        for b, compressor in enumerate(self.compressors()):
+            shapes = self.shapes_of(b, compressor)
             pattern = self.pattern(compressor, shapes)
             if self._placed is None:
                 sent += pattern.bytes_sent(compressor, shapes, ranks)

@@ -141,6 +141,11 @@ class Settings:
         """Horovod's name of `op`."""
         return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
 
+    @property
+    def scale(self) -> float:
+        """What the sum over the ranks is multiplied by."""
+        return self.gradient_predivide_factor / self.process_set.size() if self.op == hvd.Average else 1.0
+
     def compressor_of(self, path: str) -> Compressor:
         """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
         found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))

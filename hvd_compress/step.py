@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import nonfinite, residual, tracing, tuning
+from . import crossing_whole, nonfinite, residual, samples, tracing, tuning
 from .auto import clock
-from .auto.chooser import Piece
 from .auto.clock import Stamps
 from .compressors import Auto
 from .context import Context
@@ -21,9 +19,6 @@ from .exchange import uncompressed
 from .pieces import FlatPieces
 from .plan import Plan
 from .sparse_gradients import SparseGradients
-
-# Of pieces with so many elements a part is tried.
-_LARGE_PIECE = 2**17
 
 
 class Step:
@@ -85,27 +80,37 @@ class Step:
             if plan.chooser is None:
                 committed = self._commit(oks, crossed)
             else:
-                probe = plan.chooser.probe(step, [self._first_piece_of(b) for b in plan.chosen])
+                probe = plan.chooser.probe(
+                    step, [samples.of_bucket(plan, self._gradients, b) for b in plan.chosen]
+                )
+                nothing = plan.chooser.nothing_in_use()
                 after = [crossed[fixed[-1]].outgoing] if fixed else []
 
                 def compressed() -> Any:
                     mine = self._cross(plan.chosen, before_last, after)
                     committed = self._commit(oks, {**crossed, **mine})
                     norms = [mine[b].norms for b in plan.chosen]
-                    return self._join(mine), [mine[b].stamps for b in plan.chosen], norms, committed
+                    return self._join(mine), [mine[b].stamps for b in plan.chosen], norms, committed, nothing
 
                 def plain() -> Any:
                     found, stamps = self._cross_uncompressed()
                     norms = [self._context.nothing_lost() for _ in plan.chosen]
-                    return found, stamps, norms, self._commit(oks, crossed)
+                    return found, stamps, norms, self._commit(oks, crossed), nothing
 
-                if plan.chooser.may_be_idle:
-                    chosen, stamps, norms, committed = tf.cond(plan.chooser.is_idle(), plain, compressed)
-                else:
-                    chosen, stamps, norms, committed = compressed()
+                def whole(candidate: int) -> Any:
+                    assert plan.chooser is not None
+                    due = plan.chooser.is_probed(step)
+                    found = crossing_whole.cross(
+                        self._context, self._gradients, candidate, [*after, *before_last], due
+                    )
+                    committed = self._commit([*oks, found.ok], crossed, found.changes)
+                    return found.tensors, found.stamps, found.norms, committed, found.lost
+
+                exchanged = plan.chooser.switch_all(compressed, plain, whole)
+                chosen, stamps, norms, committed, in_use = exchanged
                 results |= chosen
                 watched |= dict(zip(plan.chosen, zip(stamps, norms)))
-                plan.chooser.learn(step, agreed, stamps, probe, committed)
+                plan.chooser.learn(step, agreed, stamps, probe, in_use, committed)
             for i, tensor in results.items():
                 reduced[i] = tensor
             if self._recorder is not None:
@@ -256,25 +261,14 @@ class Step:
                 )
         return results
 
-    def _first_piece_of(self, b: int) -> Piece:
-        section, pieces = self._plan.buckets[b]
-        piece = pieces.start
-        tensors = [self._gradients[i] for i in section.layout.bucket.members]
-        (size,) = section.layout.shapes[piece]
-        # A part of it tells as much: every eighth element, so that all of its layers take part.
-        every = 8 if size >= _LARGE_PIECE else 1
-
-        def find() -> tuple[tf.Tensor, tf.Tensor]:
-            (cut,) = section.layout.cut(tensors, range(piece, piece + 1))
-            kept = section.state.residuals
-            cut = cut[::every]
-            return cut, kept[piece].read_value()[::every] if kept else tf.zeros_like(cut)
-
-        return Piece((math.ceil(size / every),), find)
-
-    def _commit(self, oks: Sequence[tf.Tensor], crossed: Mapping[int, Crossed]) -> tf.Tensor:
+    def _commit(
+        self,
+        oks: Sequence[tf.Tensor],
+        crossed: Mapping[int, Crossed],
+        more: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
+    ) -> tf.Tensor:
         """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""
-        changes = list(self._changes)
+        changes = [*self._changes, *more]
         for b, found in crossed.items():
             changes += zip(self._plan.changed_by(b), found.kept)
         flags = [*oks, *(found.ok for found in crossed.values())]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -19,21 +19,13 @@ import tensorflow as tf
 
 from .. import tracing
 from ..compressors import Auto, Compressor, NoCompression
-from ..compressors.base import no_seeds
-from ..kernels.compile import compiled
-from . import clock, policy, report
+from . import clock, policy, probe, report
+from .probe import Sample, switch
 
 # Among how many ranks' waiting times the shortest is looked for; beyond, some share a place.
 _PLACES = 16
 # The times of the first steps tell nothing: what is left to compile is compiled, connections are made.
 _UNTIMED = 2
-
-
-class Piece(NamedTuple):
-    """A piece of a bucket."""
-
-    shape: tuple[int, ...]
-    find: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns it and its residual
 
 
 class Chooser:
@@ -69,12 +61,15 @@ class Chooser:
         self._ranks, self._rank = process_set.size(), process_set.rank()
         self._average = op == hvd.Average
         self._plain = [isinstance(candidate, NoCompression) for candidate in auto.candidates]
+        # Candidates that are for all buckets at once, and the others.
+        self._whole = [c for c, is_whole in enumerate(auto.whole) if is_whole]
+        self._flat = [c for c, is_whole in enumerate(auto.whole) if not is_whole]
         b, c = len(self.nbytes), len(auto.candidates)
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
             "votes": (b,), "trial": (), "energy": (c + 1,), "wire": (places,), "span": (), "exchange": (b,),
-            "waits": (b,),
+            "waits": (b,), **({"whole": (2,)} if self._whole else {}),
         }  # fmt: skip
         root = process_set.ranks[0]
         with tf.device("CPU"):
@@ -120,44 +115,60 @@ class Chooser:
             return tf.reduce_all(tf.gather(tf.constant(self._plain), both))
 
     def switch(self, bucket: int, branch: Callable[[Any], Any]) -> Any:
-        """What `branch(compressor)` returns for the compressor that is chosen for this bucket."""
+        """What `branch(compressor)` returns for the compressor that is chosen for this bucket alone."""
         with tf.device("CPU"):
             index = self.state.now.read_value()[bucket]
-        return _switch(index, [functools.partial(branch, candidate) for candidate in self.auto.candidates])
+            if self._whole:
+                index = self._place_of(index, self._flat)
+        return switch(index, [functools.partial(branch, self.auto.candidates[c]) for c in self._flat])
 
-    def probe(self, step: tf.Tensor, some: Sequence[Piece]) -> tf.Tensor:
+    def switch_all(
+        self, compressed: Callable[[], Any], plain: Callable[[], Any], whole: Callable[[int], Any]
+    ) -> Any:
+        """What that one returns which holds for all buckets in this step.
+
+        Args:
+            compressed: Exchanges each with its own candidate, see `switch`.
+            plain: Exchanges all as they are; see `is_idle`.
+            whole: Exchanges all at once with this candidate.
+        """
+        if not self._whole:
+            return tf.cond(self.is_idle(), plain, compressed) if self.may_be_idle else compressed()
+        branches: list[Callable[[], Any]] = [functools.partial(whole, c) for c in self._whole]
+        branches += [compressed] if self._flat else []
+        with tf.device("CPU"):
+            index = self._place_of(self.state.now.read_value()[0], self._whole)
+            if self.may_be_idle:
+                branches.append(plain)
+                index = tf.where(self.is_idle(), len(branches) - 1, index)
+        return switch(index, branches)
+
+    def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
+        """The candidate's position in a list; the list's length if it is not there."""
+        places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
+        return tf.gather(tf.constant(places), candidate)
+
+    def nothing_in_use(self) -> Any:
+        """In place of what a candidate for all buckets at once lost, [2]; nothing where there are none of these."""
+        return tf.zeros([2]) if self._whole else ()
+
+    def is_probed(self, step: tf.Tensor) -> tf.Tensor:
+        """Whether candidates are tried in this step; a bool scalar."""
+        return self._turn(step)[1]
+
+    def probe(self, step: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
         """Tries all candidates on a piece of one bucket, if it is time to.
 
         Args:
             step: int64 scalar.
-            some: A piece of each bucket.
+            some: One of each bucket.
 
         Returns:
             [C + 1]: the energy that each candidate loses, and that of the piece; zeros if it is not time to.
         """
-        shapes = list(dict.fromkeys(piece.shape for piece in some))
-        alike = [[i for i, piece in enumerate(some) if piece.shape == shape] for shape in shapes]
         turn, due = self._turn(step)
-        turn = turn % len(some)
-
-        def measure(members: list[int]) -> tf.Tensor:
-            place = [members.index(i) if i in members else 0 for i in range(len(some))]
-            return self._energies(*_switch(tf.gather(place, turn), [some[i].find for i in members]))
-
-        # A call of its own: dissolved in the graph, TensorFlow would go through all of it in each step.
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def measure_one() -> tf.Tensor:
-            kind = [shapes.index(piece.shape) for piece in some]
-            return _switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
-
-        return tf.cond(due, measure_one, lambda: tf.zeros([len(self.auto.candidates) + 1]))
-
-    def _energies(self, piece: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
-        lost = []
-        for candidate in self.auto.candidates:
-            left = candidate.encode(piece, no_seeds(), kept, 1.0, True).residual
-            lost.append(_energy(left, None))
-        return tf.stack([*lost, _energy(piece, kept)])
+        nothing = tf.zeros([len(self.auto.candidates) + 1])
+        return tf.cond(due, lambda: probe.energies(self.auto, turn % len(some), some), lambda: nothing)
 
     def _turn(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """How many probes were made before this step, and whether one is due in it."""
@@ -174,6 +185,7 @@ class Chooser:
         agreed: tf.Tensor,
         stamps: Sequence[clock.Stamps],
         energy: tf.Tensor,
+        in_use: Any,
         committed: tf.Tensor,
     ) -> None:
         """Takes in what was measured in the step before, and prepares what crosses in the next one.
@@ -183,6 +195,8 @@ class Chooser:
             agreed: [S], the reduced `outgoing`.
             stamps: Of this step's buckets, in the order in which they crossed.
             energy: Of this step's `probe`.
+            in_use: [2], the energies of the residuals and of gradients + residuals, if a candidate for all buckets at
+                once was in use and candidates were tried; else `nothing_in_use`.
             committed: Whether this step's residuals were kept; if not, its times are not looked at.
         """
         with tf.device("CPU"):
@@ -197,6 +211,7 @@ class Chooser:
                 fields["waits"],
                 probed % len(self.nbytes),
                 fields["energy"],
+                fields.get("whole"),
             )
             state = policy.follow(state, seen, self.costs)
             votes, trial = (self._voted(fields[name]) for name in ("votes", "trial"))
@@ -213,7 +228,8 @@ class Chooser:
             for variable, value in zip(self.state, switched):
                 variable.assign(value)
             timed = committed & (step >= _UNTIMED)
-            self._outgoing.assign(self._pack(proposal, tried, stamps, energy, timed))
+            lost = [tf.where(committed, in_use, tf.zeros([2]))] if self._whole else []
+            self._outgoing.assign(self._pack(proposal, tried, stamps, energy, timed, lost))
 
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
@@ -223,7 +239,9 @@ class Chooser:
         for first, value in self.auto.targets():
             target = tf.where(step >= first, value, target)
         lost, nbytes = policy.shares(state, self.prior), tf.constant(self.nbytes, tf.float32)
-        return policy.propose(state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown)
+        return policy.propose(
+            state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown, self.auto.whole
+        )
 
     def _pack(
         self,
@@ -232,6 +250,7 @@ class Chooser:
         stamps: Sequence[clock.Stamps],
         energy: tf.Tensor,
         timed: tf.Tensor,
+        lost: Sequence[tf.Tensor],
     ) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`."""
         begun, sent, arrived, done = clock.since_first(stamps)
@@ -245,7 +264,7 @@ class Chooser:
         votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in (proposal, tried)]
         times = [own * tf.reduce_sum(wire), tf.reduce_max(done), exchange, tf.nn.relu(begun - encoded)]
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times)], 0)
+        flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times, *lost)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 
     def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -254,16 +273,5 @@ class Chooser:
         return {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
 
 
-def _switch(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
-    return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))
-
-
 def _variable(value: tf.Tensor) -> tf.Variable:
     return tracing.variable(value, "hvdc_auto")
-
-
-@compiled
-def _energy(x: tf.Tensor, residual: tf.Tensor | None) -> tf.Tensor:
-    if residual is not None:
-        x += tf.cast(residual, tf.float32)
-    return tf.reduce_sum(x * x)

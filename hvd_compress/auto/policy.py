@@ -11,17 +11,12 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from . import trials
+from . import all_at_once, trials
 from .divisions import divided
+from .link import fit
 
-# What a step's measurements weigh one step later.
-FORGET = 0.45
 # What the newest value weighs in running averages.
 AVERAGED = 0.3
-# How strongly the factors hold on to what they were, in observations: latency changes less often than bandwidth.
-_STIFF = (1.0, 0.05)
-_PER_STEP = 4.0
-_LIMIT = 1e4
 
 
 class Costs(NamedTuple):
@@ -34,49 +29,6 @@ class Costs(NamedTuple):
     messages: tf.Tensor
     transfer: tf.Tensor
     decode: tf.Tensor
-
-
-def fit(
-    moments: tf.Tensor,
-    factors: tf.Tensor,
-    messages: tf.Tensor,
-    transfer: tf.Tensor,
-    seconds: tf.Tensor,
-    coding: tf.Tensor,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Follows the link: by which factors latency and time per byte differ from the calibrated ones.
-
-    Least squares of (latency * messages + byte * transfer - seconds) / (seconds + coding) over all steps so far, each
-    one's weighing 0.45 of the next one's. Relative to what was measured, a step that something held up
-    weighs little, while one that was faster than the link could be is not possible; and one that was spent on
-    encoding and decoding tells little about the link.
-
-    Args:
-        moments: [5], sums over past steps; zeros at first.
-        factors: [2], of latency and of time per byte, so far; ones at first.
-        messages: Scalar, predicted seconds of latency of what was exchanged in a step.
-        transfer: Scalar, predicted seconds of the bytes.
-        seconds: Scalar, measured on the wire.
-        coding: Scalar, seconds of encoding and decoding; all of these are 0 if nothing was measured.
-
-    Returns:
-        The new moments and factors.
-    """
-    whole = seconds + coding
-    x, y, z = (tf.math.divide_no_nan(part, whole) for part in (messages, transfer, seconds))
-    moments = FORGET * moments + tf.stack([x * x, x * y, y * y, x * z, y * z])
-    xx, xy, yy, sx, sy = tf.unstack(moments)
-    a, b = tf.unstack(factors)
-    # In units of the factors so far, to which the stiffness refers.
-    m00, m01, m11 = xx * a * a + _STIFF[0], xy * a * b, yy * b * b + _STIFF[1]
-    r0, r1 = sx * a + _STIFF[0], sy * b + _STIFF[1]
-    change = tf.stack([r0 * m11 - r1 * m01, r1 * m00 - r0 * m01]) / (m00 * m11 - m01 * m01)
-    return moments, _moved(factors, change)
-
-
-def _moved(factor: tf.Tensor, change: tf.Tensor) -> tf.Tensor:
-    change = tf.clip_by_value(change, 1.0 / _PER_STEP, _PER_STEP)
-    return tf.clip_by_value(factor * change, 1.0 / _LIMIT, _LIMIT)
 
 
 def makespan(waits: tf.Tensor, exchange: tf.Tensor) -> tf.Tensor:
@@ -137,6 +89,7 @@ def best(
     lost: tf.Tensor,
     nbytes: tf.Tensor,
     max_slowdown: float,
+    whole: Sequence[bool] = (),
 ) -> tf.Tensor:
     """The cheapest choice among those allowed (bool [B, C]), int32 [B].
 
@@ -144,18 +97,24 @@ def best(
     and another or the same one for the rest; each bucket for which it is not allowed gets its own fastest one
     instead. Candidates that are `plain` (no compression) are for all buckets or for none, but for those that
     nothing else is allowed for: where all are plain, gradients are neither copied into pieces nor out of them.
+    Those that are `whole` (see `all_at_once`) are for all buckets or for none.
     """
     buckets, candidates = allowed.shape
-    other = allowed & ~tf.constant(list(plain))
-    mixed = tf.where(tf.reduce_any(other, -1, keepdims=True), other, allowed)
+    several = allowed & ~tf.constant(list(whole)) if any(whole) else allowed
+    other = several & ~tf.constant(list(plain))
+    mixed = tf.where(tf.reduce_any(other, -1, keepdims=True), other, several)
     fallback = tf.argmin(tf.where(mixed, seconds, tf.fill(seconds.shape, seconds.dtype.max)), -1, tf.int32)
     options = tf.constant(divided(buckets, candidates))  # [N, B]
     possible = tf.reduce_any(tf.one_hot(options, candidates, True, False, dtype=tf.bool) & mixed, -1)
     options = tf.where(possible, options, fallback)
     # What is plain loses nothing and is always allowed.
-    all_plain = [tf.fill([1, buckets], c) for c, is_plain in enumerate(plain) if is_plain]
-    options = tf.concat([options, *all_plain], 0)
+    for_all = [is_plain or (c < len(whole) and whole[c]) for c, is_plain in enumerate(plain)]
+    options = tf.concat(
+        [options, *(tf.fill([1, buckets], c) for c, is_one in enumerate(for_all) if is_one)], 0
+    )
     prices = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
+    if any(whole):
+        prices = tf.where(all_at_once.allowed(options, allowed), prices, prices.dtype.max)
     return tf.gather(options, tf.argmin(prices))
 
 
@@ -165,10 +124,14 @@ def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     Those that let `target` of the energy through; of the one in use, half of it is enough, as its residual makes what
     gets through a smaller share; and in any case the one that loses least.
     """
+    return reached(lost, current, target) | (lost <= tf.reduce_min(lost, -1, keepdims=True))
+
+
+def reached(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+    """Which candidates let enough through, bool [B, C]; see `admit`."""
     in_use = tf.one_hot(current, lost.shape[1], on_value=True, off_value=False, dtype=tf.bool)
     through = 1.0 - lost
-    allowed = (through >= target) | (in_use & (through >= 0.5 * target))
-    return allowed | (lost <= tf.reduce_min(lost, -1, keepdims=True))
+    return (through >= target) | (in_use & (through >= 0.5 * target))
 
 
 def hesitate(
@@ -208,6 +171,8 @@ class Measured(NamedTuple):
     waits: tf.Tensor  # [B], seconds between a bucket's encoding and that of the one before
     probed: tf.Tensor  # int32, the bucket of which a piece was tried
     energy: tf.Tensor  # [C + 1], what each candidate loses of it, and all of it; zeros if none was
+    # [2], what the candidate in use lost of the whole model, and all of it; zeros if not measured, None if it cannot be
+    whole: tf.Tensor | None = None
 
 
 class State(NamedTuple):
@@ -271,11 +236,16 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
     here = tf.range(state.choice.shape[0]) == seen.probed
     tried = tf.cast(here & (seen.energy[-1] > 0.0), tf.float32)
     keep = 1.0 - AVERAGED * tried
+    energy = keep * state.energy + AVERAGED * tried * seen.energy[-1]
+    lost = keep[:, None] * state.lost + AVERAGED * tried[:, None] * seen.energy[:-1]
+    if seen.whole is not None:
+        old = tf.math.divide_no_nan(state.lost, state.energy[:, None])
+        lost = all_at_once.with_use(lost, energy, old, seen.whole, state.before[0], AVERAGED)
     return state._replace(
         link_moments=link_moments,
         link=link,
-        energy=keep * state.energy + AVERAGED * tried * seen.energy[-1],
-        lost=keep[:, None] * state.lost + AVERAGED * tried[:, None] * seen.energy[:-1],
+        energy=energy,
+        lost=lost,
         waits=waits,
         bias=found[0],
         age=found[1],
@@ -303,11 +273,16 @@ def propose(
     nbytes: tf.Tensor,
     target: tf.Tensor,
     max_slowdown: float,
+    whole: Sequence[bool] = (),
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
     """What should be chosen next, int32 [B], and what should be tried, int32: -1 for nothing."""
-    allowed = admit(lost, state.choice, target)
+    if any(whole):
+        lost = all_at_once.of_model(lost, nbytes, whole)
+        allowed = all_at_once.admit(reached(lost, state.choice, target), lost, nbytes, whole)
+    else:
+        allowed = admit(lost, state.choice, target)
     ranked = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)
-    found = best(allowed, plain, *ranked)
+    found = best(allowed, plain, *ranked, whole)
     now, then = tf.unstack(cost_of(tf.stack([state.choice, found]), *ranked))
     forced = tf.reduce_any(~tf.gather(allowed, state.choice, axis=1, batch_dims=1))
     gain = tf.math.divide_no_nan(now, then)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from . import policy
+from . import all_at_once, policy
 
 if TYPE_CHECKING:
     from .chooser import Chooser
+
+# Behind times of a candidate that is for all buckets at once.
+_OF_ALL = " for all buckets at once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Candidate:
 
     Attributes:
         compressor: Its spec string.
-        predicted: Seconds of the bucket's exchange.
+        predicted: Seconds of the bucket's exchange; of one that is for all buckets at once (`powersgd`), of that.
         through: The share of the bucket's energy that it lets through.
         why: Why it was not chosen; empty for the one that was.
     """
@@ -43,6 +46,7 @@ class BucketReport:
         switches: How often the choice changed.
         candidates: All of them.
         rows_of: The variable's path, where single rows of it cross (an embedding); else empty.
+        together: Whether it crosses with all other buckets of `auto` at once: times are those of all of them.
     """
 
     nbytes: int
@@ -52,6 +56,7 @@ class BucketReport:
     switches: int = 0
     candidates: tuple[Candidate, ...] = ()
     rows_of: str = ""
+    together: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,7 @@ class CompressionReport:
         lines = []
         for i, bucket in enumerate(self.buckets):
             times = f"; predicted {_ms(bucket.predicted)}, measured {_ms(bucket.measured)}"
+            times += _OF_ALL if bucket.together else ""
             switches = f"; {bucket.switches} switches" if bucket.candidates else ""
             if bucket.rows_of:
                 lines.append(f"rows of {bucket.rows_of} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}")
@@ -92,30 +98,38 @@ def of_chooser(chooser: Chooser, step: int) -> list[BucketReport]:
     seconds = (policy.predicted(chooser.costs, state.link) * state.bias).numpy()
     lost = policy.shares(state, chooser.prior).numpy()
     target = chooser.auto.target_at(step)
-    specs = [candidate.spec for candidate in chooser.auto.candidates]
+    specs, whole = [candidate.spec for candidate in chooser.auto.candidates], chooser.auto.whole
+    if any(whole):
+        lost = all_at_once.of_model(lost, tf.constant(chooser.nbytes, tf.float32), whole).numpy()
+    # Of all buckets, with each candidate alone and with those that are chosen.
+    totals, total = seconds.sum(0), sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
     found = []
     for b, nbytes in enumerate(chooser.nbytes):
         chosen = int(state.choice[b])
         rows = []
         for c, spec in enumerate(specs):
             through = 1.0 - float(lost[b, c])
+            mine, now, at_once = float(seconds[b, c]), float(seconds[b, chosen]), ""
+            if whole[c] or whole[chosen]:
+                mine, now, at_once = float(totals[c]), total, _OF_ALL if whole[c] else " for all buckets"
             why = ""
             if c != chosen and through < target:
                 why = f"lets {100 * through:.2g}% of the energy through, the target is {100 * target:.3g}%"
-            elif c != chosen and seconds[b, c] > seconds[b, chosen]:
-                why = f"slower: predicted {_ms(float(seconds[b, c]))}"
+            elif c != chosen and mine > now:
+                why = f"slower: predicted {_ms(mine)}{at_once}"
             elif c != chosen:
-                why = f"predicted {_ms(float(seconds[b, c]))}: nothing gained for the step, or too little so far"
-            rows.append(Candidate(spec, float(seconds[b, c]), through, why))
-        measured = float(state.measured[b])
+                why = f"predicted {_ms(mine)}{at_once}: nothing gained for the step, or too little so far"
+            rows.append(Candidate(spec, mine if whole[c] else float(seconds[b, c]), through, why))
+        measured = float(sum(state.measured) if whole[chosen] else state.measured[b])
         found.append(
             BucketReport(
                 nbytes,
                 specs[chosen],
-                float(seconds[b, chosen]),
+                rows[chosen].predicted,
                 measured or None,
                 int(state.switches[b]),
                 tuple(rows),
+                together=whole[chosen],
             )
         )
     return found
@@ -125,6 +139,7 @@ def log_start(chooser: Chooser) -> None:
     """Prints one line about the first choice."""
     parts = [
         f"bucket {b} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}, predicted {_ms(bucket.predicted)}"
+        f"{_OF_ALL if bucket.together else ''}"
         for b, bucket in enumerate(of_chooser(chooser, 0))
     ]
     print(f"hvd_compress: auto begins with {'; '.join(parts)}", file=sys.stderr, flush=True)
@@ -137,13 +152,19 @@ def log_switches(chooser: Chooser, state: policy.State, chosen: tf.Tensor, show:
         specs = tf.constant([candidate.spec for candidate in chooser.auto.candidates])
         names = [f"bucket {b} ({nbytes / 1e6:.1f} MB): " for b, nbytes in enumerate(chooser.nbytes)]
         old, new = tf.gather(specs, state.choice), tf.gather(specs, chosen)
-        seconds = tf.gather(
-            policy.predicted(chooser.costs, state.link) * state.bias, chosen, axis=1, batch_dims=1
-        )
-        measured = tf.where(state.measured > 0.0, tf.strings.join([_text(state.measured), " ms"]), "not yet")
+        table, measured = policy.predicted(chooser.costs, state.link) * state.bias, state.measured
+        unit: list[Any] = [" ms"] * len(names)
+        if any(chooser.auto.whole):
+            whole = tf.constant(chooser.auto.whole)
+            table = tf.where(whole, tf.reduce_sum(table, 0), table)
+            measured = tf.where(tf.gather(whole, state.choice), tf.reduce_sum(measured), measured)
+            units = tf.where(whole, " ms" + _OF_ALL, " ms")
+            unit = tf.gather(units, chosen)
+        seconds = tf.gather(table, chosen, axis=1, batch_dims=1)
+        known = tf.where(measured > 0.0, tf.strings.join([_text(measured), " ms"]), "not yet")
         found = tf.strings.join(
-            ["hvd_compress: ", tf.constant(names), old, " -> ", new, "; predicted ", _text(seconds), " ms, ", old,
-             " measured ", measured]
+            ["hvd_compress: ", tf.constant(names), old, " -> ", new, "; predicted ", _text(seconds), unit, ", ", old,
+             " measured ", known]
         )  # fmt: skip
         found = tf.boolean_mask(found, chosen != state.choice)
         tf.print(tf.strings.reduce_join(found, separator="\n"), output_stream=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from .. import agreement
+from .. import agreement, traffic
 from ..buckets import Shape
 from ..compressors import Auto, Compressor, NoCompression
 from ..compressors.base import no_seeds
@@ -17,7 +18,7 @@ from ..cost import Calibration
 from ..cost.calibrate import calibrate
 from ..exchange import choice
 from ..settings import Settings
-from . import policy
+from . import all_at_once, policy
 from .chooser import Chooser
 
 
@@ -25,13 +26,26 @@ def chooser(
     auto: Auto,
     settings: Settings,
     shapes: Sequence[Sequence[Shape]],
+    whole: Sequence[Shape],
     found: Calibration,
     pattern: Callable[[Compressor, Sequence[Shape]], Any],
 ) -> Chooser:
-    """A chooser for buckets of pieces of these shapes, which cross in these patterns. A collective call."""
+    """A chooser for buckets of pieces of these shapes, which cross in these patterns. A collective call.
+
+    Args:
+        auto: The settings.
+        settings: How gradients are reduced.
+        shapes: Of each bucket's pieces.
+        whole: Of all gradients in them.
+        found: What the link and the kernels cost.
+        pattern: In which pieces, or gradients, of such shapes cross.
+    """
     nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
-    costs = _costs(auto, found, shapes, nbytes, pattern)
-    lost = [_lost(candidate, shapes[0][0]) for candidate in auto.candidates]
+    costs = _costs(auto, found, shapes, whole, nbytes, pattern)
+    lost = [
+        all_at_once.noise_lost(candidate, whole) if is_whole else _lost(candidate, shapes[0][0])
+        for candidate, is_whole in zip(auto.candidates, auto.whole)
+    ]
     return Chooser(auto, settings.process_set, settings.op, nbytes, costs, lost)
 
 
@@ -73,16 +87,24 @@ def _costs(
     auto: Auto,
     calibration: Calibration,
     shapes: Sequence[Sequence[Shape]],
+    whole: Sequence[Shape],
     nbytes: Sequence[int],
     pattern_of: Callable[[Compressor, Sequence[Shape]], Any],
 ) -> policy.Costs:
     """Predictions for each bucket and candidate, [B, C]."""
     model = calibration.model()
     rows = []
-    for bucket, size in zip(shapes, nbytes):
-        for candidate in auto.candidates:
+    for b, (bucket, size) in enumerate(zip(shapes, nbytes)):
+        for candidate, is_whole in zip(auto.candidates, auto.whole):
+            if is_whole and b < len(shapes) - 1:  # with the last one, see `all_at_once`
+                rows.append((0.0, 0.0, 0.0, 0.0))
+                continue
+            payload = None
+            if is_whole:
+                bucket, size = whole, 4 * sum(map(math.prod, whole))
+                payload = traffic.payload_bytes(candidate, whole)
             pattern = choice.name_of(pattern_of(candidate, bucket))
-            found = model.predict(candidate, size, pattern)
+            found = model.predict(candidate, size, pattern, payload=payload)
             # Without the burst, which passes but once in a step.
             transfer = found.wire + found.burst - found.latency
             # The link inside of a host does not change with the one between hosts.

@@ -15,6 +15,7 @@ from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from ..shown import shown
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 from .dgc import DGC
+from .low_rank import PowerSGD
 
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
@@ -29,7 +30,8 @@ class Auto(BuiltinCompressor):
     residual, is measured while training. All ranks always choose the same; residuals go along.
 
     Attributes:
-        candidates: Compressors or their spec strings. In a spec string: `auto:candidates=(none|int8)`.
+        candidates: Compressors or their spec strings. In a spec string: `auto:candidates=(none|int8)`. `powersgd`
+            needs gradients in their own shapes, and is chosen for all buckets at once or for none.
         target: The share of a bucket's energy ||x||^2 that a step must let through, 0 to 1, for a compressor to be
             chosen. One that is in use is given up below half of it, as the residual that builds up
             makes what is sent a smaller share.
@@ -69,7 +71,7 @@ class Auto(BuiltinCompressor):
                     f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
                     "its place, or use dgc alone"
                 )
-            if compressor.per_tensor:
+            if compressor.per_tensor and not isinstance(compressor, PowerSGD):
                 raise ValueError(
                     f"auto: {compressor.spec} needs each gradient in its own shape and cannot share buckets with "
                     "others: leave it out of candidates"
@@ -94,6 +96,11 @@ class Auto(BuiltinCompressor):
     def alignment(self) -> int:  # type: ignore[override]
         """The largest of the candidates'."""
         return max(candidate.alignment for candidate in self.candidates)
+
+    @property
+    def whole(self) -> list[bool]:
+        """Which candidates see gradients in their own shapes, and are for all buckets at once."""
+        return [isinstance(candidate, PowerSGD) for candidate in self.candidates]
 
     def targets(self) -> list[tuple[int, float]]:
         """From which step on which target holds."""

@@ -248,7 +248,8 @@ def _time_kernels(
     """
     if isinstance(compressor, NoCompression):
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
-    shape = (512, elements // 512) if compressor.per_tensor else (elements,)
+    rows = min(512, math.isqrt(elements))
+    shape = (rows, elements // rows) if compressor.per_tensor else (elements,)
     gradients = [tf.random.stateless_normal(shape, [1, i]) for i in range(_PIECES)]
     residuals = [tf.zeros(shape) if compressor.error_feedback else None] * _PIECES
     keep = compressor.error_feedback

@@ -104,6 +104,8 @@ class Reduced(NamedTuple):
     incoming: tf.Tensor  # what arrives last
     early: tf.Tensor | None = None  # there before `outgoing`, when the next bucket may begin already
     factors: tf.Tensor | None = None  # the new ones of `low_rank`
+    # Of a second exchange: what must have arrived of the first one, and what is sent then.
+    between: tuple[tf.Tensor, tf.Tensor] | None = None
     astray: bool = True  # whether there may be residuals of pieces that in two levels another rank carries
 
 

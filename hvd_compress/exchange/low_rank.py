@@ -53,11 +53,13 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
     for i in whole if share.keep else ():
         residuals[i] = tf.zeros_like(brought[i])
     lefts: list[tf.Tensor] = []
+    between = None
     if batches:
         found = low_rank.orthonormal(_cut(total, batches, "rows"))
         lefts = _each(found)
         mine = [low_rank.right(matrix, left) for matrix, left in zip(matrices, lefts)]
         second = _flat(mine)
+        between = total, second
         incoming = _allreduce(second, group, "_right")
         ok = common.all_of([ok, residual.all_finite(incoming)])
         new = [low_rank.scaled(right) for right in _cut(incoming, batches, "columns")]
@@ -78,7 +80,7 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
         size = pieces[i].shape.num_elements()
         pieces[i] = tf.reshape(total[at : at + size] * times, shapes[i])
         at += size
-    return Reduced(pieces, residuals, ok, outgoing, incoming, factors=factors)
+    return Reduced(pieces, residuals, ok, outgoing, incoming, factors=factors, between=between)
 
 
 def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:

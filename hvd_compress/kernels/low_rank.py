@@ -95,6 +95,20 @@ def _inverse_roots(squares: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.stack(rows, 1), size[:, None, :])
 
 
+_roots = compiled(_inverse_roots)
+
+
+def through(matrix: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    """The share of its energy that a matrix keeps where its left factor comes from `start`, a float32 scalar.
+
+    With no kernel that is compiled for each shape; once orthogonalized, it is no more than an estimate.
+    """
+    product, _ = scaled(left(matrix, start))
+    roots = _roots(tf.reduce_sum(product[:, None] * product, -1)[None])[0]
+    found = tf.matmul(roots, right(matrix, product))
+    return tf.math.divide_no_nan(tf.reduce_sum(found * found), tf.reduce_sum(matrix * matrix))
+
+
 def scaled(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Vectors [..., n] over their largest magnitudes, so that no square vanishes; and whether these are above 0."""
     largest = tf.reduce_max(tf.abs(x), -1, keepdims=True)

@@ -242,8 +242,8 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     for b, (section, pieces) in enumerate(plan.buckets):
         auto = section.compressor
         compressors = auto.candidates if isinstance(auto, Auto) else auto.stages
-        shapes = section.layout.shapes[pieces.start : pieces.stop]
-        sent = tuple(plan.pattern(c, shapes).bytes_sent(c, shapes, ranks) for c in compressors)
+        shapes = [plan.shapes_of(b, c) for c in compressors]
+        sent = tuple(plan.pattern(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
         # Without what pieces are filled up with.
         nbytes = sum(
             elements * plan.dtypes[i].size for i, elements in section.layout.elements_in(pieces).items()

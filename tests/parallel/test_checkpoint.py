@@ -30,6 +30,7 @@ CONFIGURATIONS = {
     "random": {"compression": "randomk:ratio=0.1"},  # draws by the step
     "whole": {"compression": "block_sparse:ratio=0.1,block=4"},
     "factors": {"compression": "powersgd:rank=2"},
+    "factors of auto": {"compression": "auto:candidates=(powersgd:rank=2)"},
     "buckets": {"compression": "int8", "bucket_bytes": 4096, "op": hvd.Sum},
 }
 STEPS = 4  # per epoch
@@ -75,6 +76,7 @@ def state_bytes(model):
             *section.state.residuals,
             *section.state.velocities,
             *section.factors,
+            *(plan.whole.factors.values() if plan.whole else ()),
             plan.step,
         ]
     ]

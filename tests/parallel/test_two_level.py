@@ -245,6 +245,29 @@ def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch
             assert plan.astray[b].numpy() == (choice[b] == one)
 
 
+@pytest.mark.parametrize("hierarchical", [True, "auto"])
+def test_the_whole_model_in_one_level_between_buckets_in_two(
+    hierarchical, two_hosts, tmp_path, monkeypatch, gather, size
+):
+    """powersgd among the candidates of `auto` leaves every rank something of all pieces."""
+    path = tmp_path / "link.json"
+    calibration(1e9, 1e8).save(path)
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
+    candidates = "auto:candidates=(int8|powersgd:rank=2)"
+    reducer = new_reducer(candidates, hierarchical=hierarchical, bucket_bytes=2**19)
+    variables = new_variables()
+    old = check_mass(reducer, gather, size, [np.zeros(s) for s in SHAPES], steps=1, variables=variables)
+    plan = plan_of(reducer)
+    for choice in (1, 1, 0, 0, 1, 0):
+        plan.chooser.state.now.assign([choice] * len(plan.buckets))
+        old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
+        for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
+            assert is_zero(residuals) == (choice == 0)
+            assert plan.astray[b].numpy() == (choice == 1)
+    sent, plain = plan.bytes_sent()
+    assert 0 < sent < plain
+
+
 def test_a_restore_in_the_middle_and_a_step_that_is_not_kept(two_hosts, gather, size):
     """What a flat exchange has left is not lost where two levels have been used already, nor in a step with NaN."""
     nothing = [np.zeros(shape) for shape in SHAPES]
@@ -329,7 +352,8 @@ def calibration(inside, across):
     def link(rate):
         return Link(1e-5, 1.0 / rate)
 
-    kernels = {spec: KernelCost(1e-5, 1e-10, 1e-11, 1e-11) for spec in ("none", "int8", "topk:ratio=0.01")}
+    specs = ("none", "int8", "topk:ratio=0.01", "powersgd:rank=2")
+    kernels = {spec: KernelCost(1e-5, 1e-10, 1e-11, 1e-11) for spec in specs}
     both = Levels(2, 2, dict.fromkeys(INSIDE, link(inside)), dict.fromkeys(ACROSS, link(across / 2)))
     return Calibration(4, dict.fromkeys(COLLECTIVES, link(across)), kernels, {}, both)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_compress.auto import policy
+from hvd_compress.auto import link, policy
 
 
 def constant(x):
@@ -45,7 +45,7 @@ def test_a_link_that_changes_is_followed_within_ten_steps(change):
     messages, transfer = 2e-3, 50e-3
     for step in range(60):
         seconds = measured(1.0, 1.0 if step < 50 else change, messages, transfer, random, 0.05)
-        moments, factors = policy.fit(
+        moments, factors = link.fit(
             moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
         if step == 49:
@@ -60,7 +60,7 @@ def test_latency_and_bandwidth_are_told_apart_by_exchanges_of_different_size():
     for step in range(100):
         messages, transfer = 2e-3, 50e-3 if step % 2 else 1e-3
         seconds = measured(3.0, 0.5, messages, transfer, random, 0.02)
-        moments, factors = policy.fit(
+        moments, factors = link.fit(
             moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
     np.testing.assert_allclose(factors, [3.0, 0.5], rtol=0.15)
@@ -70,10 +70,10 @@ def test_a_step_that_was_held_up_and_one_without_times_change_little():
     moments, factors = tf.zeros([5]), tf.ones([2])
     one = constant(1e-3), constant(20e-3)
     for _ in range(10):
-        moments, factors = policy.fit(moments, factors, *one, constant(21e-3), constant(0.0))
-    _, held_up = policy.fit(moments, factors, *one, constant(1.0), constant(0.0))
+        moments, factors = link.fit(moments, factors, *one, constant(21e-3), constant(0.0))
+    _, held_up = link.fit(moments, factors, *one, constant(1.0), constant(0.0))
     assert 0.9 < float(held_up[1]) < 1.5
-    _, unknown = policy.fit(moments, factors, *one, constant(0.0), constant(0.0))
+    _, unknown = link.fit(moments, factors, *one, constant(0.0), constant(0.0))
     np.testing.assert_allclose(unknown, factors, rtol=0.01)
 
 

@@ -45,6 +45,10 @@ def test_cut_and_join(shapes, multiple, largest):
     assert pieces.count * pieces.size >= bucket.numel
     dtypes = [DTYPES[i % len(DTYPES)] for i in range(len(shapes))]
     assert_round_trip(pieces, gradients(shapes, dtypes), dtypes)
+    tensors = gradients(shapes, dtypes)
+    cut = pieces.cut(tensors, range(pieces.count))
+    for i, tensor in enumerate(tensors):
+        np.testing.assert_array_equal(pieces.take(cut, i), tf.cast(tensor, tf.float32))
 
 
 def test_gradients_lie_one_after_the_other():

@@ -1,0 +1,82 @@
+"""How much of a gradient each candidate would let through, tried on a part of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Callable, NamedTuple
+
+import tensorflow as tf
+
+from ..compressors import Auto
+from ..compressors.base import no_seeds
+from ..kernels.compile import compiled
+from . import all_at_once
+
+
+class Sample(NamedTuple):
+    """A piece of a bucket, and a whole gradient in it."""
+
+    shape: tuple[int, ...]  # of the piece
+    find: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns it and its residual
+    whole: Callable[[], tf.Tensor]  # returns the gradient, with its residual
+
+
+def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
+    """The energy that each candidate loses of a sample's piece, and that of the piece, [C + 1].
+
+    Candidates that see gradients whole are tried on the gradient: the same share of the piece's energy.
+
+    Args:
+        auto: The settings.
+        turn: int32 scalar, which of the samples.
+        some: One of each bucket.
+    """
+    shapes = list(dict.fromkeys(sample.shape for sample in some))
+    alike = [[i for i, sample in enumerate(some) if sample.shape == shape] for shape in shapes]
+
+    def measure(members: list[int]) -> tf.Tensor:
+        place = [members.index(i) if i in members else 0 for i in range(len(some))]
+        return _of_piece(auto, *switch(tf.gather(place, turn), [some[i].find for i in members]))
+
+    # A call of its own: dissolved in the graph, TensorFlow would go through all of it in each step.
+    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    def measure_one() -> tf.Tensor:
+        kind = [shapes.index(sample.shape) for sample in some]
+        found = switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
+        if any(auto.whole):
+            shares = switch(turn, [functools.partial(_shares_of_gradient, auto, sample) for sample in some])
+            found += shares * found[-1]
+        return found
+
+    return measure_one()
+
+
+def _of_piece(auto: Auto, piece: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
+    lost = []
+    for candidate, is_whole in zip(auto.candidates, auto.whole):
+        left = None if is_whole else candidate.encode(piece, no_seeds(), kept, 1.0, True).residual
+        lost.append(tf.constant(0.0) if is_whole else _energy(left, None))
+    return tf.stack([*lost, _energy(piece, kept)])
+
+
+def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
+    """What candidates lose that see the gradient whole, [C + 1]; zeros for the others."""
+    gradient = sample.whole()
+    lost = [
+        all_at_once.lost_alone(candidate, gradient) if is_whole else tf.constant(0.0)
+        for candidate, is_whole in zip(auto.candidates, auto.whole)
+    ]
+    return tf.stack([*lost, tf.constant(0.0)])
+
+
+def switch(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
+    """What the branch of this index returns; without an operation for it if there is but one."""
+    return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))
+
+
+@compiled
+def _energy(x: tf.Tensor, residual: tf.Tensor | None) -> tf.Tensor:
+    if residual is not None:
+        x += tf.cast(residual, tf.float32)
+    return tf.reduce_sum(x * x)
