@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -204,8 +203,7 @@ def _divided(a: Array, b: Array) -> Array:
 
 def _known_sum(values: Array) -> Array:
     """Over the buckets of which it is known, [T]; NaN where of none."""
-    with warnings.catch_warnings():
-        return np.where(np.isnan(values).all(1), np.nan, np.nansum(values, 1))
+    return np.where(np.isnan(values).all(1), np.nan, np.nansum(values, 1))
 
 
 def _union(begin: Array, end: Array) -> Array:
