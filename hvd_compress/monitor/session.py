@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..plan import Plan
     from ..reducer import Reducer
 
-# Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are.
+# Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are:
+# half of the rows are enough for 1280 steps a second.
 _READ_EVERY = 1.0
 _LOOK_EVERY = 0.2
 

@@ -187,7 +187,8 @@ class Reader:
         weight = count - before[1]
         if len(total):
             self._loss = (float(total[-1]), float(count[-1]))
-        loss = _divided(total - before[0], weight)
+        with np.errstate(invalid="ignore"):  # infinite before, and still
+            loss = _divided(total - before[0], weight)
         return np.where(weight > 0.0, np.where(np.isnan(loss), np.inf, loss), np.nan)
 
 
