@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -81,6 +82,17 @@ def text(name: str, value: Any) -> None:
     """
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {shown(value)}")
+
+
+def path(name: str, value: Any) -> str:
+    """`value` as the path of a directory.
+
+    Raises:
+        TypeError: It is neither a string nor a path.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be the path of a directory, got {shown(value)}")
+    return os.fsdecode(value)
 
 
 def process_set(value: Any) -> None:

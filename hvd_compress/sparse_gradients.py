@@ -99,7 +99,7 @@ class SparseGradients:
         found = []
         for section, merged, reduced in zip(self._plan.tables, self._merged, self._found):
             if isinstance(section.compressor, NoCompression):
-                found.append(tf.cond(due, recorder.nothing_lost, recorder.not_measured))
+                found.append(recorder.nothing_lost(due))
                 continue
 
             def take(merged: Any = merged, reduced: Any = reduced, state: Any = section.state) -> tf.Tensor:

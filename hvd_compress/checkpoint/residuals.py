@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from .. import agreement
+from .. import agreement, checks
 from ..compressors import DGC
 from ..keras import optimizer_state
 from ..keras.aggregation import LocalGradientAggregation
@@ -55,7 +55,7 @@ def save_residuals(
     """
     if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
         raise ValueError(f"max_to_keep must be a whole number from 1 on, got {max_to_keep!r}")
-    directory = os.fspath(directory)
+    directory = checks.path("directory", directory)
     reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
     group = reducer.settings.process_set
     if not group.included() or group.size() == 1:
@@ -120,7 +120,7 @@ def load_residuals(
             or of another version; or there are saves, but none of this step.
         TypeError: An argument is not valid.
     """
-    directory = os.fspath(directory)
+    directory = checks.path("directory", directory)
     reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
     group = reducer.settings.process_set
     if not group.included():

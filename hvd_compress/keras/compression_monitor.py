@@ -11,6 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from .. import checks
 from ..monitor import events
 from ..monitor.session import Session
 from ..monitor.steps import Steps
@@ -51,6 +52,7 @@ class CompressionMonitor(Callback):
                 every step in any case.
 
         Raises:
+            TypeError: `log_dir` is no path.
             ValueError: `update_freq` is none of these.
         """
         super().__init__()
@@ -59,7 +61,7 @@ class CompressionMonitor(Callback):
             raise ValueError(
                 f"update_freq must be 'batch', 'epoch' or a whole number from 1 on, got {update_freq!r}"
             )
-        self.log_dir = os.fspath(log_dir)
+        self.log_dir = checks.path("log_dir", log_dir)
         self.update_freq = 1 if update_freq == "batch" else update_freq
         self._session: Session | None = None
         self._writer: Any = None
@@ -68,6 +70,7 @@ class CompressionMonitor(Callback):
         self._batches = 0  # since TensorBoard was written
         self._last = -1
         self._begun = 0.0
+        self._shown: dict[str, float] = {}  # of the steps that were read last
         self._compressors: dict[str, str] = {}
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -110,8 +113,8 @@ class CompressionMonitor(Callback):
         if self.update_freq != "epoch" and self._batches >= int(self.update_freq):
             self._keep(session.read())
             self._write()
-        if logs is not None and session.latest is not None:
-            logs.update(_shown([session.latest]))
+        if logs is not None:
+            logs.update(self._shown)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Read, write, and put the epoch's means into the logs."""
@@ -132,10 +135,11 @@ class CompressionMonitor(Callback):
         if self._writer is not None:
             self._writer.close()
         self._session = self._writer = None
-        self._begun = 0.0
+        self._begun, self._shown = 0.0, {}
 
     def _keep(self, steps: Steps | None) -> None:
         if steps is not None:
+            self._shown = _shown([steps])
             self._epoch.append(steps)
             if self._writer is not None:
                 self._unwritten.append(steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from .. import checks
 from ..checkpoint import residuals
 from .callback import Callback
 
@@ -47,7 +48,7 @@ class ResidualCheckpoint(Callback):
             raise ValueError(f"save_freq must be 'epoch' or a whole number from 1 on, got {save_freq!r}")
         if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
             raise ValueError(f"max_to_keep must be a whole number from 1 on, got {max_to_keep!r}")
-        self.directory = os.fspath(directory)
+        self.directory = checks.path("directory", directory)
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
         self.resume = resume

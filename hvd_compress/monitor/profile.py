@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from .. import checks
 from ..reducer import Reducer, alive
 from . import summary
 from .session import Session
@@ -34,11 +35,12 @@ class profile:
         first_step_seconds: What the first step took, tracing and compiling included; None before it.
 
     Raises:
+        TypeError: `log_dir` is no path.
         OSError: `log_dir` cannot be written to.
     """
 
     def __init__(self, log_dir: str | os.PathLike | None = None) -> None:
-        self._log_dir = None if log_dir is None else os.fspath(log_dir)
+        self._log_dir = None if log_dir is None else checks.path("log_dir", log_dir)
         self._some: list[Steps] = []
         self._session: Session | None = None
         self._begun = 0.0

@@ -76,7 +76,8 @@ class Recorder:
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
         self._seen = 0
-        width = len(HEADER) + len(COLUMNS) * len(self.buckets)
+        self._order = _order(len(self.buckets))
+        width = len(self._order)
         with tf.init_scope(), tf.device("CPU"):
             self._rows = tracing.variable(tf.zeros([ROWS, width], tf.float64), f"{plan.name}_watched")
             self._count = tracing.variable(tf.constant(0, tf.int64), f"{plan.name}_watched_steps")
@@ -113,10 +114,16 @@ class Recorder:
         with tf.device("CPU"):
             nan = tf.constant(math.nan, tf.float64)
             loss = (self._loss() if self._loss is not None else None) or (nan, nan)
-            row = [tf.stack([_double(x) for x in (step, committed, ready, *loss)])]
-            unknown = [tf.stack([nan, nan])] * (len(self.buckets) - sparse.shape[0])
-            for stamp, norm, chosen, nbytes in zip(stamps, norms, choices, [*unknown, *tf.unstack(sparse)]):
-                row += [tf.stack(list(stamp)), _double(norm), _double(chosen)[None], nbytes]
+            # Few operations, each on all buckets: in another order than that of a row, see `_order`.
+            unknown = tf.fill([len(self.buckets) - sparse.shape[0], len(BYTES)], nan)
+            row = [
+                tf.stack(
+                    [*(_double(x) for x in (step, committed, ready, *loss)), *(t for s in stamps for t in s)]
+                ),
+                _double(tf.concat(list(norms), 0)),
+                _double(tf.stack(list(choices))),
+                tf.reshape(tf.concat([unknown, sparse], 0), [-1]),
+            ]
             index = tf.cast(self._count.read_value() % ROWS, tf.int32)
             written = self._rows.scatter_nd_update([[index]], tf.concat(row, 0)[None])
             with tf.control_dependencies([written]):
@@ -134,9 +141,24 @@ class Recorder:
             count = int(self._count)
             new = np.arange(max(self._seen, count - ROWS), count)
             self._seen = count
+            if not len(new):
+                return np.empty([0, len(self._order)])
             with tf.device("CPU"):
                 rows: np.ndarray = self._rows.sparse_read(new % ROWS).numpy()
-        return rows
+        return rows[:, self._order]
+
+
+def _order(buckets: int) -> np.ndarray:
+    """Where what is read is in what is recorded, int [HEADER + COLUMNS of each bucket].
+
+    Recorded is the header, and then all buckets' stamps, all their norms, all choices, all bytes.
+    """
+    header = np.arange(len(HEADER))
+    cells, begin = [], len(HEADER)
+    for width in (len(STAMPS), len(NORMS), 1, len(BYTES)):
+        cells.append(begin + np.arange(buckets * width).reshape(buckets, width))
+        begin += buckets * width
+    return np.concatenate([header, np.concatenate(cells, 1).ravel()])
 
 
 def measure_link(process_set: Any) -> tuple[float, float] | None:
@@ -180,9 +202,10 @@ def not_measured() -> tf.Tensor:
     return tf.fill([len(NORMS)], tf.constant(math.nan))
 
 
-def nothing_lost() -> tf.Tensor:
+def nothing_lost(due: tf.Tensor) -> tf.Tensor:
     """The norms of a bucket that crosses as it is: those of its gradients are not taken."""
-    return tf.constant([math.nan, math.nan, 0.0, 0.0])
+    with tf.device("CPU"):
+        return tf.where(due, tf.constant([math.nan, math.nan, 0.0, 0.0]), not_measured())
 
 
 def norms_of(
@@ -214,10 +237,7 @@ def norms_of(
         return norm_of([again.encode(compressor, i).residual for i in range(len(share.pieces))])
 
     def take() -> tf.Tensor:
-        summed = [
-            piece if kept is None else piece + share.decay * tf.cast(kept, tf.float32)
-            for piece, kept in zip(share.pieces, share.residuals)
-        ]
+        summed = [share.sum(i) for i in range(len(share.pieces))]
         residual = tf.constant(0.0) if left is None else norm_of(left)
         return tf.stack([norm_of(fresh), norm_of(summed), lost() if left is None else residual, residual])
 

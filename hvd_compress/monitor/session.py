@@ -27,23 +27,22 @@ if TYPE_CHECKING:
     from ..plan import Plan
     from ..reducer import Reducer
 
-# Seconds between two readings while nobody needs the numbers at once.
+# Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are:
+# half of the rows are enough for 1280 steps a second.
 _READ_EVERY = 1.0
-_MEMORY_EVERY = 0.2
+_LOOK_EVERY = 0.2
 
 
 class Session:
     """What is read of the reducers, of whose plans the one with the most gradients is followed.
 
     Attributes:
-        latest: The steps that were read last.
         first_step_seconds: What the first step took, which includes tracing and compiling; None before it.
         losses: Of steps that are still to be read, where the graph does not know them: numbers, tensors or None.
         epoch: That steps belong to; None where there are none.
     """
 
     def __init__(self, reducers: Callable[[], Sequence[Reducer]], directory: str | None, what: str) -> None:
-        self.latest: Steps | None = None
         self.first_step_seconds: float | None = None
         self.losses: list[Any] = []
         self.epoch: int | None = None
@@ -54,8 +53,7 @@ class Session:
         self._plan: Plan | None = None
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
-        self._read_at = self._memory_at = time.monotonic()
-        self._memory = memory_mb()
+        self._read_at = self._look_at = time.monotonic()
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._run: dict[str, Any] = {}
 
@@ -78,18 +76,19 @@ class Session:
         Returns:
             The steps that were read, if any.
         """
+        now = time.monotonic()
+        first = self.first_step_seconds is None and seconds is not None
+        if now < self._look_at and not first:  # nearly all steps: nothing here may take time
+            return None
         with self._lock:
-            now = time.monotonic()
-            if now - self._memory_at > _MEMORY_EVERY:
-                self._memory, self._memory_at = memory_mb(), now
-            first = self.first_step_seconds is None and seconds is not None
+            self._look_at = now + _LOOK_EVERY
             if first:
                 self.first_step_seconds = seconds
             recorder = None if self._plan is None else self._plan.recorder
             full = recorder is not None and recorder.pending() >= ROWS // 2
             return self.read() if first or full or now - self._read_at > _READ_EVERY else None
 
-    def read(self, epoch: int | None = None) -> Steps | None:
+    def read(self) -> Steps | None:
         """Reads and writes to the files what was recorded since the last call; None if nothing was."""
         with self._lock:
             self._read_at = time.monotonic()
@@ -101,8 +100,7 @@ class Session:
                 return None
             steps = self._with_losses(self._reader.steps(rows))
             if self._files is not None:
-                self._files.write(steps, self.buckets, self.epoch, self._memory)
-            self.latest = steps
+                self._files.write(steps, self.buckets, self.epoch, memory_mb())
             return steps
 
     def _with_losses(self, steps: Steps) -> Steps:
@@ -111,7 +109,7 @@ class Session:
         count = min(len(steps), len(self.losses))
         loss = steps.loss.copy()
         for i, value in enumerate(self.losses[:count]):
-            found = np.nan if value is None else float(np.mean(value))
+            found = np.nan if value is None else float(np.mean(np.asarray(value)))
             loss[i] = np.inf if value is not None and np.isnan(found) else found
         del self.losses[:count]
         return dataclasses.replace(steps, loss=loss)

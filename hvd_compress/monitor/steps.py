@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -188,7 +187,8 @@ class Reader:
         weight = count - before[1]
         if len(total):
             self._loss = (float(total[-1]), float(count[-1]))
-        loss = _divided(total - before[0], weight)
+        with np.errstate(invalid="ignore"):  # infinite before, and still
+            loss = _divided(total - before[0], weight)
         return np.where(weight > 0.0, np.where(np.isnan(loss), np.inf, loss), np.nan)
 
 
@@ -204,8 +204,7 @@ def _divided(a: Array, b: Array) -> Array:
 
 def _known_sum(values: Array) -> Array:
     """Over the buckets of which it is known, [T]; NaN where of none."""
-    with warnings.catch_warnings():
-        return np.where(np.isnan(values).all(1), np.nan, np.nansum(values, 1))
+    return np.where(np.isnan(values).all(1), np.nan, np.nansum(values, 1))
 
 
 def _union(begin: Array, end: Array) -> Array:

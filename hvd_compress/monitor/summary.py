@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,33 +26,35 @@ def series(some: Sequence[Steps]) -> dict[str, np.ndarray]:
 
 def means(some: Sequence[Steps]) -> dict[str, float]:
     """The means, over the steps where each is known; NaN where none is."""
-    return {name: float(_mean(values)) for name, values in series(some).items()}
+    found = series(some)
+    return dict(zip(found, _means(np.stack(list(found.values()), 1)).tolist()))
 
 
 def bucket_means(some: Sequence[Steps]) -> list[dict[str, float]]:
     """Of each bucket."""
     tables = {
-        name: np.concatenate([getattr(steps.buckets, name) for steps in some]) for name in (*_BUCKET, "plain")
+        name: _means(np.concatenate([getattr(steps.buckets, name) for steps in some]))
+        * (1e3 if name in _TIMES else 1.0)
+        for name in (*_BUCKET, "plain")
     }
-    found = []
-    for b in range(tables["bytes"].shape[1]):
-        row = {
-            _name(name): float(_mean(tables[name][:, b])) * (1e3 if name in _TIMES else 1.0)
-            for name in _BUCKET
-        }
-        row["ratio"] = float(_mean(tables["plain"][:, b])) / row["bytes"] if row["bytes"] else float("nan")
-        found.append(row)
-    return found
+    plain = tables.pop("plain")
+    tables["ratio"] = np.divide(
+        plain, tables["bytes"], where=tables["bytes"] > 0, out=np.full(len(plain), np.nan)
+    )
+    rows = zip(*(values.tolist() for values in tables.values()))
+    return [dict(zip(map(_name, tables), row)) for row in rows]
 
 
 def _name(name: str) -> str:
     return _NAMES.get(name, name) + ("_ms" if name in _TIMES else "")
 
 
-def _mean(values: np.ndarray) -> float:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # none is known
-        return float(np.nanmean(values)) if len(values) else float("nan")
+def _means(values: np.ndarray) -> np.ndarray:
+    """Over the steps, [T, K] to [K]; as of `means`."""
+    known = ~np.isnan(values)
+    count = known.sum(0)
+    total = np.where(known, values, 0.0).sum(0)
+    return np.divide(total, count, where=count > 0, out=np.full(total.shape, np.nan))
 
 
 def stats(some: Sequence[Steps]) -> dict[str, dict[str, float]]:

@@ -274,6 +274,9 @@ def test_profile_of_a_custom_loop(rank, tmp_path):
 
 
 def test_errors_say_what_is_wrong(tmp_path):
+    for make in (hvdc.callbacks.CompressionMonitor, lambda log_dir: hvdc.profile(log_dir or 0)):
+        with pytest.raises(TypeError, match="^log_dir must be the path of a directory, got (None|0)$"):
+            make(None)
     with pytest.raises(
         ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"
     ):

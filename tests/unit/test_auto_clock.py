@@ -16,18 +16,26 @@ def slow(x):
     return x
 
 
-def test_a_stamp_waits_for_its_tensors():
+@pytest.mark.parametrize("how", ["inline", "function", "compiled"])
+def test_a_stamp_waits_for_its_tensors(how):
+    made = slow if how == "inline" else tf.function(slow, jit_compile=how == "compiled")
+
     @tf.function
     def run(x):
+        def branch():
+            z = made(y)
+            return clock.stamp([z, x]), z
+
         begun = clock.stamp([x])
-        y = slow(x)
-        branch = tf.switch_case(tf.cast(y[0, 0], tf.int32) * 0, [lambda: clock.stamp([slow(y), x])] * 2)
-        return begun, clock.stamp([y]), branch
+        y = made(x)
+        # What a stamp waits for is used, too: else it would not be computed.
+        later, z = tf.switch_case(tf.cast(y[0, 0], tf.int32) * 0, [branch] * 2)
+        return begun, clock.stamp([y]), later, tf.reduce_sum(z)
 
     x = tf.ones([400, 400])
     run(x)
     before = time.time()
-    begun, done, later = map(float, run(x))
+    begun, done, later, _ = map(float, run(x))
     after = time.time()
     assert before <= begun < done < later <= after
     # Each of the two does the same work, and nearly all of the time goes into it.
@@ -48,7 +56,20 @@ def test_stamps_do_not_wait_for_each_other(branches):
     graph = run.get_concrete_function(tf.TensorSpec([3])).graph
     calls = [op for op in graph.get_operations() if op.type in ("PartitionedCall", "StatelessCase", "Case")]
     assert len(calls) == 2
-    assert not any(op.control_inputs for op in calls)
+    waited_for = {op.type for call in calls for op in call.control_inputs}
+    assert waited_for <= {"Identity"}  # of the tensors
+
+
+def test_a_stamp_is_not_taken_before_another():
+    @tf.function
+    def run(x):
+        y = slow(x)
+        first = clock.stamp([y])
+        return first, clock.stamp([x], first), tf.reduce_sum(y)
+
+    run(tf.ones([400, 400]))
+    first, second, _ = map(float, run(tf.ones([400, 400])))
+    assert first <= second
 
 
 def test_since_first():

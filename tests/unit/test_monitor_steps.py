@@ -81,6 +81,47 @@ def test_lines_and_means():
     assert summary.stats([steps, steps])["bytes"]["p99"] == 1100.0
 
 
+def test_means_are_over_what_is_known():
+    reader = Reader(BUCKETS)
+    known, unknown = (3.0, 5.0, 4.0, 4.0), (np.nan,) * 4
+    cells = [cell(10.0, 11.0, 15.0, 16.0, norms) for norms in (known, unknown, (9.0, 8.0, 2.0, 6.0))]
+    dense = cell(10.0, 10.0, 13.0, 13.0, DENSE, 0)
+    losses = [(20.0, 10), (np.inf, 20), (np.inf, 30)]
+    some = [
+        steps_of(*(row(t, 10.5, c, dense, *loss) for t, c, loss in rows), reader=reader)
+        for rows in ([(0, cells[0], losses[0])], [(1, cells[1], losses[1]), (2, cells[2], losses[2])])
+    ]
+    found = summary.means(some)
+    assert found["gradient_norm"] == 6.0 and found["residual_norm"] == 5.0
+    assert found["relative_error"] == (0.8 + 0.25) / 2
+    assert (
+        found["loss"] == np.inf and found["step_ms"] == 0.0
+    )  # since the step before, of which the first has none
+    first, second = summary.bucket_means(some)
+    assert first["gradient_norm"] == 6.0 and first["relative_error"] == (0.8 + 0.25) / 2
+    assert np.isnan(second["gradient_norm"]) and second["wire_ms"] == 3000.0 and second["ratio"] == 1.0
+
+
+def test_cells_of_what_is_not_known_are_empty_and_names_stay():
+    bucket = WatchedBucket("0", 4000, 4000, ("none", "mine:nan=1,ratio=0.5"), (4000, 12_345_678))
+    cells = cell(10.0, 11.0, 15.0, 16.0, (np.nan,) * 4)
+    steps = steps_of([0, 1.0, 10.5, np.nan, np.nan, *cells], reader=Reader([bucket]))
+    (line,) = bucket_lines(steps, [bucket]).splitlines()
+    assert line == '1,0,"mine:nan=1,ratio=0.5",12345678,0.000324,1000,4000,1000,,,'
+    cells = dict(zip(STEP_COLUMNS, step_lines(steps, None, np.nan).rstrip("\n").split(",")))
+    empty = {name for name, text in cells.items() if not text}
+    assert empty == {
+        "epoch",
+        "loss",
+        "step_ms",
+        "relative_error",
+        "gradient_norm",
+        "residual_norm",
+        "memory_mb",
+    }
+    assert cells["step"] == "1" and cells["time"] == "16.000000" and cells["finite"] == "1"
+
+
 def test_bytes_of_rows_are_those_that_were_measured():
     buckets = [*BUCKETS[:1], WatchedBucket("sparse-0", 0, 0, ("int8",), (0,))]
     rows = cell(10.0, 10.0, 13.0, 13.0, DENSE, 0, (70.0, 300.0))
