@@ -43,7 +43,7 @@ RUNS = {
         "compression": "auto",
         "width": 1400,
         "batch": 16,
-        "steps": 300,
+        "steps": 400,
         "rates": ("100mbit", "unshaped"),
     },
     "small_buckets": {"bucket_bytes": 4096},
