@@ -40,24 +40,44 @@ def rate(per_byte: float) -> str:
     return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
 
 
-def backlog(run: Run) -> np.ndarray | None:
-    """The residual's norm over the gradient's, where they were taken, largest over ranks; None if too few were."""
+def between(run: Run) -> float:
+    """Milliseconds of a step that `powersgd` computes between its two allreduces, which count as wire."""
+    latency, per_byte = link_of(run)
+    total = 0.0
+    for name, columns in run.first.buckets.items():
+        if not str(columns["compressor"][-1]).startswith("powersgd"):
+            continue
+        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
+        length = min(len(each["wire_ms"]) for each in mine)
+        wire = np.min([each["wire_ms"][:length] for each in mine], 0)[WARM_UP:]
+        if len(wire):
+            link = 2.0 * latency + float(np.median(columns["bytes"])) * per_byte
+            total += max(0.0, float(np.median(wire)) - link)
+    return total
+
+
+def backlog(run: Run) -> tuple[float, float] | None:
+    """The residual's norm over the gradient's, largest over ranks, in the middle third of a run and in the last one.
+
+    None if too few were taken.
+    It is over a usual gradient's, where it is smaller than that: in the end it vanishes, and leaves some residual.
+    """
     residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
     known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
     if known.sum() < 12 or not (residual[:, known] > 0.0).any():
         return None
-    # One per twenty steps: the first steps are all there.
-    step = run.of_all("step")[0][known]
-    owed = (residual[:, known] / gradient[:, known]).max(0)
-    edges = np.linspace(step[0], step[-1] + 1, 31)
-    parts = [owed[(step >= a) & (step < b)] for a, b in zip(edges, edges[1:])]
-    found = np.array([np.median(part) for part in parts if len(part)])
-    return found if len(found) >= 6 else None
+    step = run.of_all("step")[0]
+    third = (3.0 * (step - step[0]) / (step[-1] - step[0] + 1.0)).astype(int)[known]
+    usual = np.median(gradient[:, known], 1, keepdims=True)
+    owed = (residual[:, known] / np.maximum(gradient[:, known], usual)).max(0)
+    if (third == 1).sum() < 2 or (third == 2).sum() < 2:
+        return None
+    return float(np.median(owed[third == 1])), float(np.median(owed[third == 2]))
 
 
 def beginning(loss: np.ndarray) -> float:
-    """The loss of the first steps."""
-    return float(np.median(loss[: max(1, min(5, len(loss) // 20))]))
+    """The loss of the first steps; of the very first one, if it jumps up right then."""
+    return float(min(loss[0], np.median(loss[: max(1, min(5, len(loss) // 20))])))
 
 
 def windows(values: np.ndarray) -> np.ndarray:

@@ -14,30 +14,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .figures import (
-    FEWEST,
-    WARM_UP,
-    backlog,
-    beginning,
-    late,
-    link_of,
-    median,
-    rate,
-    spread,
-    trimmed,
-    windows,
-)
+from .figures import FEWEST, WARM_UP, between, late, link_of, median, rate, trimmed
 from .run_log import Run
+from .training_rules import loss_diverges, loss_oscillates, residual_grows
 
 # Of a step, that is worth a word, and milliseconds below which nothing is.
 _MUCH, _STEADY, _SHARE = 0.4, 0.5, 0.2
 _FIXED_MS = 20.0
+# Of a step, and milliseconds, that compression must cost more than it saves.
+_LOST, _FEW_MS = 0.15, 3.0
 # A link's latency that counts by itself.
 _FAR_MS = 30.0
 # Into how many parts a run is cut, and the share of them in which a rank must be behind.
 _PARTS, _MOST = 8, 0.75
 # Steps for which `auto` tries a candidate at most, before it goes back by design.
 _TRIAL = 3
+# How often it must come back: at least, and once in so many steps.
+_RETURNS, _STEPS = 2, 500
 _SMALL_BUCKET = 256 * 1024
 
 
@@ -53,97 +46,6 @@ class Rule(NamedTuple):
     name: str
     check: Callable[[Run], str | None]
     advice: str
-
-
-def loss_diverges(run: Run) -> str | None:
-    """The loss is not finite, or rose far above what it had been."""
-    loss = run.losses
-    step = run.of_all("step")[0]
-    known = ~np.isnan(loss)
-    loss, step = loss[known], step[known]
-    bad = ~np.isfinite(loss)
-    if bad.any():
-        return (
-            f"the loss is not finite from step {step[bad][0]:.0f} on ({bad.sum()} of {len(loss)} steps); "
-            f"{_before(loss)}"
-        )
-    lost = 1.0 - run.of_all("finite").min(0)
-    if len(lost) >= FEWEST and lost[-len(lost) // 5 :].mean() > 0.5:
-        return f"gradients are not finite in {lost.sum():.0f} of {len(lost)} steps, and in most of the last fifth"
-    if len(loss) < FEWEST:
-        return None
-    level = windows(loss)
-    first, best, last = beginning(loss), level.min(), level[-1]
-    noise = spread(loss) / np.sqrt(len(loss) / len(level))
-    rise, fall = last - best, max(first - best, 0.0)
-    if rise > max(0.5 * fall, 6.0 * noise, 0.2 * abs(best)) and last > best:
-        least = min(best, first)
-        return (
-            f"the loss rises: {first:.4g} in the first steps, {least:.4g} at its best, {last:.4g} at the end"
-        )
-    near = np.median(np.lib.stride_tricks.sliding_window_view(loss, 5), 1)
-    peak, scale = near.max(), abs(first) + 1e-12
-    if peak > first + 1.5 * scale and last > first - 0.2 * scale:
-        return (
-            f"the loss jumped from {first:.4g} to {peak:.4g} at step {step[near.argmax() + 2]:.0f} and is no "
-            "lower than at "
-            f"the beginning at the end ({last:.4g})"
-        )
-    return None
-
-
-def _before(loss: np.ndarray) -> str:
-    """How the loss was before it was no number."""
-    last = loss[: int(np.argmin(np.isfinite(loss)))]
-    if not len(last):
-        return "it never was"
-    peak = float(last[-3:].max())
-    rose = peak > 3.0 * abs(beginning(last)) + 1e-12
-    return f"it had {'risen' if rose else 'not risen'} before ({beginning(last):.4g} at first, {peak:.4g} just before)"
-
-
-def loss_oscillates(run: Run) -> str | None:
-    """The loss goes up and down, by as much as it ever fell, and does not get lower."""
-    loss = run.losses
-    loss = loss[np.isfinite(loss)]
-    if len(loss) < 2 * FEWEST:
-        return None
-    first, half = beginning(loss), loss[len(loss) // 2 :]
-    swing, level = float(np.median(np.abs(np.diff(half)))), float(np.median(half))
-    scale = abs(first) + 1e-12
-    if level > 10.0 * scale:  # that is divergence
-        return None
-    wide = swing > 0.5 * scale and level > first - 0.3 * scale
-    parts = windows(half)
-    rises = float(np.maximum(np.diff(parts), 0.0).sum())
-    error = spread(half) / np.sqrt(len(half) / len(parts))
-    slow = rises > 0.3 * scale and rises > 10.0 * error and parts[-1] > parts[0] - 0.5 * rises
-    if not (wide or slow):
-        return None
-    return (
-        f"the loss goes up and down in the second half: by {swing:.3g} from step to step around {level:.4g}, having "
-        f"begun at {first:.4g}"
-    )
-
-
-def residual_grows(run: Run) -> str | None:
-    """The residual is many gradients large and still grows."""
-    owed = backlog(run)
-    if owed is None:
-        return None
-    middle, end = (
-        float(np.median(owed[len(owed) // 3 : 2 * len(owed) // 3])),
-        float(np.median(owed[2 * len(owed) // 3 :])),
-    )
-    if end < 8.0 or end < 1.25 * middle:
-        return None
-    residual = run.of_all("residual_norm")
-    last = residual[:, ~np.isnan(residual).any(0)][:, -1].max()
-    return (
-        f"the residual is {end:.3g} times as large as a step's gradient in the last third of the run, "
-        f"{middle:.3g} times in "
-        f"the middle third, and grows (its norm is {last:.4g} at the end)"
-    )
 
 
 def communication_dominates(run: Run) -> str | None:
@@ -174,16 +76,18 @@ def communication_dominates(run: Run) -> str | None:
 
 
 def compression_costs(run: Run) -> str | None:
-    """Encoding and decoding take longer than the bytes that they save would."""
+    """Encoding and decoding take longer than the bytes that they save would, and steps wait for it."""
     _, per_byte = link_of(run)
     # Buckets may be encoded side by side.
-    cost = min(median(run, "encode_ms") + median(run, "decode_ms"), median(run, "exchange_ms"))
-    step = median(run, "step_ms")
+    cost = min(median(run, "encode_ms") + median(run, "decode_ms") + between(run), median(run, "exchange_ms"))
+    step, exposed = median(run, "step_ms"), median(run, "exposed_ms")
     sent, ratio = median(run, "bytes"), median(run, "ratio")
     if not ratio > 1.05 or len(run.first.steps["step"]) < FEWEST + WARM_UP:
         return None
     saved = (ratio - 1.0) * sent * per_byte
-    if cost < 1.25 * saved or cost - saved < max(_SHARE * step, 5.0):
+    # What the backward pass hides costs nothing.
+    lost = min(cost - saved, exposed)
+    if cost < 1.25 * saved or lost < max(_LOST * step, _FEW_MS):
         return None
     return (
         f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} "
@@ -212,7 +116,8 @@ def slow_rank(run: Run) -> str | None:
     if behind < _SHARE * total or behind < 0.25 * others or behind < 5.0:
         return None
     parts = np.array([trimmed(part.T) for part in np.array_split(step - exposed, _PARTS, 1)])
-    is_behind = parts[:, slowest] - np.median(np.delete(parts, slowest, 1), 1) > 0.5 * behind
+    gaps = parts[:, slowest] - np.median(np.delete(parts, slowest, 1), 1)
+    is_behind = gaps > 0.5 * behind
     if is_behind.mean() < _MOST and not is_behind[_PARTS // 2 :].all():
         return None
     waits = np.delete(trimmed(exposed.T), slowest)
@@ -233,7 +138,7 @@ def to_and_fro(run: Run) -> str | None:
         ]
         runs = [kind for kind, _ in itertools.groupby(kind for kind, steps in stays if steps > _TRIAL)]
         returns = sum(runs[i] in runs[max(0, i - 3) : i] for i in range(1, len(runs)))
-        if returns >= 3 and (worst is None or returns > worst[0]):
+        if returns >= max(_RETURNS, len(columns["step"]) / _STEPS) and (worst is None or returns > worst[0]):
             worst = (returns, len(runs) - 1, name, Counter(runs), len(columns["compressor"]))
     if worst is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,23 @@ BUCKETS = tuple(2**20 * size for size in (1, 4, 10, 25, 50))
 KINDS = (
     "none", "fp16", "bf16", "quantize", "onebit", "topk", "block_topk", "randomk", "hybrid", "block_sparse", "powersgd",
 )  # fmt: skip
-_BITS = (2, 3, 4, 5, 6, 8)
-_RATIOS = (0.001, 0.1)
+BITS = (2, 3, 4, 5, 6, 8)
+RATIOS = (0.001, 0.3)
 _BLOCKS = (4, 8, 16, 32)
-_RANKS = (1, 2, 4, 8)
+RANKS = (1, 2, 4, 8)
 _SEED = 0
+# Tried first: of each idea a strong or a mild one, and what is good in many cases before the rest.
+OPENING: tuple[tuple[str, dict[str, float]], ...] = (
+    ("quantize", {"bits": 8}),
+    ("hybrid", {"ratio": 0.01, "bits": 4}),
+    ("quantize", {"bits": 4}),
+    ("quantize", {"bits": 2}),
+    ("hybrid", {"ratio": 0.05, "bits": 4}),
+    ("onebit", {}),
+    ("powersgd", {"rank": 4}),
+    ("block_topk", {"ratio": 0.01}),
+    ("fp16", {}),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +82,12 @@ def open_study(path: Path) -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        sampler = optuna.samplers.TPESampler(seed=_SEED, n_startup_trials=6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            # The opening takes the place of random trials.
+            sampler = optuna.samplers.TPESampler(
+                seed=_SEED, n_startup_trials=0, multivariate=True, group=True
+            )
         storage = JournalStorage(JournalFileBackend(str(path)))
         study = optuna.create_study(
             storage=storage, sampler=sampler, study_name="hvd_compress", load_if_exists=True
@@ -80,10 +98,17 @@ def open_study(path: Path) -> Any:
 
 
 def begin(study: Any, kinds: Sequence[str]) -> None:
-    """Makes Optuna propose first what is good in many cases."""
-    for kind, arguments in (("quantize", {"bits": 8}), ("hybrid", {"bits": 4, "ratio": 0.01})):
+    """Makes Optuna propose the opening first."""
+    for kind, arguments in OPENING:
         if kind in kinds:
             study.enqueue_trial({"compressor": kind, **arguments, "bucket_bytes": BUCKET_BYTES})
+
+
+def is_opening(study: Any) -> bool:
+    """Whether something that was put in line is still to be tried."""
+    import optuna
+
+    return bool(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
 
 
 def propose(trial: Any, kinds: Sequence[str]) -> Setting:
@@ -91,14 +116,14 @@ def propose(trial: Any, kinds: Sequence[str]) -> Setting:
     kind = trial.suggest_categorical("compressor", list(dict.fromkeys(["none", *kinds])))
     arguments = []
     if kind in ("topk", "block_topk", "randomk", "hybrid", "block_sparse"):
-        ratio = trial.suggest_float("ratio", *_RATIOS, log=True)
-        arguments.append(f"ratio={float(f'{ratio:.1g}')}")
+        ratio = trial.suggest_float("ratio", *RATIOS, log=True)
+        arguments.append(f"ratio={float(f'{ratio:.2g}')}")
     if kind in ("quantize", "hybrid"):
-        arguments.append(f"bits={trial.suggest_categorical('bits', _BITS)}")
+        arguments.append(f"bits={trial.suggest_categorical('bits', BITS)}")
     if kind == "block_sparse":
         arguments.append(f"block={trial.suggest_categorical('block', _BLOCKS)}")
     if kind == "powersgd":
-        arguments.append(f"rank={trial.suggest_categorical('rank', _RANKS)}")
+        arguments.append(f"rank={trial.suggest_categorical('rank', RANKS)}")
     bucket_bytes = trial.suggest_categorical("bucket_bytes", BUCKETS)
     return Setting(formats.parse(f"{kind}:{','.join(arguments)}").spec, bucket_bytes)
 

@@ -26,7 +26,7 @@ class Run:
     """What is known of a run.
 
     Attributes:
-        status: "done", "failed" or "late" (it was ended at its time limit).
+        status: "done", "failed", "late" (it was ended at its time limit), or why else it was ended.
         seconds: That it took.
         steps: Seconds of each step.
         metrics: Of the last epoch that told any.
@@ -86,7 +86,7 @@ def run(
     environment: Mapping[str, str],
     limit: float | None,
     pattern: re.Pattern[str] | None,
-    watch: Callable[[Run], None] = lambda run: None,
+    watch: Callable[[Run], str | None] = lambda run: None,
 ) -> Run:
     """Starts a command and listens to it until it ends.
 
@@ -95,7 +95,7 @@ def run(
         environment: Besides this process's.
         limit: Seconds after which it is ended, with all that it started; None for none.
         pattern: Whose first group is a number, looked for in its output.
-        watch: Called about five times a second.
+        watch: Called about five times a second; what it says, if anything, becomes the status, and the run is ended.
 
     Raises:
         OSError: It cannot be started.
@@ -110,7 +110,10 @@ def run(
     try:
         while True:
             found.seconds = time.monotonic() - start
-            watch(found)
+            why = watch(found)
+            if why is not None:
+                found.status = why
+                return found
             if limit is not None and found.seconds > limit:
                 found.status = "late"
                 return found

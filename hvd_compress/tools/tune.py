@@ -12,10 +12,13 @@ from typing import Any
 import click
 
 from . import console, search, units
-from .search import BASELINE, Setting
+from .outcomes import Outcome, outcomes, rows, unsure
+from .search import BASELINE
 from .tuner import Tuner
 
-Row = dict[str, Any]  # a run: what was tried, and what came of it
+# In the last runs, if there are so many, the best and its rival are run again.
+_LAST, _CHECKED = 4, 10
+_SHOWN = ("status", "step", "metric", "loss_increase", "runs")
 
 
 @click.command(
@@ -93,69 +96,61 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
     with console.usage("--study"):
         found = search.open_study(path)
         tuner.check(found)
-    done = len(_rows(found))
+    done = len(rows(found))
     with console.Steps("tuning", trials) as steps:
         for number in range(trials):
             steps.step()
-            if number >= done:
-                tuner.next(found, chosen, steps.say)
-    rows = _rows(found)
-    good = [row for row in rows if row["step"] is not None and row["loss_increase"] <= tuner.allowed]
-    best = min(good, key=lambda row: row["step"])
-    setting = Setting(best["compression"], best["bucket_bytes"])
-    baseline = next(
-        row for row in good if (row["compression"], row["bucket_bytes"]) == dataclasses.astuple(BASELINE)
-    )
+            if number < done:
+                continue
+            last = trials >= _CHECKED and number >= trials - _LAST
+            again = unsure(outcomes(found), tuner.allowed) if last else None
+            if again is not None:
+                tuner.attempt(found, found.ask(), again, steps.say)
+            elif not tuner.next(found, chosen, steps.say):
+                break
+    tried = outcomes(found)
+    best = next(outcome for outcome in tried if outcome.is_good(tuner.allowed))
+    baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
     if as_json:
         console.print_json(
-            {"baseline": baseline, "best": best, "line": setting.line(), "study": str(path), "trials": rows}
+            {
+                "baseline": _shown(baseline),
+                "best": _shown(best),
+                "line": best.setting.line(),
+                "study": str(path),
+                "trials": rows(found),
+            }
         )
         return
     out = console.output()
-    out.print(_table(rows, baseline, best, good, tuner.metric_name(found)))
+    out.print(_table(tried, baseline, best, tuner.allowed, tuner.metric_name(found)))
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
-        gain = baseline["step"] / best["step"]
+        gain = (baseline.step or 0.0) / (best.step or 1.0)
         out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
-    out.print(f"    {setting.line()}", soft_wrap=True)
+    out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
 
 
-def _rows(study: Any) -> list[Row]:
-    """The trials that came to an end."""
-    found = study.get_trials(deepcopy=False)
-    return [_row(trial) for trial in found if trial.state.is_finished() and "void" not in trial.user_attrs]
+def _shown(outcome: Outcome) -> dict[str, Any]:
+    return {**dataclasses.asdict(outcome.setting), **{k: getattr(outcome, k) for k in _SHOWN}}
 
 
-def _row(trial: Any) -> Row:
-    told = trial.user_attrs
-    words = {"COMPLETE": "done", "PRUNED": "too slow", "FAIL": "failed"}
-    return {
-        "compression": told.get("compression"),
-        "bucket_bytes": told.get("bucket_bytes"),
-        "status": words.get(trial.state.name, trial.state.name),
-        "step": told.get("step"),
-        "metric": told.get("metric"),
-        "loss_increase": told.get("loss_increase"),
-        "seconds": told.get("seconds"),
-    }
-
-
-def _table(rows: list[Row], baseline: Row, best: Row, good: list[Row], metric: str) -> Any:
+def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: float, metric: str) -> Any:
     shown = []
-    unique = {(row["compression"], row["bucket_bytes"]): row for row in reversed(rows)}
-    for row in sorted(unique.values(), key=lambda row: row["step"] or 1e30):
-        verdict = row["status"]
-        if row["step"] is not None:
-            verdict = "best" if row == best else "ok" if row in good else "loses too much"
+    for each in tried:
+        verdict = each.status
+        if each.loss_increase is not None:
+            verdict = "best" if each is best else "ok" if each.is_good(allowed) else "loses too much"
+        speedup = baseline.step / each.step if each.step and baseline.step else None
         shown.append(
             [
-                str(row["compression"]),
-                units.show_bytes(row["bucket_bytes"] or 0),
-                units.show_seconds(row["step"]) if row["step"] else "",
-                f"{baseline['step'] / row['step']:.2f}x" if row["step"] else "",
-                f"{row['metric']:.4g}" if row["metric"] is not None else "",
+                each.setting.compression,
+                units.show_bytes(each.setting.bucket_bytes),
+                units.show_seconds(each.step) if each.step else "",
+                f"{speedup:.2f}x" if speedup else "",
+                f"{each.metric:.4g}" if each.metric is not None else "",
                 verdict,
             ]
         )

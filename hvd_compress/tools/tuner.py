@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 import shutil
@@ -14,13 +15,19 @@ from typing import Any
 
 import click
 
-from . import console, search, units
+from . import console, families, search, units
+from . import trial as trials
+from .outcomes import outcomes
 from .search import BASELINE, Setting
-from .trial import Run, run
+from .trial import Run
 
-# A run that takes so many times as long as the one without compression is ended.
+# A run is ended when it takes so many times as long as the one without compression, or its first steps so many times
+# as long as those of the best so far.
+_LATE = 1.5
 _HOPELESS = 1.5
+_ENOUGH = 20  # steps
 _HUGE = 1e30
+_ASKS = 50  # proposals in a row that are known: then there is nothing new
 _STARTUP = 60.0  # seconds more, for starting and compiling kernels
 
 
@@ -76,66 +83,100 @@ class Tuner:
         """Which metric counts."""
         return str(self._metric or study.user_attrs.get("metric", "metric"))
 
-    def next(self, study: Any, kinds: tuple[str, ...], say: Callable[[str], None]) -> None:
-        """Runs the script once, and keeps in the study what came of it.
+    def next(self, study: Any, kinds: tuple[str, ...], say: Callable[[str], None]) -> bool:
+        """Runs the script once with a setting that has not been tried, and keeps in the study what came of it.
+
+        Returns:
+            Whether there was such a setting.
 
         Raises:
             click.ClickException: The run without compression tells nothing, or the script has settings of its own.
         """
-        import optuna
+        if "baseline" not in study.user_attrs:
+            self.attempt(study, study.ask(), BASELINE, say)
+            search.begin(study, kinds)
+            return True
+        found = outcomes(study)
+        if not search.is_opening(study):
+            proposal = families.proposal(found, kinds, self.allowed)
+            if proposal is not None:
+                study.enqueue_trial(proposal, skip_if_exists=True)
+        for _ in range(_ASKS):
+            trial = study.ask()
+            setting = search.propose(trial, kinds)
+            if setting not in (each.setting for each in found):
+                self.attempt(study, trial, setting, say)
+                return True
+            _void(study, trial)
+        return False
 
-        trial = study.ask()
-        state = optuna.trial.TrialState
-        is_baseline = "baseline" not in study.user_attrs  # first of all, and never again
-        setting = BASELINE if is_baseline else search.propose(trial, kinds)
+    def attempt(self, study: Any, trial: Any, setting: Setting, say: Callable[[str], None]) -> None:
+        """Runs the script with a setting, and keeps in the trial what came of it.
+
+        Raises:
+            click.ClickException: As `next`.
+        """
         try:
             for key, value in dataclasses.asdict(setting).items():
                 trial.set_user_attr(key, value)
-            known = _same(study, trial.number, setting)
-            if known is not None:  # not again
-                for key in ("step", "loss_increase", "metric"):
-                    trial.set_user_attr(key, known.user_attrs[key])
-                study.tell(trial, known.value)
-                return
-            found = self._run(study, setting, say)
-            trial.set_user_attr("seconds", found.seconds)
-            if found.status == "late" and is_baseline:
-                raise click.ClickException("the run without compression took longer than --time-limit")
-            if found.status == "late":
-                study.tell(trial, state=state.PRUNED)
-                return
-            self._complain(found, setting)
-            if found.status == "failed" and not is_baseline:
-                study.tell(trial, state=state.FAIL)
-                return
-            metric, step = self._metric_of(found, study), statistics.median(found.usual_steps())
-            if is_baseline:
-                study.set_user_attr("baseline", {"metric": metric, "step": step})
-                study.set_user_attr("limit", _HOPELESS * found.seconds + _STARTUP)
-                search.begin(study, kinds)
-            base = study.user_attrs["baseline"]
-            worse = base["metric"] - metric if self._more_is_better(study) else metric - base["metric"]
-            # What is not finite is not admissible, and no JSON.
-            worse = worse if abs(worse) < _HUGE else _HUGE
-            trial.set_user_attr("step", step)
-            trial.set_user_attr("loss_increase", worse)
-            trial.set_user_attr("metric", metric if abs(metric) < _HUGE else None)
-            study.tell(trial, search.price(step, worse <= self.allowed, base["step"]))
+            self._tell(study, trial, setting, self._run(study, setting, say))
         except BaseException:  # an interruption, too: it does not count, and the study goes on from here
             if not study.get_trials(deepcopy=False)[trial.number].state.is_finished():
-                trial.set_user_attr("void", True)
-                study.tell(trial, state=state.FAIL)
+                _void(study, trial)
             raise
+
+    def _tell(self, study: Any, trial: Any, setting: Setting, found: Run) -> None:
+        import optuna
+
+        state = optuna.trial.TrialState
+        is_baseline = "baseline" not in study.user_attrs
+        trial.set_user_attr("seconds", found.seconds)
+        if found.status == "late" and is_baseline:
+            raise click.ClickException("the run without compression took longer than --time-limit")
+        if found.status == "late":
+            study.tell(trial, state=state.PRUNED)
+            return
+        if found.status == "slow":
+            trial.set_user_attr("step", statistics.median(found.usual_steps()))
+            study.tell(trial, state=state.PRUNED)
+            return
+        self._complain(found, setting)
+        if found.status == "failed":
+            study.tell(trial, state=state.FAIL)
+            return
+        metric, step = self._metric_of(found, study), statistics.median(found.usual_steps())
+        if is_baseline:
+            if not abs(metric) < _HUGE:
+                raise click.ClickException(
+                    f"without compression {self.metric_name(study)} is {metric}: there is nothing to compare with"
+                )
+            study.set_user_attr("baseline", {"metric": metric, "step": step})
+            study.set_user_attr("limit", _LATE * found.seconds + _STARTUP)
+        base = study.user_attrs["baseline"]
+        worse = base["metric"] - metric if self._more_is_better(study) else metric - base["metric"]
+        # What is not finite is not admissible, and no JSON.
+        worse = worse if abs(worse) < _HUGE else _HUGE
+        trial.set_user_attr("step", step)
+        trial.set_user_attr("loss_increase", worse)
+        trial.set_user_attr("metric", metric if abs(metric) < _HUGE else None)
+        study.tell(trial, search.price(step, worse <= self.allowed, base["step"]))
 
     def _run(self, study: Any, setting: Setting, say: Callable[[str], None]) -> Run:
         limit = self._limit or study.user_attrs.get("limit")
         size = units.show_bytes(setting.bucket_bytes)
+        good = [each.step for each in outcomes(study) if each.step and each.is_good(self.allowed)]
+        best = min(good, default=math.inf)
 
-        def watch(found: Run) -> None:
+        def watch(found: Run) -> str | None:
             say(f"{setting.compression}, buckets of {size}: {found.seconds:.0f} s, {len(found.steps)} steps")
+            if len(found.steps) < _ENOUGH:
+                return None
+            if not math.isfinite(found.metrics.get(self.metric_name(study), 0.0)):
+                return "diverged"
+            return "slow" if statistics.median(found.usual_steps()) > _HOPELESS * best else None
 
         try:
-            return run(self._command, setting.environment(), limit, self._pattern, watch)
+            return trials.run(self._command, setting.environment(), limit, self._pattern, watch)
         except OSError as error:
             raise click.ClickException(f"{self._command[0]} cannot be started: {error.strerror}") from None
 
@@ -181,10 +222,9 @@ class Tuner:
         return self._mode == "max"
 
 
-def _same(study: Any, number: int, setting: Setting) -> Any:
-    """An earlier complete trial of this setting."""
-    for trial in study.get_trials(deepcopy=False):
-        told = (trial.user_attrs.get("compression"), trial.user_attrs.get("bucket_bytes"))
-        if trial.number != number and trial.value is not None and told == dataclasses.astuple(setting):
-            return trial
-    return None
+def _void(study: Any, trial: Any) -> None:
+    """Ends a trial that tells nothing."""
+    import optuna
+
+    trial.set_user_attr("void", True)
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)

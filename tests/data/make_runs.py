@@ -10,10 +10,12 @@ Each trains a small network on data that can be learned, with one thing wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,13 +30,22 @@ RUNS = {
     "healthy_none": {"compression": "none"},
     "diverges": {"learning_rate": 30.0, "compression": "topk:ratio=0.001", "error_feedback": False},
     "unstable": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
+    "oscillates": {"learning_rate": 3.0, "batch": 64, "steps": 120},
     "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01},
     "dominates": {"compression": "none", "width": 2048, "batch": 4, "steps": 60},
     # Its first messages pass faster than the link goes on to be: what was measured at the beginning is too good.
-    "slow_link": {"compression": "none", "width": 256, "batch": 64, "steps": 40, "rate": "10mbit"},
+    "slow_link": {"compression": "none", "width": 256, "batch": 64, "steps": 40, "rates": ("10mbit",)},
     "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4, "steps": 60},
     "slow_rank": {"sleep": 0.06},
     "flapping": {"compression": "auto", "flap": True},
+    # The link changes every few seconds.
+    "link_changes": {
+        "compression": "auto",
+        "width": 1400,
+        "batch": 16,
+        "steps": 400,
+        "rates": ("100mbit", "unshaped"),
+    },
     "small_buckets": {"bucket_bytes": 4096},
     "memory": {"leak": 2_000_000, "sleep_all": 0.02},
 }
@@ -125,21 +136,42 @@ def main() -> None:
     for name in args.runs:
         directory = Path(args.into) / name
         shutil.rmtree(directory, ignore_errors=True)
-        start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2"]
-        if "rate" in RUNS[name]:  # between emulated hosts, which only root can set up
-            lab = str(ROOT / "benchmarks" / "netlab.py")
-            start = [sys.executable, lab, "--hosts", "2", "--rate", RUNS[name]["rate"], "--"]
-        command = [
-            *start,
-            sys.executable,
-            __file__,
-            name,
-            "--into",
-            str(directory),
-            "--worker",
-        ]
-        subprocess.run(command, check=True, timeout=300, cwd=ROOT)
+        command = [sys.executable, __file__, name, "--into", str(directory), "--worker"]
+        rates = RUNS[name].get("rates")
+        if rates:  # between emulated hosts, which only root can set up
+            between_hosts(command, rates, directory)
+        else:
+            start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2"]
+            subprocess.run([*start, *command], check=True, timeout=300, cwd=ROOT)
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+
+
+def between_hosts(command: list[str], rates: tuple[str, ...], directory: Path) -> None:
+    """Runs a command on two emulated hosts, whose links have one rate after the other, for some seconds each."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from netlab import Netlab
+
+    with Netlab(2, rates[-1]) as net:
+        ended = threading.Event()
+
+        def change() -> None:
+            for rate in itertools.cycle(rates):
+                while not directory.exists():  # the first step is yet to come
+                    if ended.wait(0.5):
+                        return
+                net.set_rate(rate)
+                if ended.wait(5.0):
+                    return
+
+        changing = threading.Thread(target=change)
+        if len(rates) > 1:
+            changing.start()
+        try:
+            net.run(command, check=True, timeout=300, cwd=ROOT)
+        finally:
+            ended.set()
+            if len(rates) > 1:
+                changing.join()
 
 
 if __name__ == "__main__":

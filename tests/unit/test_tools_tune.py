@@ -5,11 +5,13 @@ import re
 import sys
 import time
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from hvd_compress import formats
-from hvd_compress.tools import cli, search
+from hvd_compress.cost import CostModel, Link
+from hvd_compress.tools import cli, families, outcomes, search, trial
 from hvd_compress.tools.trial import Run, run
 from hvd_compress.tune_lines import MARK
 
@@ -39,6 +41,13 @@ print(mark + json.dumps({"steps": [3.0] * 5 + [step] * 20}))
 print(mark + json.dumps({"metrics": {"loss": 2.0, "val_accuracy": 0.9 - (loss - 1) / 2}}))
 print(mark + json.dumps({"metrics": {"loss": loss, "val_accuracy": 0.9 - (loss - 1) / 2}}))
 print(f"final loss: {loss}")
+"""
+# What follows then.
+GOES_ON = """
+import time
+while name == "hybrid":
+    print("going on", flush=True)
+    time.sleep(0.1)
 """
 
 
@@ -90,7 +99,8 @@ def test_what_was_run_is_not_run_again(tune):
     assert tune("--trials", "14", "-c", "onebit").exit_code == 0
     runs = tune.runs()
     assert set(runs) == {"none", "onebit"}
-    assert len(runs) <= 2 * len(search.BUCKETS) < 14
+    # Each once, but for the best and its rival, which may be run again; then there is nothing left to try.
+    assert len(runs) <= 2 * len(search.BUCKETS) + 2 < 14
 
 
 def test_more_may_be_better(tune):
@@ -117,6 +127,26 @@ def test_what_takes_too_long_is_ended(tune):
     assert [row["status"] for row in json.loads(result.stdout)["trials"]] == ["done", "too slow"]
 
 
+def test_what_is_slower_than_the_best_by_far_is_ended_early(tune):
+    slow = SCRIPT + GOES_ON
+    slow = slow.replace('"hybrid": 0.02', '"hybrid": 0.5')
+    start = time.monotonic()
+    found = json.loads(tune("--trials", "3", "--json", script=slow).stdout)
+    assert time.monotonic() - start < 60
+    assert [row["status"] for row in found["trials"]] == ["done", "done", "too slow"]
+    assert found["trials"][2]["step"] == pytest.approx(0.5) and found["trials"][2]["loss_increase"] is None
+
+
+def test_what_diverges_is_ended_early(tune):
+    script = SCRIPT.replace('"hybrid": 1.5', '"hybrid": float("nan")')
+    script += GOES_ON
+    start = time.monotonic()
+    found = json.loads(tune("--trials", "3", "--json", script=script).stdout)
+    assert time.monotonic() - start < 60
+    assert found["trials"][2]["metric"] is None and found["trials"][2]["loss_increase"] > 1e6
+    assert found["best"]["compression"] == "int8"
+
+
 def test_one_setting_that_fails_is_no_end(tune):
     script = "import os\nif os.environ['HVD_COMPRESS'] == 'int8': raise SystemExit(3)\n" + SCRIPT
     result = tune("--trials", "3", "--json", "--max-loss-increase", "1", script=script)
@@ -131,6 +161,7 @@ def test_one_setting_that_fails_is_no_end(tune):
     [
         ("raise SystemExit('boom')", [], 1, "the script fails without compression:\nboom"),
         ("print('hello')", [], 1, "the script made too few steps with hvdc.DistributedOptimizer"),
+        (SCRIPT.replace('"none": 1.0', '"none": float("nan")'), [], 1, "without compression loss is nan"),
         (SCRIPT, ["--metric", "val_loss"], 1, "no metric 'val_loss': the script has loss, val_accuracy"),
         (SCRIPT, ["--metric-regex", "nothing ([0-9])"], 1, "matches no number in the output"),
         (SCRIPT, ["--metric-regex", "(loss)"], 1, "matches no number in the output"),
@@ -213,3 +244,93 @@ def test_settings_are_known_specs():
         assert formats.parse(setting.compression).name == kind
         assert setting.compression in setting.line() and "bucket_bytes=52428800" in setting.line()
     assert search.is_maximized("val_accuracy") and not search.is_maximized("val_loss")
+
+
+def outcome(spec, numbers, step, worse, runs=1):
+    setting = search.Setting(spec, search.BASELINE.bucket_bytes)
+    return outcomes.Outcome(setting, numbers, "done", step, 1.0, worse, runs)
+
+
+def quantized(bits, step, worse):
+    return outcome(f"quantize:bits={bits}", {"compressor": "quantize", "bits": bits}, step, worse)
+
+
+def hybrid(ratio, step, worse):
+    return outcome(f"hybrid:ratio={ratio}", {"compressor": "hybrid", "ratio": ratio, "bits": 4}, step, worse)
+
+
+@pytest.mark.parametrize(
+    ("tried", "number"),
+    [
+        ([quantized(8, 0.4, 0.0), quantized(2, 0.1, 0.5)], ("bits", 5)),  # between bad and good
+        ([quantized(8, 0.4, 0.0), quantized(3, 0.2, 0.0), quantized(2, 0.1, 0.5)], None),
+        ([quantized(8, 0.4, 0.0)], ("bits", 2)),  # the fastest so far: is there a faster one?
+        ([quantized(8, 0.4, 0.5)], None),  # the mildest there is
+        ([hybrid(0.01, 0.1, 0.5)], ("ratio", 0.3)),
+        ([hybrid(0.01, 0.1, 0.5), hybrid(0.04, 0.2, 0.0)], ("ratio", 0.02)),
+        ([hybrid(0.01, 0.1, 0.5), hybrid(0.04, 2.0, None)], ("ratio", 0.02)),  # too slow: it ended early
+        ([hybrid(0.01, 0.1, 0.5), hybrid(0.011, 0.2, 0.0)], None),
+        # What loses too much at 0.02 does so at 0.01; and nothing above 0.02 is faster than 0.2.
+        ([hybrid(0.01, 0.1, 0.5), hybrid(0.02, 0.3, 0.5), quantized(2, 0.2, 0.0)], None),
+        # Of two gaps the one with more to gain.
+        ([hybrid(0.01, 0.2, 0.5), quantized(8, 0.4, 0.0), quantized(2, 0.1, 0.5)], ("bits", 5)),
+        ([hybrid(0.01, 0.1, 0.5), quantized(8, 0.4, 0.0), quantized(2, 0.2, 0.5)], ("ratio", 0.3)),
+    ],
+)  # fmt: skip
+def test_the_gap_of_a_family_is_halved(tried, number):
+    baseline = outcome("none", {}, 1.0, 0.0)
+    found = families.proposal([baseline, *tried], search.KINDS, 0.1)
+    assert (found and {key: found[key] for key in ("bits", "ratio") if key in found}) == (
+        number and {**({"bits": 4} if number[0] == "ratio" else {}), number[0]: number[1]}
+    )
+
+
+def test_the_best_and_its_rival_are_run_again():
+    a, b, far = quantized(2, 0.1, 0.0), quantized(3, 0.105, 0.0), quantized(8, 0.2, 0.0)
+    assert outcomes.unsure([a, b, far], 0.1) == a.setting
+    again = outcome("quantize:bits=2", a.numbers, 0.1, 0.0, runs=2)
+    assert outcomes.unsure([again, b, far], 0.1) == b.setting
+    assert outcomes.unsure([again, far], 0.1) is None
+    bad = quantized(3, 0.05, 0.5)
+    assert outcomes.unsure([bad, again, b], 0.1) == b.setting
+
+
+# At 100 Mbit/s, 5 MB of gradient: what is lost grows as less is sent.
+LOST = {"none": 0.0, "fp16": 0.0, "bf16": 0.001, "onebit": 0.3}
+
+
+def lost(spec):
+    chosen = formats.parse(spec)
+    if chosen.name in LOST:
+        return LOST[chosen.name]
+    if hasattr(chosen, "ratio"):
+        return 0.02 / chosen.ratio**0.5
+    return 0.4 / chosen.rank if hasattr(chosen, "rank") else 0.15 / 4.0 ** (chosen.bits - 2)
+
+
+@pytest.mark.parametrize("allowed", [0.01, 0.06, 0.09, 0.2])
+def test_the_default_number_of_runs_finds_one_of_the_fastest(tune, monkeypatch, allowed):
+    model, random = CostModel(Link.of_rate(1e8, 3e-4), 2), np.random.default_rng(0)
+
+    def step(spec):
+        return 0.024 + model.predict(spec, 5e6).total
+
+    def instead(command, environment, limit, pattern, watch):
+        spec = environment["HVD_COMPRESS"]
+        noise = 1.0 + 0.03 * random.standard_normal(60)
+        found = Run("done", 10.0, list(step(spec) * noise), {"loss": 1.0 + lost(spec)})
+        found.compression, found.bucket_bytes = spec, int(environment["HVD_COMPRESS_BUCKET_BYTES"])
+        found.status = watch(found) or "done"
+        return found
+
+    monkeypatch.setattr(trial, "run", instead)
+    result = tune("--json", "--max-loss-increase", str(allowed))
+    assert result.exit_code == 0, result.output
+    best = json.loads(result.stdout)["best"]["compression"]
+    ratios = np.geomspace(*search.RATIOS, 60)
+    every = ["none", "fp16", "bf16", "onebit"]
+    every += [f"quantize:bits={bits}" for bits in search.BITS] + [f"powersgd:rank={n}" for n in search.RANKS]
+    every += [f"{kind}:ratio={r:.3g}" for kind in ("topk", "block_topk", "randomk") for r in ratios]
+    every += [f"hybrid:ratio={r:.3g},bits=4" for r in ratios]
+    assert lost(best) <= allowed
+    assert step(best) <= 1.1 * min(step(spec) for spec in every if lost(spec) <= allowed)
