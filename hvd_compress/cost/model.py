@@ -292,7 +292,7 @@ def _changed(topology: Any, change: Callable[[Link], Link]) -> Any:
             return change(value)
         return _changed(value, change)
 
-    if not dataclasses.is_dataclass(topology):  # somebody's own
+    if not dataclasses.is_dataclass(topology) or isinstance(topology, type):  # somebody's own
         return topology
     fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
     return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})
