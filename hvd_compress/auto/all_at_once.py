@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from ..buckets import Shape
 from ..compressors import PowerSGD
-from ..kernels import low_rank
+from ..kernels import low_rank, noise
 
 
-def noise_lost(compressor: PowerSGD, shapes: Sequence[Shape]) -> float:
+def lost_of_noise(compressor: PowerSGD, shapes: Sequence[Shape]) -> float:
     """The expected share of the energy of white noise that tensors of these shapes lose, from a random start.
 
     With a Gaussian matrix M of m x n and a start Q of r columns, all of M's part in the span of Q gets through, r m of
@@ -39,7 +39,8 @@ def lost_alone(compressor: PowerSGD, x: tf.Tensor) -> tf.Tensor:
     if matrix is None:
         return tf.constant(0.0)
     x = tf.reshape(x, matrix)
-    start = low_rank.start(tf.constant(0), compressor.rank * matrix.columns)
+    # Not compiled, as `low_rank.start` is, once for each shape.
+    start = 2.0 * noise.uniform(tf.constant(0), compressor.rank * matrix.columns) - 1.0
     return 1.0 - low_rank.through(x, tf.reshape(start, [compressor.rank, matrix.columns]))
 
 

@@ -107,14 +107,15 @@ def best(
     options = tf.constant(divided(buckets, candidates))  # [N, B]
     possible = tf.reduce_any(tf.one_hot(options, candidates, True, False, dtype=tf.bool) & mixed, -1)
     options = tf.where(possible, options, fallback)
+    valid = all_at_once.allowed(options, several)
     # What is plain loses nothing and is always allowed.
     for_all = [is_plain or (c < len(whole) and whole[c]) for c, is_plain in enumerate(plain)]
-    options = tf.concat(
-        [options, *(tf.fill([1, buckets], c) for c, is_one in enumerate(for_all) if is_one)], 0
-    )
+    ones = [tf.fill([1, buckets], c) for c, is_one in enumerate(for_all) if is_one]
+    options = tf.concat([options, *ones], 0)
     prices = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
     if any(whole):
-        prices = tf.where(all_at_once.allowed(options, allowed), prices, prices.dtype.max)
+        valid = tf.concat([valid, *(all_at_once.allowed(one, allowed) for one in ones)], 0)
+        prices = tf.where(valid, prices, prices.dtype.max)
     return tf.gather(options, tf.argmin(prices))
 
 

@@ -43,7 +43,7 @@ def chooser(
     nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
     costs = _costs(auto, found, shapes, whole, nbytes, pattern)
     lost = [
-        all_at_once.noise_lost(candidate, whole) if is_whole else _lost(candidate, shapes[0][0])
+        all_at_once.lost_of_noise(candidate, whole) if is_whole else _lost(candidate, shapes[0][0])
         for candidate, is_whole in zip(auto.candidates, auto.whole)
     ]
     return Chooser(auto, settings.process_set, settings.op, nbytes, costs, lost)

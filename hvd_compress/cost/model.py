@@ -294,5 +294,5 @@ def _changed(topology: Any, change: Callable[[Link], Link]) -> Any:
 
     if not dataclasses.is_dataclass(topology) or isinstance(topology, type):  # somebody's own
         return topology
-    fields = {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)}
+    fields = {f.name: getattr(topology, f.name) for f in dataclasses.fields(topology) if f.init}
     return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})

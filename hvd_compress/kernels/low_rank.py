@@ -104,7 +104,7 @@ def through(matrix: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
     With no kernel that is compiled for each shape; once orthogonalized, it is no more than an estimate.
     """
     product, _ = scaled(left(matrix, start))
-    roots = _roots(tf.reduce_sum(product[:, None] * product, -1)[None])[0]
+    roots = _roots(tf.matmul(product, product, transpose_b=True)[None])[0]
     found = tf.matmul(roots, right(matrix, product))
     return tf.math.divide_no_nan(tf.reduce_sum(found * found), tf.reduce_sum(matrix * matrix))
 

@@ -68,16 +68,17 @@ def proposal(found: Sequence[Outcome], kinds: Sequence[str], allowed: float) -> 
         family = FAMILIES.get(kind)
         if family is None:
             continue
-        known = {
+        mine = {
             outcome.numbers[family.number]: outcome
             for outcome in found
-            if outcome.step
-            and outcome.numbers.get("compressor") == kind
+            if outcome.numbers.get("compressor") == kind
             and family.fixed.items() <= outcome.numbers.items()
+            and outcome.setting.bucket_bytes == BUCKET_BYTES
         }
+        known = {number: outcome for number, outcome in mine.items() if outcome.step}
         gap = _gap(known, best, allowed)
         number = family.between(gap.low, gap.high) if gap else None
-        if gap and number is not None:
+        if gap and number is not None and number not in mine:  # that one failed
             gaps.append((gap.hope, {"compressor": kind, **family.fixed, family.number: number}))
     if not gaps:
         return None

@@ -40,22 +40,6 @@ def rate(per_byte: float) -> str:
     return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
 
 
-def between(run: Run) -> float:
-    """Milliseconds of a step that `powersgd` computes between its two allreduces, which count as wire."""
-    latency, per_byte = link_of(run)
-    total = 0.0
-    for name, columns in run.first.buckets.items():
-        if not str(columns["compressor"][-1]).startswith("powersgd"):
-            continue
-        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
-        length = min(len(each["wire_ms"]) for each in mine)
-        wire = np.min([each["wire_ms"][:length] for each in mine], 0)[WARM_UP:]
-        if len(wire):
-            link = 2.0 * latency + float(np.median(columns["bytes"])) * per_byte
-            total += max(0.0, float(np.median(wire)) - link)
-    return total
-
-
 def backlog(run: Run) -> tuple[float, float] | None:
     """The residual's norm over the gradient's, largest over ranks, in the middle third of a run and in the last one.
 

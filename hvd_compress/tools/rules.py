@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .figures import FEWEST, WARM_UP, between, late, link_of, median, rate, trimmed
+from .figures import FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .run_log import Run
 from .training_rules import loss_diverges, loss_oscillates, residual_grows
 
@@ -79,7 +79,7 @@ def compression_costs(run: Run) -> str | None:
     """Encoding and decoding take longer than the bytes that they save would, and steps wait for it."""
     _, per_byte = link_of(run)
     # Buckets may be encoded side by side.
-    cost = min(median(run, "encode_ms") + median(run, "decode_ms") + between(run), median(run, "exchange_ms"))
+    cost = min(median(run, "encode_ms") + median(run, "decode_ms"), median(run, "exchange_ms"))
     step, exposed = median(run, "step_ms"), median(run, "exposed_ms")
     sent, ratio = median(run, "bytes"), median(run, "ratio")
     if not ratio > 1.05 or len(run.first.steps["step"]) < FEWEST + WARM_UP:

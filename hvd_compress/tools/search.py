@@ -20,6 +20,7 @@ RATIOS = (0.001, 0.3)
 _BLOCKS = (4, 8, 16, 32)
 RANKS = (1, 2, 4, 8)
 _SEED = 0
+_IN_LINE = "in line"
 # Tried first: of each idea a strong or a mild one, and what is good in many cases before the rest.
 OPENING: tuple[tuple[str, dict[str, float]], ...] = (
     ("quantize", {"bits": 8}),
@@ -101,7 +102,7 @@ def begin(study: Any, kinds: Sequence[str]) -> None:
     """Makes Optuna propose the opening first."""
     for kind, arguments in OPENING:
         if kind in kinds:
-            study.enqueue_trial({"compressor": kind, **arguments, "bucket_bytes": BUCKET_BYTES})
+            enqueue(study, {"compressor": kind, **arguments, "bucket_bytes": BUCKET_BYTES})
 
 
 def is_opening(study: Any) -> bool:
@@ -109,6 +110,17 @@ def is_opening(study: Any) -> bool:
     import optuna
 
     return bool(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)))
+
+
+def enqueue(study: Any, parameters: dict[str, Any]) -> None:
+    """Makes Optuna propose these next, after what waits already, if it has not yet."""
+    study.enqueue_trial(parameters, user_attrs={_IN_LINE: True}, skip_if_exists=True)
+
+
+def put_back(study: Any, trial: Any) -> None:
+    """Has a trial that was in line and came to nothing wait again."""
+    if trial.user_attrs.get(_IN_LINE):
+        study.enqueue_trial(trial.params, user_attrs={_IN_LINE: True})
 
 
 def propose(trial: Any, kinds: Sequence[str]) -> Setting:

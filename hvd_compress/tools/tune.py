@@ -102,7 +102,7 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
             steps.step()
             if number < done:
                 continue
-            last = trials >= _CHECKED and number >= trials - _LAST
+            last = trials >= _CHECKED and number >= trials - _LAST and not search.is_opening(found)
             again = unsure(outcomes(found), tuner.allowed) if last else None
             if again is not None:
                 tuner.attempt(found, found.ask(), again, steps.say)

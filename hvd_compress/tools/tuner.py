@@ -100,7 +100,7 @@ class Tuner:
         if not search.is_opening(study):
             proposal = families.proposal(found, kinds, self.allowed)
             if proposal is not None:
-                study.enqueue_trial(proposal, skip_if_exists=True)
+                search.enqueue(study, proposal)
         for _ in range(_ASKS):
             trial = study.ask()
             setting = search.propose(trial, kinds)
@@ -123,6 +123,7 @@ class Tuner:
         except BaseException:  # an interruption, too: it does not count, and the study goes on from here
             if not study.get_trials(deepcopy=False)[trial.number].state.is_finished():
                 _void(study, trial)
+                search.put_back(study, trial)
             raise
 
     def _tell(self, study: Any, trial: Any, setting: Setting, found: Run) -> None:

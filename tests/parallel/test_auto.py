@@ -265,7 +265,8 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
     nbytes = training.plan.chooser.nbytes[0]
     predicted = training.plan.report()[0].candidates[1].predicted
     if rank == 0:  # whose file counts
-        assert predicted == pytest.approx(model.predict("int8", nbytes).total, rel=1e-3)
+        found = model.predict("int8", nbytes)
+        assert predicted == pytest.approx(found.total + found.burst, rel=1e-3)  # as in the middle of a step
     with pytest.raises(ValueError, match="does not know what int4 costs"):
         Training(rank, spec="auto:candidates=(none|int4)").step()
     if rank == 1:

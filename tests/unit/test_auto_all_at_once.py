@@ -31,7 +31,7 @@ def test_what_white_noise_loses(shapes):
             x = x.reshape(-1, shape[-1])
             left, _ = np.linalg.qr(x @ random.standard_normal((x.shape[1], 2)))
             through += np.sum((left.T @ x) ** 2)
-    assert all_at_once.noise_lost(compressor, shapes) == pytest.approx(1.0 - through / total, abs=3e-3)
+    assert all_at_once.lost_of_noise(compressor, shapes) == pytest.approx(1.0 - through / total, abs=3e-3)
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (3, 3, 8, 16), (17,), (30, 2)])
@@ -91,6 +91,17 @@ def test_what_is_not_admitted_is_not_chosen():
         admitted, [False] * 3, *(x[:2] if isinstance(x, tf.Tensor) else x for x in args), WHOLES
     )
     assert found.numpy().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_whole_is_no_part_of_a_mix(place):
+    """Without one that is plain, and where the flat one is not admitted in each bucket."""
+    whole = [c == place for c in range(2)]
+    seconds = np.where(whole, [[0.0], [3.0]], 1.0)  # what is whole stands with the last bucket
+    admitted = tf.constant([[is_whole or bucket == 1 for is_whole in whole] for bucket in range(2)])
+    args = [False] * 2, tf.zeros([2]), constant(seconds), tf.zeros([2, 2]), tf.ones([2]), 0.0, whole
+    assert policy.best(admitted, *args).numpy().tolist() == [place] * 2
+    assert policy.best(tf.ones([2, 2], tf.bool), *args).numpy().tolist() == [1 - place] * 2
 
 
 def admitted_by_hand(through, nbytes, target):

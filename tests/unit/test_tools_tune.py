@@ -188,6 +188,20 @@ def test_what_failed_as_a_whole_does_not_count(tune):
     assert [row["compression"] for row in found["trials"]] == ["none", "int8"]
 
 
+def test_what_was_in_line_and_failed_waits_again(tmp_path):
+    study = search.open_study(tmp_path / "study.log")
+    search.begin(study, search.KINDS)
+    trial = study.ask()
+    first = search.propose(trial, search.KINDS)
+    search.put_back(study, trial)
+    rest = [search.propose(study.ask(), search.KINDS) for _ in search.OPENING]
+    assert first not in rest[:-1] and rest[-1] == first
+    proposed = study.ask()
+    assert not search.is_opening(study)
+    search.put_back(study, proposed)  # was not in line
+    assert not search.is_opening(study)
+
+
 def test_a_study_belongs_to_its_runs(tune):
     assert tune("--trials", "2").exit_code == 0
     other = tune("--trials", "2", "--metric", "loss")
@@ -270,6 +284,8 @@ def hybrid(ratio, step, worse):
         ([hybrid(0.01, 0.1, 0.5), hybrid(0.04, 0.2, 0.0)], ("ratio", 0.02)),
         ([hybrid(0.01, 0.1, 0.5), hybrid(0.04, 2.0, None)], ("ratio", 0.02)),  # too slow: it ended early
         ([hybrid(0.01, 0.1, 0.5), hybrid(0.011, 0.2, 0.0)], None),
+        # The next one of the first family failed.
+        ([hybrid(0.01, 0.1, 0.5), hybrid(0.3, None, None), quantized(8, 0.4, 0.0)], ("bits", 2)),
         # What loses too much at 0.02 does so at 0.01; and nothing above 0.02 is faster than 0.2.
         ([hybrid(0.01, 0.1, 0.5), hybrid(0.02, 0.3, 0.5), quantized(2, 0.2, 0.0)], None),
         # Of two gaps the one with more to gain.
