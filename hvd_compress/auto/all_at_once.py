@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ..buckets import Shape
 from ..compressors import PowerSGD
-from ..kernels import low_rank, noise
+from ..kernels import low_rank
 
 
 def lost_of_noise(compressor: PowerSGD, shapes: Sequence[Shape]) -> float:
@@ -39,8 +39,9 @@ def lost_alone(compressor: PowerSGD, x: tf.Tensor) -> tf.Tensor:
     if matrix is None:
         return tf.constant(0.0)
     x = tf.reshape(x, matrix)
-    # Not compiled, as `low_rank.start` is, once for each shape.
-    start = 2.0 * noise.uniform(tf.constant(0), compressor.rank * matrix.columns) - 1.0
+    n = compressor.rank * matrix.columns
+    # A number depends on its position only: compiled for each power of two, not for each shape.
+    start = low_rank.start(tf.constant(0), 2 ** math.ceil(math.log2(n)))[:n]
     return 1.0 - low_rank.through(x, tf.reshape(start, [compressor.rank, matrix.columns]))
 
 
