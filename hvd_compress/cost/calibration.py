@@ -72,7 +72,7 @@ class Calibration:
 
     Attributes:
         ranks: Between how many it was measured.
-        links: Each collective's alpha and beta, as a ring's.
+        links: Each collective's alpha, beta and burst, as a ring's.
         kernels: By the compressor's spec string; the slowest rank's.
         residuals: How far each collective's alpha and beta are from what was measured: the root mean square of
             the relative errors over all sizes.
@@ -103,7 +103,8 @@ class Calibration:
             links |= {f"{name} across hosts": link for name, link in self.levels.across.items()}
         for name, link in links.items():
             rate = f"{8e-9 / link.beta:,.3g} Gbit/s" if link.beta else "no limit seen"
-            lines.append(f"  {name}: {link.alpha * 1e6:,.0f} us per message, {rate}")
+            burst = f" after {link.burst / 1e3:,.0f} kB at once" if link.burst else ""
+            lines.append(f"  {name}: {link.alpha * 1e6:,.0f} us per message, {rate}{burst}")
         for spec, cost in self.kernels.items():
             seconds = [cost.encoding(1e6), cost.decoding(1e6, self.ranks)]
             encode, decode = (f"{1e3 * value:.2f} ms" for value in seconds)

@@ -69,6 +69,10 @@ def test_saved_and_loaded(tmp_path):
     assert Calibration.load(tmp_path / "link.json") == calibration
     text = str(calibration)
     assert "4 ranks" in text and "allreduce: 100 us per message, 1 Gbit/s" in text
+    bursting = Calibration(4, {**LINKS, "allgather": Link(2e-4, 1.6e-8, burst=2.5e5)}, KERNELS)
+    assert "allgather: 200 us per message, 0.5 Gbit/s after 250 kB at once" in str(bursting)
+    bursting.save(tmp_path / "link.json")
+    assert Calibration.load(tmp_path / "link.json") == bursting
     assert "int8: 1 MB of gradient encoded in 0.60 ms, decoded in 0.28 ms" in text
 
 
