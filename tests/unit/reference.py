@@ -254,3 +254,16 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
             m = math.prod(block_grid(shape, compressor.block))
             factor = 1 - kept(compressor.ratio, m) / m
         assert total <= factor * energy + squares
+
+
+def queue(ready, seconds):
+    """When the last bucket has crossed, where each waits for its gradients and for the one before."""
+    free = 0.0
+    for at, long in zip(ready, seconds):
+        free = max(free, at) + long
+    return free
+
+
+def queue_after(waits, seconds):
+    """As `queue`, where gradients of one bucket are there so long after those of the one before."""
+    return queue(np.cumsum(waits), seconds)

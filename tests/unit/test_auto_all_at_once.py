@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import reference
 import tensorflow as tf
 
 import hvd_compress as hvdc
@@ -44,15 +45,6 @@ def test_what_a_gradient_loses_by_itself_is_what_encode_loses(shape):
     assert 0.0 <= float(all_at_once.lost_alone(compressor, tf.zeros(shape))) <= 1.0
 
 
-def queue(waits, exchange):
-    """When the last bucket is there, bucket by bucket."""
-    ready = free = 0.0
-    for wait, seconds in zip(waits, exchange):
-        ready += wait
-        free = max(free, ready) + seconds
-    return free
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_best_compares_the_whole_with_mixed_choices(seed):
     """All crosses at the end of the backward pass, or each bucket as soon as it is there."""
@@ -71,7 +63,9 @@ def test_best_compares_the_whole_with_mixed_choices(seed):
         0.0,
         WHOLES,
     )
-    options = [(picks, queue(waits, seconds[range(4), picks])) for picks in ([NONE] * 4, [FLAT] * 4)]
+    options = [
+        (picks, reference.queue_after(waits, seconds[range(4), picks])) for picks in ([NONE] * 4, [FLAT] * 4)
+    ]
     options.append(([WHOLE] * 4, waits.sum() + total))
     assert found.numpy().tolist() == min(options, key=lambda option: option[1])[0]
 

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import reference
 import tensorflow as tf
 
 from hvd_compress.auto import link, policy
@@ -13,20 +14,11 @@ def constant(x):
     return tf.constant(np.asarray(x), tf.float32)
 
 
-def queue(waits, exchange):
-    """When the last bucket is there, bucket by bucket."""
-    ready = free = 0.0
-    for wait, seconds in zip(waits, exchange):
-        ready += wait
-        free = max(free, ready) + seconds
-    return free
-
-
 @pytest.mark.parametrize("buckets", [1, 2, 5, 18])
 def test_makespan_is_that_of_a_queue(buckets):
     times = np.random.default_rng(buckets).exponential(1.0, (2, 50, buckets))
     found = policy.makespan(*map(constant, times)).numpy()
-    np.testing.assert_allclose(found, [queue(*times[:, i]) for i in range(50)], rtol=1e-5)
+    np.testing.assert_allclose(found, [reference.queue_after(*times[:, i]) for i in range(50)], rtol=1e-5)
 
 
 def test_running_max_is_that_of_numpy():
@@ -104,7 +96,7 @@ def test_best_is_the_cheapest_division_that_is_allowed(seed):
 
     def price(picks):
         rows = range(4), list(picks)
-        seconds = queue(waits.numpy(), encode[rows] + wire[rows] + decode[rows])
+        seconds = reference.queue_after(waits.numpy(), encode[rows] + wire[rows] + decode[rows])
         return seconds * (1 + 0.05 * (lost.numpy()[rows] * nbytes.numpy()).sum() / nbytes.numpy().sum())
 
     def admitted(bucket, candidate):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import tensorflow as tf
 from click.testing import CliRunner
 
@@ -31,14 +32,6 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, list(arguments))
 
 
-def queue(ready, seconds):
-    """When the last bucket has crossed, where each waits for its gradients and for the one before."""
-    free = 0.0
-    for at, long in zip(ready, seconds):
-        free = max(free, at) + long
-    return free
-
-
 def test_no_compression_by_hand():
     # Four equal matrices of 4 MB: four buckets, each ready after another quarter of the backward pass.
     work = Workload(((1024, 1024),) * 4, backward=0.04, rest=0.01)
@@ -46,7 +39,7 @@ def test_no_compression_by_hand():
     each = 2 * 3 * 1e-4 + 2 * 3 / 4 * 4 * 2**20 * 8e-9
     assert [size for size, _ in found.chosen] == [4 * 2**20] * 4
     assert found.exchange == pytest.approx(4 * each)
-    assert found.step == pytest.approx(0.01 + queue([0.01, 0.02, 0.03, 0.04], [each] * 4))
+    assert found.step == pytest.approx(0.01 + reference.queue([0.01, 0.02, 0.03, 0.04], [each] * 4))
     assert found.exposed == pytest.approx(found.step - 0.05)
     assert found.sent == found.plain == round(1.5 * 4 * 4 * 2**20)
     # On a fast link all but the last bucket hide.
@@ -68,7 +61,7 @@ def test_a_compressor_by_hand():
     assert found.wire == pytest.approx(dense + wire)
     assert (found.encode, found.decode) == (pytest.approx(encode), pytest.approx(decode))
     ready = [0.01 * 256 / (2**18 + 256), 0.01]  # byte by byte, the last layer first
-    assert found.step == pytest.approx(queue(ready, [dense, encode + wire + decode]))
+    assert found.step == pytest.approx(reference.queue(ready, [dense, encode + wire + decode]))
     assert found.sent == 1024 + payload // 64 * 64 + 64
 
 
@@ -141,7 +134,7 @@ def test_the_queue_is_that_of_auto(buckets):
     found = prediction.makespan(waits, exchange)
     theirs = policy.makespan(tf.constant(waits, tf.float32), tf.constant(exchange, tf.float32))
     np.testing.assert_allclose(found, theirs, rtol=1e-5)
-    by_hand = [queue(np.cumsum(waits[i]), exchange[i]) for i in range(50)]
+    by_hand = [reference.queue_after(waits[i], exchange[i]) for i in range(50)]
     np.testing.assert_allclose(found, by_hand, rtol=1e-9)
 
 
