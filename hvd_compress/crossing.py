@@ -14,6 +14,7 @@ from .auto.clock import Stamps
 from .compressors import Auto, Compressor
 from .context import Context, plain_name
 from .exchange.common import Reduced, Share
+from .exchange.turns import next_turn
 from .monitor import recorder
 from .sections import LayoutState
 
@@ -33,7 +34,7 @@ class Crossed(NamedTuple):
     ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
     kept: list[tf.Tensor]  # the new values of `Plan.changed_by`
     outgoing: tf.Tensor  # there when this rank has encoded the bucket
-    early: tf.Tensor  # there when it may begin with the next one: `outgoing`, or before
+    early: tf.Tensor  # there when it may begin with the next one
     stamps: Stamps | None = None  # of `auto`, and while somebody watches
     norms: Any = ()  # a tensor while somebody watches
 
@@ -52,7 +53,8 @@ def cross(context: Context, bucket: Brought, begun: Sequence[tf.Tensor]) -> Cros
     if len(compressor.stages) > 1:
         return _cross_in_stage(context, bucket, compressor, begun)
     crossed, found = _exchange(context, bucket, compressor)
-    return crossed._replace(stamps=Stamps(*begun, *stamps_of(found)) if begun else None)
+    stamps = stamps_of(found) if begun else ()
+    return crossed._replace(early=_early(found, stamps), stamps=Stamps(*begun, *stamps) if begun else None)
 
 
 def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
@@ -63,8 +65,7 @@ def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
     def exchange(compressor: Compressor) -> Any:
         crossed, found = _exchange(context, bucket, compressor)
         stamps = stamps_of(found)
-        early = stamps[0] if plan.hosts is None else clock.stamp([crossed.early])
-        return crossed.pieces, crossed.ok, crossed.kept, stamps, early, crossed.norms
+        return crossed.pieces, crossed.ok, crossed.kept, stamps, _early(found, stamps), crossed.norms
 
     chosen = plan.chooser.switch(plan.chosen.index(bucket.number), exchange)
     found, ok, kept, stamps, early, norms = chosen
@@ -81,11 +82,12 @@ def _cross_in_stage(
         stamps = stamps_of(found) if begun else ()
         # What is sent has another shape in each stage.
         first = tf.cast(tf.reshape(crossed.outgoing, [-1])[0], tf.float32)
-        return crossed.pieces, crossed.ok, crossed.kept, first, stamps, crossed.norms
+        return crossed.pieces, crossed.ok, crossed.kept, first, stamps, _early(found, stamps), crossed.norms
 
     branches = [functools.partial(exchange, stage) for stage in compressor.stages]
-    found, ok, kept, first, stamps, norms = tf.switch_case(context.plan.stage(compressor), branches)
-    return Crossed(found, ok, kept, first, first, Stamps(*begun, *stamps) if begun else None, norms)
+    chosen = tf.switch_case(context.plan.stage(compressor), branches)
+    found, ok, kept, first, stamps, early, norms = chosen
+    return Crossed(found, ok, kept, first, early, Stamps(*begun, *stamps) if begun else None, norms)
 
 
 def stamps_of(found: Reduced) -> tuple[tf.Tensor, ...]:
@@ -101,6 +103,13 @@ def stamps_of(found: Reduced) -> tuple[tf.Tensor, ...]:
             sent += last - halfway
     arrived = clock.stamp([found.incoming], last)
     return sent, arrived, clock.stamp(found.pieces, arrived)
+
+
+def _early(found: Reduced, stamps: Sequence[tf.Tensor]) -> tf.Tensor:
+    """When the next bucket may begin: not before the time is taken when this one is encoded, if that is."""
+    if found.early is not None:
+        return next_turn(found.early)
+    return next_turn(stamps[0] if stamps and found.between is None else found.outgoing)
 
 
 def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tuple[Crossed, Reduced]:
@@ -138,8 +147,7 @@ def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tupl
     if number in plan.astray:
         with tf.device("CPU"):
             kept.append(tf.constant(keep and found.astray))
-    early = found.outgoing if found.early is None else found.early
-    crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, early)
+    crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, found.outgoing)
     if context.due is not None:
         fresh = velocities or pieces
         norms = recorder.norms_of(context.due, compressor, fresh, share, left if keep else None)

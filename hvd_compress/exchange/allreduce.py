@@ -8,6 +8,7 @@ import tensorflow as tf
 from ..compressors import Compressor
 from ..traffic import allreduce as bytes_sent  # noqa: F401  (what each rank sends)
 from .common import Group, Reduced, Share, all_of, factor
+from .turns import at_once
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:
@@ -16,7 +17,7 @@ def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> 
     values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
     broken = tf.cast(~all_of([e.finite for e in encoded]), tf.float32)[None]
     outgoing = tf.concat([*values, broken], 0)
-    total = hvd.allreduce(outgoing, op=hvd.Sum, **group.keywords(""))
+    total = hvd.allreduce(at_once(outgoing), op=hvd.Sum, **group.keywords(""))
     ok = total[-1] == 0.0
     times = factor(scale, ok)
     pieces, start = [], 0

@@ -26,6 +26,7 @@ from ..kernels import low_rank
 from ..traffic import low_rank as bytes_sent  # noqa: F401  (what each rank sends)
 from . import common
 from .common import Group, Reduced, Shape, Share
+from .turns import at_once, next_turn
 
 
 def start(compressor: PowerSGD, shapes: Sequence[Shape]) -> tf.Tensor:
@@ -66,7 +67,7 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
         # Where nothing was found, the start is still good.
         factors = _flat([tf.where(is_new, x, before) for (x, is_new), before in zip(new, old)])
         if share.keep:
-            with tf.control_dependencies([second]):  # or nothing would cross until it is done
+            with tf.control_dependencies([next_turn(second)]):  # or nothing would cross until it is done
                 matrices = [tf.identity(matrix) for matrix in matrices]
             for i, matrix, left, right in zip(order, matrices, lefts, mine):
                 residuals[i] = tf.reshape(low_rank.lost(matrix, left, right), shapes[i])
@@ -84,7 +85,7 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
 
 
 def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
-    total = hvd.allreduce(outgoing, op=hvd.Sum, **group.keywords(phase))
+    total = hvd.allreduce(at_once(outgoing), op=hvd.Sum, **group.keywords(phase))
     return tf.ensure_shape(total, outgoing.shape)
 
 

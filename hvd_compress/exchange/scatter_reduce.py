@@ -51,7 +51,8 @@ def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
         if owner != group.rank:
             finite = common.all_of([e.finite for e in part])
             outgoing.append(common.with_flag([p for e in part for p in e.parts], finite))
-    received = common.alltoall(outgoing, group, "_scatter")
+    sent = common.joined(outgoing)
+    received = common.scatter(sent, group, "_scatter")
 
     residuals = [e.residual for e in encoded]
     flags = [common.flag_of(payload) for payload in received]
@@ -68,7 +69,7 @@ def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
         residuals[i] = again.residual
 
     payload = common.with_flag(parts, common.all_of(flags))
-    return Exchanged(payload, [e.ctx for e in encoded], residuals, outgoing[-1])
+    return Exchanged(payload, [e.ctx for e in encoded], residuals, sent)
 
 
 def decode(
