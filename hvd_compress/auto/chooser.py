@@ -223,6 +223,7 @@ class Chooser:
                 before=tf.where(committed, state.now, state.before),
                 steady=committed & tf.reduce_all(state.now == state.before),
                 switches=state.switches + tf.cast(chosen != state.choice, tf.int32),
+                known=tf.where(tf.reduce_any(chosen != state.choice), 1.0, state.known),
             )
             switched, proposal, tried = self._proposal(switched, tf.cast(step, tf.int32))
             for variable, value in zip(self.state, switched):

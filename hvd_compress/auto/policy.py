@@ -194,6 +194,7 @@ class State(NamedTuple):
     reluctance: tf.Tensor
     bias: tf.Tensor  # [C], by which factor steps with each candidate take longer than predicted
     age: tf.Tensor  # [C], steps since that was measured
+    known: tf.Tensor  # how often that of the choice was: once, in a trial, when it is chosen
     trial: tf.Tensor  # int32, which candidate was tried last
     since_trial: tf.Tensor  # steps since that began
 
@@ -205,7 +206,7 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     return State(
         choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
         tf.zeros([buckets, candidates]), zeros, zeros, zero, one,
-        tf.ones([candidates]), tf.fill([candidates], trials.STALE), tf.constant(0), tf.constant(trials.GAP),
+        tf.ones([candidates]), tf.fill([candidates], trials.STALE), zero, tf.constant(0), tf.constant(trials.LASTS),
     )  # fmt: skip
 
 
@@ -233,7 +234,7 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
     waits = _average(state.waits, seen.waits, timed)
     ratio = tf.math.divide_no_nan(seen.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
-    found = trials.measured(state.bias, state.age, tf.reduce_mean(hot, 0), ratio, chosen)
+    found = trials.measured(state.bias, state.age, tf.reduce_mean(hot, 0), ratio, chosen, state.known)
     here = tf.range(state.choice.shape[0]) == seen.probed
     tried = tf.cast(here & (seen.energy[-1] > 0.0), tf.float32)
     keep = 1.0 - AVERAGED * tried
@@ -250,6 +251,7 @@ def follow(state: State, seen: Measured, costs: Costs) -> State:
         waits=waits,
         bias=found[0],
         age=found[1],
+        known=state.known + tf.cast(chosen & (ratio > 0.0), tf.float32),
         measured=_average(state.measured, seen.exchange, timed & (state.before == state.choice)),
     )
 

@@ -10,20 +10,24 @@ import tensorflow as tf
 
 # After so many steps what was measured should be measured anew.
 STALE = 200.0
-# Steps from one trial to the next.
+# Steps from one trial to the next; the first one waits until the choice was measured some times.
 GAP = 8.0
 # Steps that a trial lasts.
-_LASTS = 2.0
+LASTS = 2.0
 # What is predicted to cost more than so many times the choice is not tried.
 _PLAUSIBLE = 1.4
-# What a measurement of the choice weighs: the link is followed with it, too, and much faster.
+# What a measurement of the choice weighs at least: the link is followed with it, too, and much faster.
 _WEIGHT_OF_CHOICE = 0.05
+# By how much the first ones, which weigh more, may be off: what is off by more is the link.
+_PLAUSIBLE_AT_FIRST = 1.5
+# How much of the choice's error is that of all.
+_COMMON = 0.5
 # How much of what was measured is still believed a step later.
 _KEPT = 0.998
 
 
 def measured(
-    bias: tf.Tensor, age: tf.Tensor, used: tf.Tensor, ratio: tf.Tensor, chosen: tf.Tensor
+    bias: tf.Tensor, age: tf.Tensor, used: tf.Tensor, ratio: tf.Tensor, chosen: tf.Tensor, before: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Takes in how long a step took.
 
@@ -33,14 +37,21 @@ def measured(
         used: [C], the share of the buckets that had each candidate.
         ratio: Scalar, the step's time over the one that was predicted with `bias`; 0 if nothing was measured.
         chosen: bool, whether that was the choice, and not a trial.
+        before: Scalar, how often the choice was measured before. The factor is the geometric mean of the first
+            measurements, so that what is tried is not compared with a choice of which little is known.
 
     Returns:
-        The new factors and ages. Factors of what is not used go back to 1 by and by.
+        The new factors and ages. Factors of what is not used go back to 1 by and by, and take part in what is found
+        of the choice: half of the logarithm, as if all were off by as much in common as each by itself.
     """
-    seen = (ratio > 0.0) & (used > 0.0)
-    change = tf.clip_by_value(ratio, 0.25, 4.0) ** (used * tf.where(chosen, _WEIGHT_OF_CHOICE, 1.0))
+    timed = ratio > 0.0
+    seen = timed & (used > 0.0)
+    weight = tf.maximum(1.0 / (before + 1.0), _WEIGHT_OF_CHOICE)
+    limit = tf.where(chosen & (weight > _WEIGHT_OF_CHOICE), _PLAUSIBLE_AT_FIRST, 4.0)
+    change = tf.clip_by_value(ratio, 1.0 / limit, limit) ** tf.where(chosen, weight, 1.0)
+    others = tf.where(timed & chosen, change**_COMMON, 1.0)
     return (
-        tf.where(seen, tf.clip_by_value(bias * change, 0.1, 10.0), bias**_KEPT),
+        tf.clip_by_value(tf.where(seen, bias * change**used, bias**_KEPT * others), 0.1, 10.0),
         tf.where(seen, 0.0, tf.minimum(age + 1.0, STALE)),
     )
 
@@ -65,4 +76,4 @@ def next_trial(
     best = tf.argmin(tf.where(due, ratios, ratios.dtype.max), output_type=tf.int32)
     trial = tf.where(begins, best, trial)
     since = tf.where(begins, 0.0, since + 1.0)
-    return trial, since, tf.where(since < _LASTS, trial, -1)
+    return trial, since, tf.where(since < LASTS, trial, -1)

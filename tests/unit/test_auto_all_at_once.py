@@ -179,6 +179,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
         state = state._replace(
             choice=choice, now=tf.where(trial >= 0, trial, choice), before=state.now,
             steady=tf.reduce_all(state.now == state.before),
+            known=tf.where(tf.reduce_any(choice != state.choice), 1.0, state.known),
         )  # fmt: skip
         lost = tf.zeros([buckets, 3])
         return policy.propose(state, costs, PLAIN, lost, tf.ones([buckets]), constant(0.0), 0.02, whole)

@@ -183,6 +183,7 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
         state = state._replace(
             choice=choice, now=tf.where(trial >= 0, trial, choice), before=state.now,
             steady=tf.reduce_all(state.now == state.before),
+            known=tf.where(tf.reduce_any(choice != state.choice), 1.0, state.known),
         )  # fmt: skip
         return policy.propose(state, costs, plain, *fixed)
 
@@ -217,6 +218,14 @@ def test_the_choice_is_right_although_the_model_is_not(truth):
     taken = truth[in_force]
     assert taken[50:].mean() < 1.03 * truth.min()  # trials included
     assert (np.diff(chosen) != 0).sum() <= 3
+
+
+@pytest.mark.parametrize("off", [0.7, 1.4])
+def test_what_is_tried_is_compared_with_a_choice_that_is_known_as_well(off):
+    costs = np.array([0.100, 0.080, 0.070])
+    for seed in range(5):
+        chosen, in_force = simulate(lambda step: off * costs, costs_of(costs), 40, noise=0.1, seed=seed)
+        assert set(chosen) == {2} and set(in_force) > {2}
 
 
 def test_what_is_far_slower_is_not_tried():
