@@ -27,6 +27,9 @@ LARGEST = 2**20
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
+_BLOCK = 256
+# By how much pieces may become larger in order to be aligned.
+_ADDED = 1 / 64
 # Gradients of fewer elements lie close together, and are cut out of a piece all at once.
 SMALL = 1024
 # Pieces of each owner in a full bucket: the first bucket, with one for each, can be smaller then (`int8` between four
@@ -73,7 +76,8 @@ class Flat:
     Attributes:
         bucket: Whose gradients.
         multiple: The number of pieces is a multiple of this.
-        alignment: The size of pieces is a multiple of this if that adds less than 1% to it.
+        alignment: The size of pieces is a multiple of this if that adds little to it, or of a half, a fourth, ... of
+            this if that still is one of 256: quantizers then need not add anything to a piece, which copies it.
         largest: Elements of a piece at most, but for the alignment.
     """
 
@@ -91,9 +95,11 @@ class Flat:
     def size(self) -> int:
         """The elements of each piece."""
         size = math.ceil(self._offsets[-1] / self.count)
-        fits = (number for number in (self.alignment, 256, 16) if size >= 100 * number)
-        alignment = next(fits, 1)
-        return alignment * math.ceil(size / alignment)
+        numbers = [self.alignment]
+        while numbers[-1] % (2 * _BLOCK) == 0:
+            numbers.append(numbers[-1] // 2)
+        rounded = (number * math.ceil(size / number) for number in (*numbers, _BLOCK, _CELL))
+        return next((found for found in rounded if found <= (1 + _ADDED) * size), size)
 
     @property
     def shapes(self) -> list[Shape]:

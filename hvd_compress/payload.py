@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from .shown import shown
+
+# Bytes: where TensorFlow shares memory between a tensor and its parts.
+_ALIGNED = 64
+_WORD = tf.float32
 
 
 class Payload:
@@ -118,17 +123,27 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
             f"a payload of {payload.shape[0]} bytes cannot be decoded: {expected} are expected; it is "
             "damaged, or was made by another compressor or for another shape"
         )
-    return take(payload, specs, 0)
+    return take(payload, [specs])[0]
 
 
-def take(payload: tf.Tensor, specs: Sequence[tf.TensorSpec], start: int) -> list[tf.Tensor]:
-    """The tensors that begin at byte `start` of uint8 `payload`; slices at multiples of 64 copy nothing."""
-    parts = []
-    for spec in specs:
-        end = start + nbytes([spec])
-        parts.append(_from_bytes(tf.strided_slice(payload, [start], [end], [1]), spec))
-        start = end
-    return parts
+def take(payload: tf.Tensor, layouts: Sequence[Sequence[tf.TensorSpec]]) -> list[list[tf.Tensor]]:
+    """The parts of each piece, of which uint8 `payload` [nbytes] holds those of the first, of the second, and so on.
+
+    What begins and ends at multiples of 64 bytes is not copied.
+    """
+    specs = [spec for layout in layouts for spec in layout]
+    sizes = [nbytes([spec]) for spec in specs]
+    begins = [0, *itertools.accumulate(sizes)]
+    if all(size % _ALIGNED == 0 for size in (*sizes, payload.shape[0])):
+        # All at once, as each operation costs time in branches that are not taken, too. In words, since on a GPU
+        # TensorFlow splits no bytes.
+        words = tf.bitcast(tf.reshape(payload, [-1, _WORD.size]), _WORD)
+        rest = payload.shape[0] - begins[-1]
+        cut = tf.split(words, [size // _WORD.size for size in (*sizes, rest)])
+    else:
+        cut = [tf.strided_slice(payload, [a], [b], [1]) for a, b in zip(begins, begins[1:])]
+    parts = iter([_as_spec(piece, spec) for piece, spec in zip(cut, specs)])
+    return [[next(parts) for _ in layout] for layout in layouts]
 
 
 def _to_bytes(part: tf.Tensor) -> tf.Tensor:
@@ -139,11 +154,13 @@ def _to_bytes(part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(part, [-1])
 
 
-def _from_bytes(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
-    shape = spec.shape.as_list()
-    if spec.dtype == tf.bool:
-        return tf.cast(tf.reshape(piece, shape), tf.bool)
-    if spec.dtype.size > 1:
-        return tf.bitcast(tf.reshape(piece, [*shape, spec.dtype.size]), spec.dtype)
-    piece = tf.reshape(piece, shape)
-    return piece if spec.dtype == tf.uint8 else tf.bitcast(piece, spec.dtype)
+def _as_spec(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    """A vector's memory as a tensor of this shape and dtype."""
+    shape, dtype = spec.shape.as_list(), tf.uint8 if spec.dtype == tf.bool else spec.dtype
+    if piece.dtype.size < dtype.size:
+        piece = tf.reshape(piece, [*shape, dtype.size // piece.dtype.size])
+    if piece.dtype != dtype:
+        piece = tf.bitcast(piece, dtype)
+    if piece.shape != spec.shape:
+        piece = tf.reshape(piece, shape)
+    return piece if dtype == spec.dtype else tf.cast(piece, spec.dtype)

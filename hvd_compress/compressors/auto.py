@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -94,8 +95,8 @@ class Auto(BuiltinCompressor):
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
-        """The largest of the candidates'."""
-        return max(candidate.alignment for candidate in self.candidates)
+        """What suits all candidates."""
+        return math.lcm(*(candidate.alignment for candidate in self.candidates))
 
     @property
     def whole(self) -> list[bool]:

@@ -88,13 +88,9 @@ def _decode(
     contexts: Sequence[Any],
     factor: tf.Tensor,
 ) -> list[tf.Tensor]:
-    pieces, start = [], 0
-    for shape, ctx in zip(shapes, contexts):
-        layout = compressor.layout(shape)
-        ranks = [_payload.take(payload, layout, start) for payload in payloads]
-        pieces.append(common.decode_sum(compressor, ranks, ctx, factor))
-        start += _payload.nbytes(layout)
-    return pieces
+    layouts = [compressor.layout(shape) for shape in shapes]
+    of_ranks = zip(*(_payload.take(payload, layouts) for payload in payloads))
+    return [common.decode_sum(compressor, ranks, ctx, factor) for ranks, ctx in zip(of_ranks, contexts)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -138,7 +138,7 @@ def decode_sum(
     """The scaled sum of the parts of all ranks, in their order."""
     total = None
     for first in range(0, len(ranks), AT_ONCE):
-        part = compressor.decode_sum(ranks[first : first + AT_ONCE], ctx, scale)
+        part = compressor.decode_sum(list(ranks[first : first + AT_ONCE]), ctx, scale)
         total = part if total is None else total + part
     return total
 

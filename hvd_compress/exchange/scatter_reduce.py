@@ -41,7 +41,6 @@ def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
     """All of it but the allgather and decoding: what this owner has encoded, and a flag that is down if any is."""
     each = len(share.pieces) // group.size
     layout = compressor.layout(share.shapes[0])
-    step = _payload.nbytes(layout)
 
     # What is never read of the own pieces' encoding is pruned from the graph.
     encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
@@ -54,14 +53,14 @@ def exchange(compressor: Compressor, share: Share, group: Group) -> Exchanged:
     sent = common.joined(outgoing)
     received = common.scatter(sent, group, "_scatter")
 
+    taken = list(zip(*(_payload.take(payload, [layout] * each) for payload in received)))
     residuals = [e.residual for e in encoded]
     flags = [common.flag_of(payload) for payload in received]
     parts: list[tf.Tensor] = []
     for j in range(each):
         i = group.rank * each + j
         own = residual.add(share.pieces[i], share.residuals[i], share.decay)
-        ranks = [_payload.take(payload, layout, j * step) for payload in received]
-        rest = common.decode_sum(compressor, ranks, encoded[i].ctx, tf.constant(1.0))
+        rest = common.decode_sum(compressor, taken[j], encoded[i].ctx, tf.constant(1.0))
         seeds = share.seeds._replace(piece=len(encoded) + i)  # not the first encoding's noise again
         again = compressor.encode(rest, seeds, own, 1.0, share.keep)
         parts += again.parts
@@ -82,10 +81,5 @@ def decode(
     """The pieces, times `factor`, of their owners' payloads."""
     each = len(shapes) // len(payloads)
     layout = compressor.layout(shapes[0])
-    step = _payload.nbytes(layout)
-    pieces = []
-    for i, ctx in enumerate(contexts):
-        owner, j = divmod(i, each)
-        piece = _payload.take(payloads[owner], layout, j * step)
-        pieces.append(common.decode_sum(compressor, [piece], ctx, factor))
-    return pieces
+    pieces = [piece for payload in payloads for piece in _payload.take(payload, [layout] * each)]
+    return [common.decode_sum(compressor, [piece], ctx, factor) for piece, ctx in zip(pieces, contexts)]

@@ -57,13 +57,41 @@ def test_split_undoes_join():
         assert_equal(part, payload.split(payload.join([part]), specs_of([part]))[0])
 
 
-def test_take_begins_anywhere():
-    ranks = [tensors(seed) for seed in range(3)]
-    joined = [payload.join(parts) for parts in ranks]
-    gathered, length = tf.concat(joined, 0), joined[0].shape[0]
-    for r, parts in enumerate(ranks):
-        for part, piece in zip(parts, payload.take(gathered, specs_of(parts), r * length)):
-            assert_equal(part, piece)
+def test_take_finds_the_parts_of_all_pieces():
+    pieces = [tensors(seed) for seed in range(3)]
+    joined = payload.join([part for parts in pieces for part in parts])
+    for padding in (0, 3):
+        padded = tf.concat([joined, tf.zeros([padding], tf.uint8)], 0)
+        found = payload.take(padded, [specs_of(parts) for parts in pieces])
+        for parts, again in zip(pieces, found):
+            for part, same in zip(parts, again):
+                assert_equal(part, same)
+
+
+def test_take_of_aligned_parts_keeps_every_bit():
+    random = np.random.default_rng(1)
+    kinds = [
+        ((2, 32), np.uint8),
+        ((16,), np.float32),
+        ((4, 8), np.int32),
+        ((32,), np.int16),
+        ((8,), np.int64),
+    ]
+    kinds += [((64,), np.int8), ((16, 4), np.bool_), ((3, 16), np.uint32)]
+    arrays = [
+        np.frombuffer(random.bytes(np.prod(shape) * np.dtype(kind).itemsize), np.uint8)
+        for shape, kind in kinds
+    ]
+    arrays = [
+        (raw % 2).astype(kind).reshape(shape) if kind == np.bool_ else raw.view(kind).reshape(shape)
+        for raw, (shape, kind) in zip(arrays, kinds)
+    ]
+    parts = [tf.constant(array) for array in arrays]
+    for padding in (0, 64):
+        joined = tf.concat([payload.join(parts * 2), tf.zeros([padding], tf.uint8)], 0)
+        for found in payload.take(joined, [specs_of(parts)] * 2):
+            for array, again in zip(arrays, found):
+                assert again.shape == array.shape and again.numpy().tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 11, 13])

@@ -41,7 +41,7 @@ def test_cut_and_join(shapes, multiple, largest):
     bucket = Bucket(tuple(range(len(shapes))), tuple(shapes))
     pieces = FlatPieces(bucket, multiple, largest=largest)
     assert pieces.count % multiple == 0
-    assert pieces.size <= 1.011 * largest
+    assert pieces.size <= 1.016 * largest
     assert pieces.count * pieces.size >= bucket.numel
     dtypes = [DTYPES[i % len(DTYPES)] for i in range(len(shapes))]
     assert_round_trip(pieces, gradients(shapes, dtypes), dtypes)
@@ -70,7 +70,7 @@ def test_whole_tensors_keep_their_shapes():
 def test_little_is_added(numel, multiple, alignment):
     pieces = FlatPieces(Bucket((0,), ((numel,),)), multiple, alignment)
     assert pieces.count == multiple * math.ceil(numel / (multiple * 2**20))
-    assert numel <= pieces.count * pieces.size <= 1.011 * (numel + pieces.count)
+    assert numel <= pieces.count * pieces.size <= 1.016 * (numel + pieces.count)
     if numel / pieces.count >= 100 * alignment:
         assert pieces.size % alignment == 0
 
