@@ -76,8 +76,8 @@ class Flat:
     Attributes:
         bucket: Whose gradients.
         multiple: The number of pieces is a multiple of this.
-        alignment: The size of pieces is a multiple of this if that adds little to it, or of a half, a fourth, ... of
-            this if that still is one of 256: quantizers then need not add anything to a piece, which copies it.
+        alignment: The size of pieces is a multiple of this if that adds less than 2% to it; or of a half, a fourth, ...
+            of this that still is one of 256; or of 256, or of 16, with which slices copy nothing.
         largest: Elements of a piece at most, but for the alignment.
     """
 
@@ -85,6 +85,12 @@ class Flat:
     multiple: int = 1
     alignment: int = 16
     largest: int = LARGEST
+
+    def __post_init__(self) -> None:
+        if self.alignment < 1:
+            raise ValueError(
+                f"a compressor's alignment must be a whole number from 1 on, got {self.alignment}"
+            )
 
     @functools.cached_property
     def count(self) -> int:
@@ -189,7 +195,8 @@ def flat(
     """
 
     def pieces_for(owners: int, each: int) -> Flat:
-        size = max(SMALLEST, min(LARGEST, limit // 4 // (owners * each)))
+        # So that as many fit into a bucket, aligned, too.
+        size = max(SMALLEST, min(LARGEST, int(limit // 4 // (owners * each) / (1 + _ADDED))))
         return Flat(bucket, owners, alignment, size)
 
     shared = pieces_for(ranks, _PIECES_OF_OWNER if ranks <= _FEW_RANKS else 1)

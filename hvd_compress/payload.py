@@ -13,6 +13,8 @@ from .shown import shown
 
 # Bytes: where TensorFlow shares memory between a tensor and its parts.
 _ALIGNED = 64
+# Bytes that are copied sooner than so many operations run that would avoid it.
+_LITTLE = 2**20
 _WORD = tf.float32
 
 
@@ -129,12 +131,13 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
 def take(payload: tf.Tensor, layouts: Sequence[Sequence[tf.TensorSpec]]) -> list[list[tf.Tensor]]:
     """The parts of each piece, of which uint8 `payload` [nbytes] holds those of the first, of the second, and so on.
 
-    What begins and ends at multiples of 64 bytes is not copied.
+    What begins and ends at multiples of 64 bytes is not copied, unless all of it is little.
     """
     specs = [spec for layout in layouts for spec in layout]
     sizes = [nbytes([spec]) for spec in specs]
     begins = [0, *itertools.accumulate(sizes)]
-    if all(size % _ALIGNED == 0 for size in (*sizes, payload.shape[0])):
+    unit = _WORD.size if payload.shape[0] <= _LITTLE else _ALIGNED
+    if all(size % unit == 0 for size in (*sizes, payload.shape[0])):
         # All at once, as each operation costs time in branches that are not taken, too. In words, since on a GPU
         # TensorFlow splits no bytes.
         words = tf.bitcast(tf.reshape(payload, [-1, _WORD.size]), _WORD)

@@ -194,7 +194,7 @@ class State(NamedTuple):
     reluctance: tf.Tensor
     bias: tf.Tensor  # [C], by which factor steps with each candidate take longer than predicted
     age: tf.Tensor  # [C], steps since that was measured
-    known: tf.Tensor  # how often that of the choice was: once, in a trial, when it is chosen
+    known: tf.Tensor  # how often that of the choice was; of a new one it counts as once, as if in a trial
     trial: tf.Tensor  # int32, which candidate was tried last
     since_trial: tf.Tensor  # steps since that began
 

@@ -49,9 +49,10 @@ def measured(
     weight = tf.maximum(1.0 / (before + 1.0), _WEIGHT_OF_CHOICE)
     limit = tf.where(chosen & (weight > _WEIGHT_OF_CHOICE), _PLAUSIBLE_AT_FIRST, 4.0)
     change = tf.clip_by_value(ratio, 1.0 / limit, limit) ** tf.where(chosen, weight, 1.0)
-    others = tf.where(timed & chosen, change**_COMMON, 1.0)
+    # Half of what is found of the choice also where a candidate has few buckets or none.
+    share = tf.where(timed, tf.maximum(used, tf.where(chosen, _COMMON, 0.0)), 0.0)
     return (
-        tf.clip_by_value(tf.where(seen, bias * change**used, bias**_KEPT * others), 0.1, 10.0),
+        tf.clip_by_value(tf.where(seen, bias, bias**_KEPT) * change**share, 0.1, 10.0),
         tf.where(seen, 0.0, tf.minimum(age + 1.0, STALE)),
     )
 

@@ -152,10 +152,11 @@ def restore(plan: Plan, state: PlanState) -> None:
                     variable.assign(tf.cast(piece, variable.dtype))
         for variable in plan.astray.values():
             variable.assign(True)
-        for name, variable in plan.named.items():
-            # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
-            if variable.shape == state.named[name].shape:
-                variable.assign(state.named[name])
+        # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
+        anew = {name for name, variable in plan.named.items() if variable.shape != state.named[name].shape}
+        anew |= {"auto_known"} if "auto_choice" in anew else set()
+        for name in set(plan.named) - anew:
+            plan.named[name].assign(state.named[name])
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:

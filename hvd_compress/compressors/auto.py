@@ -95,7 +95,10 @@ class Auto(BuiltinCompressor):
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
-        """What suits all candidates."""
+        """What suits all candidates; where that is too large for pieces, what lets none of them add to a piece.
+
+        Adding copies the piece, where quantizers with blocks that do not fill 64 bytes copy codes only.
+        """
         return math.lcm(*(candidate.alignment for candidate in self.candidates))
 
     @property

@@ -7,7 +7,7 @@ import pytest
 import reference
 import tensorflow as tf
 
-from hvd_compress.auto import link, policy
+from hvd_compress.auto import link, policy, trials
 
 
 def constant(x):
@@ -226,6 +226,16 @@ def test_what_is_tried_is_compared_with_a_choice_that_is_known_as_well(off):
     for seed in range(5):
         chosen, in_force = simulate(lambda step: off * costs, costs_of(costs), 40, noise=0.1, seed=seed)
         assert set(chosen) == {2} and set(in_force) > {2}
+
+
+def test_candidates_of_few_buckets_learn_no_less_than_those_of_none():
+    ones, used = tf.ones([3]), constant([0.75, 0.25, 0.0])
+    for known, weight in ((0.0, 1.0), (3.0, 0.25), (100.0, 0.05)):
+        bias, _ = trials.measured(ones, ones, used, constant(1.4), tf.constant(True), constant(known))
+        np.testing.assert_allclose(bias, 1.4 ** (weight * np.array([0.75, 0.5, 0.5])), rtol=1e-5)
+    bias, age = trials.measured(ones, ones, used, constant(1.4), tf.constant(False), constant(0.0))
+    np.testing.assert_allclose(bias, 1.4 ** np.array([0.75, 0.25, 0.0]), rtol=1e-5)
+    assert age.numpy().tolist() == [0.0, 0.0, 2.0]
 
 
 def test_what_is_far_slower_is_not_tried():

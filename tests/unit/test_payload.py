@@ -68,7 +68,9 @@ def test_take_finds_the_parts_of_all_pieces():
                 assert_equal(part, same)
 
 
-def test_take_of_aligned_parts_keeps_every_bit():
+@pytest.mark.parametrize("more", [[], [((3,), np.float32), ((5, 4), np.uint8)], [((5,), np.uint8)]])
+def test_take_keeps_every_bit(more):
+    """In parts of 64 bytes, of whole words, and of any length."""
     random = np.random.default_rng(1)
     kinds = [
         ((2, 32), np.uint8),
@@ -77,7 +79,7 @@ def test_take_of_aligned_parts_keeps_every_bit():
         ((32,), np.int16),
         ((8,), np.int64),
     ]
-    kinds += [((64,), np.int8), ((16, 4), np.bool_), ((3, 16), np.uint32)]
+    kinds += [((64,), np.int8), ((16, 4), np.bool_), ((3, 16), np.uint32), *more]
     arrays = [
         np.frombuffer(random.bytes(np.prod(shape) * np.dtype(kind).itemsize), np.uint8)
         for shape, kind in kinds

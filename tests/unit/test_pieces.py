@@ -8,6 +8,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hvd_compress as hvdc
+from hvd_compress import geometry
 from hvd_compress.buckets import Bucket
 from hvd_compress.pieces import FlatPieces, WholeTensors
 
@@ -73,6 +75,35 @@ def test_little_is_added(numel, multiple, alignment):
     assert numel <= pieces.count * pieces.size <= 1.016 * (numel + pieces.count)
     if numel / pieces.count >= 100 * alignment:
         assert pieces.size % alignment == 0
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("spec", ["int8", "auto"])
+def test_a_full_bucket_has_three_pieces_of_each_owner(spec, ranks):
+    compressor = hvdc.Compression.parse(spec)
+    candidates = getattr(compressor, "candidates", [compressor])
+    for numel in np.random.default_rng(ranks).integers(30_000_000, 400_000_000, 20):
+        bucket = Bucket((0,), ((int(numel),),))
+        found = geometry.flat(bucket, candidates, compressor.alignment, geometry.BUCKET_BYTES, ranks)
+        assert max(map(len, found.in_buckets(geometry.BUCKET_BYTES))) == 3 * ranks
+
+
+def test_pieces_suit_all_candidates():
+    """4096 elements for the quantizers, or else a multiple of their blocks of 256; 100 for 1% of them."""
+    alignment = hvdc.Compression.parse("auto").alignment
+    assert alignment == math.lcm(4096, 400)
+    for numel, multiple, expected in (
+        (25_500_000, 1, 102_400),
+        (25_500_000, 48, 6_400),
+        (1_000_000, 1, 12_800),
+    ):
+        size = geometry.Flat(Bucket((0,), ((numel,),)), multiple, alignment).size
+        assert size % expected == 0 and numel / multiple <= size * math.ceil(numel / multiple / size)
+
+
+def test_an_alignment_below_one_is_refused():
+    with pytest.raises(ValueError, match="alignment must be a whole number from 1 on, got 0"):
+        geometry.Flat(Bucket((0,), ((100,),)), 1, 0)
 
 
 def test_large_gradients_are_not_copied():
