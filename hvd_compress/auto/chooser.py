@@ -217,14 +217,7 @@ class Chooser:
             votes, trial = (self._voted(fields[name]) for name in ("votes", "trial"))
             chosen = tf.where(votes >= 0, votes, state.choice)
             report.log_switches(self, state, chosen, show=self._rank == 0)
-            switched = state._replace(
-                choice=chosen,
-                now=tf.where(trial >= 0, trial, chosen),
-                before=tf.where(committed, state.now, state.before),
-                steady=committed & tf.reduce_all(state.now == state.before),
-                switches=state.switches + tf.cast(chosen != state.choice, tf.int32),
-                known=tf.where(tf.reduce_any(chosen != state.choice), 1.0, state.known),
-            )
+            switched = policy.in_step(state, chosen, trial, committed)
             switched, proposal, tried = self._proposal(switched, tf.cast(step, tf.int32))
             for variable, value in zip(self.state, switched):
                 variable.assign(value)

@@ -210,6 +210,22 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     )  # fmt: skip
 
 
+def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Tensor) -> State:
+    """The state in a step for which the ranks agreed on a choice, int32 [B], and on what is tried: -1 for nothing.
+
+    `committed`: whether the residuals of this step are kept; if not, its times are not looked at.
+    """
+    switched = choice != state.choice
+    return state._replace(
+        choice=choice,
+        now=tf.where(trial >= 0, trial, choice),
+        before=tf.where(committed, state.now, state.before),
+        steady=committed & tf.reduce_all(state.now == state.before),
+        switches=state.switches + tf.cast(switched, tf.int32),
+        known=tf.where(tf.reduce_any(switched), 1.0, state.known),
+    )
+
+
 def follow(state: State, seen: Measured, costs: Costs) -> State:
     """Takes in what was measured in the step before, in which `state.before` was in force."""
     hot = tf.one_hot(state.before, costs.encode.shape[1])

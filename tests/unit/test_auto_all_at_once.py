@@ -176,11 +176,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
             wire, span, tf.zeros([buckets]), tf.zeros([buckets]), tf.constant(0), tf.zeros([4]), tf.zeros([2])
         )
         state = policy.follow(state, seen, costs)
-        state = state._replace(
-            choice=choice, now=tf.where(trial >= 0, trial, choice), before=state.now,
-            steady=tf.reduce_all(state.now == state.before),
-            known=tf.where(tf.reduce_any(choice != state.choice), 1.0, state.known),
-        )  # fmt: skip
+        state = policy.in_step(state, choice, trial, tf.constant(True))
         lost = tf.zeros([buckets, 3])
         return policy.propose(state, costs, PLAIN, lost, tf.ones([buckets]), constant(0.0), 0.02, whole)
 

@@ -180,11 +180,7 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
         seen = policy.Measured(wire, span, tf.zeros([buckets]), tf.zeros([buckets]), tf.constant(0),
                                tf.zeros([candidates + 1]))  # fmt: skip
         state = policy.follow(state, seen, costs)
-        state = state._replace(
-            choice=choice, now=tf.where(trial >= 0, trial, choice), before=state.now,
-            steady=tf.reduce_all(state.now == state.before),
-            known=tf.where(tf.reduce_any(choice != state.choice), 1.0, state.known),
-        )  # fmt: skip
+        state = policy.in_step(state, choice, trial, tf.constant(True))
         return policy.propose(state, costs, plain, *fixed)
 
     for step in range(steps):
