@@ -17,6 +17,7 @@ from typing import Any
 
 from . import traffic
 from .buckets import Bucket, Shape, runs
+from .formats.quantized import BLOCK
 
 # Defaults of `hvdc.DistributedOptimizer`.
 BUCKET_BYTES = 25 * 2**20
@@ -27,7 +28,6 @@ LARGEST = 2**20
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
-_BLOCK = 256
 # By how much pieces may become larger in order to be aligned.
 _ADDED = 1 / 64
 # Gradients of fewer elements lie close together, and are cut out of a piece all at once.
@@ -102,9 +102,9 @@ class Flat:
         """The elements of each piece."""
         size = math.ceil(self._offsets[-1] / self.count)
         numbers = [self.alignment]
-        while numbers[-1] % (2 * _BLOCK) == 0:
+        while numbers[-1] % (2 * BLOCK) == 0:
             numbers.append(numbers[-1] // 2)
-        rounded = (number * math.ceil(size / number) for number in (*numbers, _BLOCK, _CELL))
+        rounded = (number * math.ceil(size / number) for number in (*numbers, BLOCK, _CELL))
         return next((found for found in rounded if found <= (1 + _ADDED) * size), size)
 
     @property
@@ -180,19 +180,19 @@ def bucket_limit(bucket_bytes: int, numel: int) -> int:
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
 
 
-def flat(
-    bucket: Bucket, candidates: Sequence[Any], alignment: int, limit: int, ranks: int, workers: int = 1
-) -> Flat:
+def flat(bucket: Bucket, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1) -> Flat:
     """The flat pieces of some gradients.
 
     Args:
         bucket: The gradients.
-        candidates: Compressors or formats, any of which may be used; in each of their stages.
-        alignment: What they ask for.
+        candidates: Compressors or formats, any of which may be used; in each of their stages. Pieces suit all of them;
+            where that would take too large ones, none has to add to a piece. That copies the piece, where
+            quantizers with blocks that do not fill 64 bytes copy codes only.
         limit: Bytes of float32 that cross at once.
         ranks: Between how many.
         workers: On each host, where the exchange may have two levels.
     """
+    alignment = math.lcm(*(candidate.alignment for candidate in candidates))
 
     def pieces_for(owners: int, each: int) -> Flat:
         # So that as many fit into a bucket, aligned, too.

@@ -209,7 +209,7 @@ class Plan:
         ranks = self.settings.process_set.size()
         limit = self._limit(members)
         workers = self.hosts.workers if self.hosts is not None else 1
-        flat = geometry.flat(members, candidates, compressor.alignment, limit, ranks, workers)
+        flat = geometry.flat(members, candidates, limit, ranks, workers)
         return FlatPieces(flat.bucket, flat.multiple, flat.alignment, flat.largest)
 
     def _is_compressed(self, i: int, compressor: Compressor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -92,14 +91,6 @@ class Auto(BuiltinCompressor):
     def error_feedback(self) -> bool:  # type: ignore[override]
         """True if it is for any of the candidates."""
         return any(candidate.error_feedback for candidate in self.candidates)
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """What suits all candidates; where that is too large for pieces, what lets none of them add to a piece.
-
-        Adding copies the piece, where quantizers with blocks that do not fill 64 bytes copy codes only.
-        """
-        return math.lcm(*(candidate.alignment for candidate in self.candidates))
 
     @property
     def whole(self) -> list[bool]:

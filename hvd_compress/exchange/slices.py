@@ -66,7 +66,7 @@ class Table:
     def layout(self) -> FlatPieces:
         """The pieces of the dense gradient, where that is compressed."""
         bucket, compressor = Bucket((0,), (self.shape,)), self.compressor
-        found = flat(bucket, (compressor,), compressor.alignment, self.limit, self.ranks)
+        found = flat(bucket, (compressor,), self.limit, self.ranks)
         return FlatPieces(found.bucket, found.multiple, found.alignment, found.largest)
 
     @functools.cached_property

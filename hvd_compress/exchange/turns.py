@@ -28,9 +28,8 @@ def at_once(outgoing: tf.Tensor) -> tf.Tensor:
 def next_turn(tensor: tf.Tensor) -> tf.Tensor:
     """Something to wait for, a scalar: there once `tensor` is, and what waits to be sent `at_once` has been."""
     seen = tf.identity(tensor)
-    if tf.config.list_logical_devices(
-        "GPU"
-    ):  # there, operations are only enqueued: nothing waits on the host
+    if tf.config.list_logical_devices("GPU"):
+        # There, operations are only enqueued: nothing waits on the host.
         with tf.control_dependencies([seen]):
             return tf.constant(0.0)
     with tf.device("CPU"), tf.control_dependencies([seen]):

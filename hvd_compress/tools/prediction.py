@@ -159,8 +159,7 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
         layout = geometry.Whole(members)
         limit = sys.maxsize if isinstance(candidates[0], PowerSGD) else limit
     else:
-        alignment = math.lcm(*(candidate.alignment for candidate in candidates))
-        layout = geometry.flat(members, candidates, alignment, limit, ranks, workers)
+        layout = geometry.flat(members, candidates, limit, ranks, workers)
     # Elements up to the end of each piece, of all that are compressed.
     sizes = [math.prod(shape) for shape in layout.shapes]
     ends = np.minimum(np.cumsum(sizes), members.numel)

@@ -84,13 +84,14 @@ def test_a_full_bucket_has_three_pieces_of_each_owner(spec, ranks):
     candidates = getattr(compressor, "candidates", [compressor])
     for numel in np.random.default_rng(ranks).integers(30_000_000, 400_000_000, 20):
         bucket = Bucket((0,), ((int(numel),),))
-        found = geometry.flat(bucket, candidates, compressor.alignment, geometry.BUCKET_BYTES, ranks)
+        found = geometry.flat(bucket, candidates, geometry.BUCKET_BYTES, ranks)
         assert max(map(len, found.in_buckets(geometry.BUCKET_BYTES))) == 3 * ranks
 
 
 def test_pieces_suit_all_candidates():
     """4096 elements for the quantizers, or else a multiple of their blocks of 256; 100 for 1% of them."""
-    alignment = hvdc.Compression.parse("auto").alignment
+    candidates = hvdc.Compression.parse("auto").candidates
+    alignment = geometry.flat(Bucket((0,), ((100,),)), candidates, geometry.BUCKET_BYTES, 2).alignment
     assert alignment == math.lcm(4096, 400)
     for numel, multiple, expected in (
         (25_500_000, 1, 102_400),
