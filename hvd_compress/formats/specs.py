@@ -13,7 +13,7 @@ from . import casts, dgc, low_rank, quantized, sparse
 from .base import Format
 
 # What `auto` chooses from, unless it is told otherwise.
-CANDIDATES = ("none", "int8", "int4", "hybrid:ratio=0.01,bits=4")
+CANDIDATES = ("none", "int8", "int4", "quantize:bits=2")
 # The share of a bucket's energy that it wants through, and what that may cost: see `compressors.auto`.
 TARGET = 0.01
 MAX_SLOWDOWN = 0.02
