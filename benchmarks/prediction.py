@@ -51,9 +51,9 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors.base import no_seeds
+    from hvd_compress.engine.packing import LARGEST
     from hvd_compress.exchange import choice
     from hvd_compress.exchange.common import Group, Share
-    from hvd_compress.pieces import LARGEST
 
     compressor = hvdc.Compression.parse(spec)
     reduce = getattr(choice, pattern).reduce
@@ -86,8 +86,8 @@ def main() -> None:
     import tensorflow as tf
 
     import hvd_compress as hvdc
+    from hvd_compress.common.host_memory import keep_freed_memory
     from hvd_compress.cost.calibrate import midmean, rest
-    from hvd_compress.host_memory import keep_freed_memory
     from hvd_compress.tools.exchange import barrier
 
     hvd.init()

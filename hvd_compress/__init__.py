@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import cost, elastic, optimizers
-    from .checkpoint.residuals import load_residuals, save_residuals
-    from .collectives import allreduce, grouped_allreduce
-    from .compression import Compression
+    from . import cost
+    from .analysis.sensitivity import sensitivity
     from .compressors import Compressor
+    from .compressors.payload import Payload
+    from .compressors.registry import Compression
     from .cost import CostModel, Link
     from .cost.calibrate import calibrate
-    from .hosts import init
-    from .keras import callbacks
-    from .keras.optimizer import DistributedOptimizer
+    from .exchange.hosts import init
+    from .frontends import elastic, optimizers
+    from .frontends.allreduce import allreduce, grouped_allreduce
+    from .frontends.keras import callbacks
+    from .frontends.keras.optimizer import DistributedOptimizer
+    from .frontends.residuals import load_residuals, save_residuals
+    from .frontends.tape import DistributedGradientTape
     from .monitor.profile import profile
-    from .payload import Payload
-    from .sensitivity_run import sensitivity
-    from .tape import DistributedGradientTape
 
 __all__ = [
     "Compression",
@@ -55,22 +56,22 @@ __all__ = [
 # Loaded when they are first asked for (PEP 562): predictions need neither TensorFlow nor Horovod.
 _ANYWHERE = {"CostModel": "cost", "Link": "cost", "cost": "cost"}
 _WITH_HOROVOD = {
-    "Compression": "compression",
+    "Compression": "compressors.registry",
     "Compressor": "compressors",
-    "DistributedGradientTape": "tape",
-    "DistributedOptimizer": "keras.optimizer",
-    "Payload": "payload",
-    "allreduce": "collectives",
+    "DistributedGradientTape": "frontends.tape",
+    "DistributedOptimizer": "frontends.keras.optimizer",
+    "Payload": "compressors.payload",
+    "allreduce": "frontends.allreduce",
     "calibrate": "cost.calibrate",
-    "callbacks": "keras.callbacks",
-    "elastic": "elastic",
-    "grouped_allreduce": "collectives",
-    "init": "hosts",
-    "load_residuals": "checkpoint.residuals",
-    "optimizers": "optimizers",
+    "callbacks": "frontends.keras.callbacks",
+    "elastic": "frontends.elastic",
+    "grouped_allreduce": "frontends.allreduce",
+    "init": "exchange.hosts",
+    "load_residuals": "frontends.residuals",
+    "optimizers": "frontends.optimizers",
     "profile": "monitor.profile",
-    "save_residuals": "checkpoint.residuals",
-    "sensitivity": "sensitivity_run",
+    "save_residuals": "frontends.residuals",
+    "sensitivity": "analysis.sensitivity",
 }
 _MODULES = ("callbacks", "cost", "elastic", "optimizers")  # themselves, not something in them
 
@@ -80,7 +81,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _WITH_HOROVOD:
-        importlib.import_module("._requirements", __name__)  # says clearly what is missing
+        importlib.import_module(".common.requirements", __name__)  # says clearly what is missing
     module = importlib.import_module(f".{home}", __name__)
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value

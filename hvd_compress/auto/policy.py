@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from . import all_at_once, trials
-from .divisions import divided
-from .link import fit
+from . import model_wide as all_at_once
+from . import trials
+from .link_tracker import fit
+from .splits import divided
 
 # What the newest value weighs in running averages.
 AVERAGED = 0.3

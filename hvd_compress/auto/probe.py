@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..compressors import Auto
 from ..compressors.base import no_seeds
 from ..kernels.compile import compiled
-from . import all_at_once
+from . import model_wide as all_at_once
 
 
 class Sample(NamedTuple):

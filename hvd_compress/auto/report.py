@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from . import all_at_once, policy
+from . import model_wide as all_at_once
+from . import policy
 
 if TYPE_CHECKING:
-    from .chooser import Chooser
+    from .selector import Chooser
 
 # Behind times of a candidate that is for all buckets at once.
 _OF_ALL = " for all buckets at once"

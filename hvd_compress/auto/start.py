@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from .. import agreement, traffic
-from ..buckets import Shape
 from ..compressors import Auto, Compressor, NoCompression
 from ..compressors.base import no_seeds
 from ..cost import Calibration
 from ..cost.calibrate import calibrate
+from ..engine import agreement
+from ..engine.grouping import Shape
+from ..engine.settings import Settings
 from ..exchange import choice
-from ..settings import Settings
-from . import all_at_once, policy
-from .chooser import Chooser
+from ..exchange import volume as traffic
+from . import model_wide as all_at_once
+from . import policy
+from .selector import Chooser
 
 
 def chooser(

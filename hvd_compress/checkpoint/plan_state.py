@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from ..common.names import without_counters
+
 if TYPE_CHECKING:
-    from ..pieces import FlatPieces, WholeTensors
-    from ..plan import Plan
-    from ..reducer import Reducer
+    from ..engine.packing import FlatPieces, WholeTensors
+    from ..engine.plan import Plan
+    from ..engine.reducer import Reducer
 
 
 class Member(NamedTuple):
@@ -26,7 +27,7 @@ class Member(NamedTuple):
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
         """What must be equal to be the same: `dense_1` here may be `dense` where fewer models were built."""
-        return plain(self.path), self.shape, self.kind
+        return without_counters(self.path), self.shape, self.kind
 
 
 @dataclasses.dataclass
@@ -75,20 +76,6 @@ class PlanState:
             metadata["pieces"],
             {name: arrays[f"{prefix}.named.{name}"] for name in metadata["named"]},
         )
-
-
-def path_of(variable: Any) -> str:
-    """A variable's path (Keras 3), or its name without the `:0` that TensorFlow appends."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "").removesuffix(":0")
-
-
-def plain(path: str) -> str:
-    """The names of layer and variable in a path, without the counters that Keras and TensorFlow append.
-
-    What stands before them depends on how the model was made: `sequential/dense/kernel` is `dense/kernel` once the
-    model was saved and loaded.
-    """
-    return "/".join(re.sub(r"_\d+$", "", name) for name in path.split("/")[-2:])
 
 
 def state_of(plan: Plan) -> PlanState:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.names import path_of, without_counters
 from . import files, plan_state
 from .plan_state import PlanState
 
@@ -107,13 +108,13 @@ def _read_one(
 
 def _check_model(states: Sequence[PlanState], variables: Sequence[Any], path: str) -> None:
     """Raises ValueError if a state belongs to a variable that the model has not."""
-    shapes = Counter((plan_state.plain(plan_state.path_of(v)), tuple(v.shape)) for v in variables)
+    shapes = Counter((without_counters(path_of(v)), tuple(v.shape)) for v in variables)
     names = {name for name, _ in shapes}
     for state in states:
         dense = [m for m in state.members if m.kind == "dense"]
-        missing = Counter((plan_state.plain(m.path), m.shape) for m in dense) - shapes
-        other = next((m for m in dense if (plan_state.plain(m.path), m.shape) in missing), None)
-        other = other or next((m for m in state.members if plan_state.plain(m.path) not in names), None)
+        missing = Counter((without_counters(m.path), m.shape) for m in dense) - shapes
+        other = next((m for m in dense if (without_counters(m.path), m.shape) in missing), None)
+        other = other or next((m for m in state.members if without_counters(m.path) not in names), None)
         if other is not None:
             shape = f" of shape {other.shape}" if other.kind == "dense" else ""
             raise ValueError(

@@ -6,8 +6,8 @@ from .block_sparse import BlockSparse
 from .cast import BFloat16, Float16, NoCompression
 from .dgc import DGC
 from .hybrid import Hybrid
-from .low_rank import PowerSGD
 from .onebit import OneBit
+from .power_sgd import PowerSGD
 from .quantize import Quantize
 from .sparse import BlockTopK, RandomK, TopK
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from ..common.error_text import shown
 from ..formats import Part
 from ..formats.base import Shape, check_whole
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
-from ..shown import shown
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 from .dgc import DGC
-from .low_rank import PowerSGD
+from .power_sgd import PowerSGD
 
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
@@ -52,7 +52,7 @@ class Auto(BuiltinCompressor):
     probe_every: int = 50
 
     def __post_init__(self) -> None:
-        from ..compression import resolve
+        from .registry import resolve
 
         named: Any = self.candidates
         if named is None or isinstance(
@@ -117,7 +117,7 @@ class Auto(BuiltinCompressor):
 
     def default_of(self, field: dataclasses.Field[Any]) -> Any:
         """The default as it is kept: candidates are named by strings and kept as compressors."""
-        from ..compression import Compression
+        from .registry import Compression
 
         return tuple(map(Compression.parse, CANDIDATES)) if field.name == "candidates" else field.default
 

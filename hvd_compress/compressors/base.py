@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
 
-from .. import payload as _payload
-from .. import residual as _residual
 from ..formats import Format
 from ..formats.base import Shape, as_shape
-from ..payload import Payload
+from . import error_feedback as _residual
+from . import payload as _payload
+from .payload import Payload
 
 
 class Seeds(NamedTuple):

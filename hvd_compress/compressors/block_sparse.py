@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from .. import formats
-from .. import residual as _residual
 from ..formats.base import Shape, kept
 from ..kernels import select
+from . import error_feedback as _residual
 from .base import BuiltinCompressor, Encoded, Seeds
 from .sparse import TopK, cleared, scattered_sum, taken
 

@@ -11,11 +11,11 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape
 from ..kernels.compile import compiled, fed_back
-from ..payload import WideSum
 from .base import BuiltinCompressor, Encoded, Seeds
+from .payload import WideSum
 
 
-class _Cast(formats.casts.Cast, BuiltinCompressor):
+class _Cast(formats.cast.Cast, BuiltinCompressor):
     """Sends each value as `wire_dtype`. The rounding error is not kept."""
 
     error_feedback = False

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
-from ..formats.quantized import SIGN_BLOCK as BLOCK
+from ..formats.quantize import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled, fed_back
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds

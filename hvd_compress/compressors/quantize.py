@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from .. import formats
-from .. import residual as _residual
 from ..formats.base import Shape
-from ..formats.quantized import BLOCK
+from ..formats.quantize import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled, fed_back
+from . import error_feedback as _residual
 from .base import BuiltinCompressor, Encoded, Seeds
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..formats.quantized import BLOCK, SIGN_BLOCK
+from ..formats.quantize import BLOCK, SIGN_BLOCK
 from ..formats.rows import blocks_of, index_bytes, row_bytes
 from ..kernels import bitpack, blocks, noise
 from ..kernels.compile import compiled

@@ -10,10 +10,10 @@ from typing import Callable
 import tensorflow as tf
 
 from .. import formats
-from .. import residual as _residual
 from ..formats.base import Shape, kept, size_of
 from ..kernels import indices, noise, select
 from ..kernels.compile import compiled
+from . import error_feedback as _residual
 from .base import BuiltinCompressor, Encoded, Seeds
 
 

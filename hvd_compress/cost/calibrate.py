@@ -11,14 +11,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import host_memory, hosts
-from .. import payload as _payload
-from ..compression import CompressionLike, resolve
+from ..common import host_memory
 from ..compressors import Compressor, NoCompression, PowerSGD
+from ..compressors import payload as _payload
 from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
-from ..exchange import common, inside
-from ..pieces import LARGEST
+from ..compressors.registry import CompressionLike, resolve
+from ..engine.packing import LARGEST
+from ..exchange import common, hosts
+from ..exchange import within_host as inside
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
 from .link import Link

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from ..compressors import Compressor, Encoded
-from ..traffic import allgather as bytes_sent  # noqa: F401  (what each rank sends)
 from . import coding, common
 from .common import Exchanged, Group, Reduced, Share
+from .volume import allgather as bytes_sent  # noqa: F401  (what each rank sends)
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:

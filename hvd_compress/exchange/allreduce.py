@@ -6,9 +6,9 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..compressors import Compressor
-from ..traffic import allreduce as bytes_sent  # noqa: F401  (what each rank sends)
 from .common import Group, Reduced, Share, all_of, factor
-from .turns import at_once
+from .send_order import at_once
+from .volume import allreduce as bytes_sent  # noqa: F401  (what each rank sends)
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:

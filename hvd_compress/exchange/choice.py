@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import traffic
 from ..compressors import Compressor
-from ..hosts import Hosts
-from . import allgather, allreduce, low_rank, scatter_reduce
+from . import allgather, allreduce, scatter_reduce
+from . import factor_allreduce as low_rank
+from . import volume as traffic
 from .common import Shape
-from .two_level import TwoLevel
+from .hierarchical import TwoLevel
+from .hosts import Hosts
 
 _MODULES = {
     "allgather": allgather, "allreduce": allreduce, "low_rank": low_rank, "scatter_reduce": scatter_reduce,

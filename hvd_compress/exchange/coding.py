@@ -12,8 +12,8 @@ from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
-from .. import payload as _payload
 from ..compressors import Compressor, Seeds
+from ..compressors import payload as _payload
 from ..compressors.base import BuiltinCompressor
 from . import common
 from .common import Shape, Share

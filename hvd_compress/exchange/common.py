@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .. import payload as _payload
 from ..compressors import Compressor, Encoded, Seeds
+from ..compressors import payload as _payload
 from ..formats.base import Shape as Shape
 from ..kernels.compile import compiled, fed_back
-from ..traffic import flagged_bytes
-from .turns import at_once
+from .send_order import at_once
+from .volume import flagged_bytes
 
 # Ranks whose payloads one kernel decodes and sums; more would only make it longer to compile.
 AT_ONCE = 8

@@ -20,12 +20,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from .. import payload as _payload
-from .. import residual
 from ..compressors import Compressor
-from ..traffic import scatter_reduce as bytes_sent  # noqa: F401  (what each rank sends)
+from ..compressors import error_feedback as residual
+from ..compressors import payload as _payload
 from . import common
 from .common import Exchanged, Group, Reduced, Shape, Share
+from .volume import scatter_reduce as bytes_sent  # noqa: F401  (what each rank sends)
 
 
 def reduce(compressor: Compressor, share: Share, scale: float, group: Group) -> Reduced:

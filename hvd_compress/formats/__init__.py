@@ -5,10 +5,10 @@ compressors (`hvd_compress.compressors`) are these classes with the tensors adde
 """
 
 from .base import Format, Part, is_summed
-from .casts import BFloat16, Float16, NoCompression
+from .cast import BFloat16, Float16, NoCompression
 from .dgc import DGC
-from .low_rank import PowerSGD
-from .quantized import OneBit, Quantize
+from .power_sgd import PowerSGD
+from .quantize import OneBit, Quantize
 from .sparse import BlockSparse, BlockTopK, Hybrid, RandomK, Strided, TopK
 from .specs import CANDIDATES, PRESETS, parse
 

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..shown import shown
+from ..common.error_text import shown
 
 Shape = tuple[int, ...]
 

@@ -8,7 +8,7 @@ import math
 import numbers
 from typing import Any, ClassVar
 
-from ..shown import shown
+from ..common.error_text import shown
 from .base import check_whole
 from .sparse import TopK
 

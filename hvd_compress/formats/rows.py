@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from .base import Format
-from .casts import Cast, NoCompression
-from .quantized import BLOCK, SIGN_BLOCK, OneBit, Quantize
+from .cast import Cast, NoCompression
+from .quantize import BLOCK, SIGN_BLOCK, OneBit, Quantize
 
 
 def index_bytes(table: int) -> int:

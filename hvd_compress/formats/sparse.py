@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from .base import Format, Part, Shape, check_flag, check_ratio, check_seed, check_whole, kept, size_of
-from .quantized import block_parts
+from .quantize import block_parts
 from .sizes import index_parts, row_dtype, stride_blocks
 
 

@@ -8,8 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..shown import shown
-from . import casts, dgc, low_rank, quantized, sparse
+from ..common.error_text import shown
+from . import cast as casts
+from . import dgc, sparse
+from . import power_sgd as low_rank
+from . import quantize as quantized
 from .base import Format
 
 # What `auto` chooses from, unless it is told otherwise.

@@ -7,8 +7,8 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .. import checks
-from ..reducer import Reducer, alive
+from ..common import checks
+from ..engine.reducer import Reducer, alive
 from . import summary
 from .session import Session
 from .steps import Steps

@@ -16,15 +16,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import tracing
+from ..common import tracing
 from ..compressors import Auto, Compressor, NoCompression
 from ..compressors.base import BuiltinCompressor
 from ..exchange import uncompressed
 from ..exchange.common import Share
 
 if TYPE_CHECKING:
-    from ..auto.clock import Stamps
-    from ..plan import Plan
+    from ..engine.clock import Stamps
+    from ..engine.plan import Plan
 
 # Steps that are kept until they are read.
 ROWS = 512

@@ -24,8 +24,8 @@ from .recorder import ROWS, WatchedBucket
 from .steps import Reader, Steps
 
 if TYPE_CHECKING:
-    from ..plan import Plan
-    from ..reducer import Reducer
+    from ..engine.plan import Plan
+    from ..engine.reducer import Reducer
 
 # Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are:
 # half of the rows are enough for 1280 steps a second.

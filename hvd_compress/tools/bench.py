@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..cost.calibration import COLLECTIVES
-from ..geometry import LARGEST
+from ..engine.layout import LARGEST
 from . import console, timing, units
 from .models import MODELS, of_size
 from .network import calibrated
@@ -99,8 +99,8 @@ def measure(
     import numpy as np
     import tensorflow as tf
 
-    from .. import hosts
     from ..cost.calibrate import calibrate
+    from ..exchange import hosts
     from . import exchange
 
     hosts.init()

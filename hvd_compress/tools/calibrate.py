@@ -10,7 +10,7 @@ import click
 
 from ..cost import Calibration
 from ..cost.calibration import COLLECTIVES
-from ..geometry import LARGEST
+from ..engine.layout import LARGEST
 from . import console, units
 from .plan import SPECS
 
@@ -48,8 +48,8 @@ def calibrate(
     console.under_horovodrun(EXAMPLE)
     import horovod.tensorflow as hvd
 
-    from .. import hosts
     from ..cost.calibrate import calibrate as measure
+    from ..exchange import hosts
 
     hosts.init()
     chosen = specs or SPECS

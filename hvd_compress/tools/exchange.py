@@ -10,11 +10,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..buckets import Shape
-from ..compression import Compression
-from ..plan import Plan
-from ..reducer import Reducer
-from ..settings import BUCKET_BYTES, Settings
+from ..compressors.registry import Compression
+from ..engine.grouping import Shape
+from ..engine.plan import Plan
+from ..engine.reducer import Reducer
+from ..engine.settings import BUCKET_BYTES, Settings
 
 
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:

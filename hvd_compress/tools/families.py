@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..geometry import BUCKET_BYTES
+from ..engine.layout import BUCKET_BYTES
 from .outcomes import ALIKE, Outcome
 from .search import BITS, RANKS, RATIOS
 

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import buckets, formats, geometry, traffic
-from ..auto.divisions import divided
-from ..buckets import Bucket, Shape
+from .. import formats
+from ..auto.splits import divided
 from ..cost import CostModel, Prediction
+from ..engine import grouping as buckets
+from ..engine import layout as geometry
+from ..engine.grouping import Bucket, Shape
+from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
+from ..exchange import volume as traffic
 from ..formats import (
     BlockSparse,
     BlockTopK,
@@ -29,7 +33,6 @@ from ..formats import (
     TopK,
 )
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
-from ..geometry import BUCKET_BYTES, MIN_COMPRESS_SIZE
 from .network import Network
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import formats
-from ..geometry import BUCKET_BYTES
+from ..engine.layout import BUCKET_BYTES
 
 BUCKETS = tuple(2**20 * size for size in (1, 4, 10, 25, 50))
 KINDS = (

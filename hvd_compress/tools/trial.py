@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..tune_lines import MARK, VARIABLE
+from ..monitor.tune_protocol import MARK, VARIABLE
 
 _TAIL = 15
 # The first steps wait for what is compiled and connected.

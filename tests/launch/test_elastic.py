@@ -15,7 +15,7 @@ import horovod.tensorflow.keras as hvd, numpy as np, tensorflow as tf
 tf.config.threading.set_intra_op_parallelism_threads(1)
 keras = __import__(package)
 import hvd_compress as hvdc
-from hvd_compress.checkpoint.residuals import states_of
+from hvd_compress.frontends.residuals import states_of
 
 hvd.init()
 # A process that joins late has made fewer of them.

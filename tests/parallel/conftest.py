@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_compress import hosts
-from hvd_compress.hosts import Hosts
+from hvd_compress.exchange import hosts
+from hvd_compress.exchange.hosts import Hosts
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)

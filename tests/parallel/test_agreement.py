@@ -8,7 +8,7 @@ import tensorflow as tf
 from test_optimizer import KERASES, make_data, make_model
 
 import hvd_compress as hvdc
-from hvd_compress import agreement, reducer, settings
+from hvd_compress.engine import agreement, reducer, settings
 
 pytestmark = pytest.mark.timeout(120)
 

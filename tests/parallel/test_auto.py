@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import clock
 from hvd_compress.auto.report import CompressionReport
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.engine import clock
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
 
 SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
 SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"

@@ -7,12 +7,12 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.auto import clock
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.checkpoint.plan_state import PlanState
+from hvd_compress.engine import clock
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
 from hvd_compress.monitor.steps import Reader
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
 
 # (2, 30, 45) is a matrix of 60 x 45; (250,), (5, 3) and (30, 2) are sent as they are.
 SHAPES = [(90, 120), (250,), (2, 30, 45), (5, 3), (30, 2), (200, 170)]

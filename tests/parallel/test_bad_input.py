@@ -11,7 +11,7 @@ import tensorflow as tf
 from test_optimizer import KERASES
 
 import hvd_compress as hvdc
-from hvd_compress import reducer, settings
+from hvd_compress.engine import reducer, settings
 
 pytestmark = pytest.mark.timeout(120)
 

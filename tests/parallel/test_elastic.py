@@ -8,9 +8,9 @@ import pytest
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress import reducer as reducers
-from hvd_compress.checkpoint.residuals import states_of
-from hvd_compress.keras import optimizer_state
+from hvd_compress.engine import reducer as reducers
+from hvd_compress.frontends.keras import optimizer_state
+from hvd_compress.frontends.residuals import states_of
 
 KERASES = {"keras": keras}
 try:

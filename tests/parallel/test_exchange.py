@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress import traffic
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
 from hvd_compress.exchange import allgather, choice, scatter_reduce
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.exchange import volume as traffic
 
 SHAPES = [(100, 333), (512, 1030), (1500, 1000), (7, 11)]
 SPECS = [

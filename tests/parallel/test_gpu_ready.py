@@ -13,9 +13,9 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 import hvd_compress as hvdc
-from hvd_compress import traffic
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
+from hvd_compress.exchange import volume as traffic
 
 KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
 SPECS = [

@@ -7,9 +7,9 @@ import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.checkpoint import plan_state
-from hvd_compress.exchange import low_rank
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
+from hvd_compress.exchange import factor_allreduce as low_rank
 
 # The gradient of (2, 5, 8) is a matrix of 10 x 8; that of (30, 2) goes as it is if the rank is 2 or more.
 SHAPES = [(3, 3, 8, 16), (20, 30), (20, 30), (30, 2), (17,), (2, 5, 8)]

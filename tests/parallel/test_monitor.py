@@ -10,10 +10,10 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
 from hvd_compress.monitor import recorder as recording
 from hvd_compress.monitor.steps import Reader
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
 
 SHAPES = [(300, 500), (64,), (70, 90)]
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress import traffic
-from hvd_compress.keras import onebit_adam
+from hvd_compress.exchange import volume as traffic
+from hvd_compress.frontends.keras import onebit_adam
 
 IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 pytestmark = pytest.mark.skipif(not IS_KERAS3, reason="a Keras 3 optimizer")

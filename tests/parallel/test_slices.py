@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress import traffic
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
+from hvd_compress.exchange import volume as traffic
 
 ROWS, COLUMNS = 50, 24
 

@@ -6,14 +6,16 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress import hosts, plan, traffic
-from hvd_compress.auto import levels
+from hvd_compress.auto import flat_or_hierarchical as levels
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import ACROSS, COLLECTIVES, INSIDE, Levels
-from hvd_compress.exchange.two_level import TwoLevel
-from hvd_compress.reducer import Reducer
-from hvd_compress.settings import Settings
+from hvd_compress.engine import plan
+from hvd_compress.engine.reducer import Reducer
+from hvd_compress.engine.settings import Settings
+from hvd_compress.exchange import hosts
+from hvd_compress.exchange import volume as traffic
+from hvd_compress.exchange.hierarchical import TwoLevel
 
 pytestmark = pytest.mark.np4
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from hvd_compress import agreement
+from hvd_compress.engine import agreement
 
 
 def test_agreeing_ranks_have_no_difference():

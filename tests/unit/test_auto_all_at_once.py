@@ -8,7 +8,8 @@ import reference
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import all_at_once, policy
+from hvd_compress.auto import model_wide as all_at_once
+from hvd_compress.auto import policy
 
 NONE, FLAT, WHOLE = range(3)
 PLAIN, WHOLES = [True, False, False], [False, False, True]

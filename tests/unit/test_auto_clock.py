@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_compress.auto import clock
+from hvd_compress.engine import clock
 
 
 def slow(x):

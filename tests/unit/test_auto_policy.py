@@ -7,7 +7,8 @@ import pytest
 import reference
 import tensorflow as tf
 
-from hvd_compress.auto import link, policy, trials
+from hvd_compress.auto import link_tracker as link
+from hvd_compress.auto import policy, trials
 
 
 def constant(x):

@@ -9,9 +9,9 @@ import tensorflow as tf
 from compressors import PACKED
 
 import hvd_compress as hvdc
-from hvd_compress import checks
-from hvd_compress.compression import resolve
-from hvd_compress.settings import Settings
+from hvd_compress.common import checks
+from hvd_compress.compressors.registry import resolve
+from hvd_compress.engine.settings import Settings
 
 Compression = hvdc.Compression
 SHAPES = [(7,), (64, 32), (300, 400)]

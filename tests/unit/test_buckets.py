@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_compress import buckets
+from hvd_compress.engine import grouping as buckets
 
 SHAPES = [(10, 10), (5,), (20, 10), (), (3, 3, 2, 2), (300, 2)]  # 400, 20, 800, 4, 144 and 2400 bytes
 

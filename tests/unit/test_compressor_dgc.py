@@ -8,9 +8,10 @@ import tensorflow as tf
 from reference import index_bytes
 
 import hvd_compress as hvdc
-from hvd_compress import formats, residual
+from hvd_compress import formats
+from hvd_compress.compressors import error_feedback as residual
 from hvd_compress.compressors.dgc import without_state
-from hvd_compress.settings import Settings
+from hvd_compress.engine.settings import Settings
 
 dgc, parse = hvdc.Compression.dgc, hvdc.Compression.parse
 

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.kernels import low_rank
-from hvd_compress.settings import Settings
+from hvd_compress.engine.settings import Settings
+from hvd_compress.kernels import subspace as low_rank
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_reference_names_everything_public():
     import hvd_compress as hvdc
 
     listed = re.findall(r"^::: (\S+)$|^        - (\w+)$", TEXTS["docs/api.md"], re.MULTILINE)
-    listed = [full or f"hvd_compress.keras.callbacks.{member}" for full, member in listed]
+    listed = [full or f"hvd_compress.frontends.keras.callbacks.{member}" for full, member in listed]
     objects = [pkgutil.resolve_name(path) for path in listed]  # raises where there is none
     modules = ("callbacks", "cost", "elastic", "optimizers")
     public = {getattr(hvdc, each) for each in hvdc.__all__ if each != "__version__" and each not in modules}
@@ -79,7 +79,7 @@ def test_the_reference_names_everything_public():
     assert {getattr(hvdc.optimizers, each) for each in hvdc.optimizers.__all__} <= set(objects)
     for each in hvdc.elastic.__all__:
         assert getattr(hvdc.elastic, each) in objects or each.endswith("Callback"), each
-    assert "hvd_compress.elastic.callbacks" in listed
+    assert "hvd_compress.frontends.elastic.callbacks" in listed
 
 
 @pytest.mark.parametrize("page", sorted(TEXTS))

@@ -11,8 +11,8 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.checkpoint.plan_state import Member, PlanState
-from hvd_compress.elastic import takeover
-from hvd_compress.elastic.failures import horovod_errors
+from hvd_compress.frontends.elastic import takeover
+from hvd_compress.frontends.elastic.failures import horovod_errors
 
 KERASES = {"keras": keras}
 try:

@@ -10,7 +10,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from hvd_compress import host_memory
+from hvd_compress.common import host_memory
 
 _FREES_AND_TAKES = """
 import resource

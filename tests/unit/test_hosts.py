@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvd_compress as hvdc
-from hvd_compress import hosts, traffic
-from hvd_compress.settings import Settings
+from hvd_compress.engine.settings import Settings
+from hvd_compress.exchange import hosts
+from hvd_compress.exchange import volume as traffic
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms())

@@ -5,7 +5,7 @@ import pytest
 import reference
 import tensorflow as tf
 
-from hvd_compress import payload
+from hvd_compress.compressors import payload
 from hvd_compress.formats.sizes import PAGE, index_parts
 from hvd_compress.kernels import indices
 

@@ -7,7 +7,7 @@ from compressors import PACKED, SUMMABLE
 from horovod.tensorflow import mpi_ops
 
 import hvd_compress as hvdc
-from hvd_compress import payload
+from hvd_compress.compressors import payload
 
 DTYPES = [
     tf.uint8,

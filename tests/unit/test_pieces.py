@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvd_compress as hvdc
-from hvd_compress import geometry
-from hvd_compress.buckets import Bucket
-from hvd_compress.pieces import FlatPieces, WholeTensors
+from hvd_compress.engine import layout as geometry
+from hvd_compress.engine.grouping import Bucket
+from hvd_compress.engine.packing import FlatPieces, WholeTensors
 
 SHAPES = [(10, 10), (5,), (20, 10), (), (3, 3, 2, 2), (300, 2), (0, 3)]
 DTYPES = [tf.float32, tf.float16, tf.float64, tf.bfloat16, tf.float32, tf.float32, tf.float32]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_compress import residual
+from hvd_compress.compressors import error_feedback as residual
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.checkpoint import plan_state
-from hvd_compress.sensitivity_report import Row, Sensitivity
-from hvd_compress.settings import Settings
+from hvd_compress.analysis.sensitivity_report import Row, Sensitivity
+from hvd_compress.common.names import path_of
+from hvd_compress.engine.settings import Settings
 
 KERASES = {"keras": keras}
 try:
@@ -36,9 +36,6 @@ class Half(hvdc.Compressor):
 
     def decompress(self, payload, ctx):
         return payload
-
-
-path_of = plan_state.path_of
 
 
 def values_of(model):
@@ -138,7 +135,7 @@ def test_as_in_numpy(library):
     settings = Settings(hvdc.Compression.int8, policy=policy)
     for variable in model.trainable_variables:
         expected = hvdc.Compression.int8 if len(variable.shape) < 2 else hvdc.Compression.none
-        assert settings.compressor_of(plan_state.path_of(variable)) == expected
+        assert settings.compressor_of(path_of(variable)) == expected
 
 
 @pytest.mark.parametrize("feeds_back", [True, False])

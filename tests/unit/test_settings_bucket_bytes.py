@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvd_compress.settings import BUCKET_BYTES, resolve_bucket_bytes
+from hvd_compress.engine.settings import BUCKET_BYTES, resolve_bucket_bytes
 
 
 def test_the_environment_counts_where_nothing_is_said(monkeypatch):

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from hvd_compress import formats
 from hvd_compress.auto import policy, start
-from hvd_compress.compression import Compression
+from hvd_compress.compressors.registry import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import advice, cli, prediction
@@ -68,8 +68,8 @@ def test_a_compressor_by_hand():
 def test_buckets_are_those_of_training():
     import horovod.tensorflow as hvd
 
-    from hvd_compress.plan import Plan
-    from hvd_compress.settings import Settings
+    from hvd_compress.engine.plan import Plan
+    from hvd_compress.engine.settings import Settings
 
     class Set(hvd.ProcessSet):
         def size(self):

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from hvd_compress import formats
 from hvd_compress.cost import CostModel, Link
+from hvd_compress.monitor.tune_protocol import MARK
 from hvd_compress.tools import cli, families, outcomes, search, trial
 from hvd_compress.tools.trial import Run, run
-from hvd_compress.tune_lines import MARK
 
 # Instead of horovodrun: drops its own options, and starts the command once, as rank 0.
 LAUNCHER = """

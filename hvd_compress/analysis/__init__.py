@@ -1,0 +1,1 @@
+"""Measurements on one process that help to choose a compressor."""

@@ -1,0 +1,214 @@
+"""How gradients are reduced: what the optimizer and the tape are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ..common import checks
+from ..common.error_text import shown
+from ..compressors import DGC, Auto, Compressor, NoCompression
+from ..exchange import hosts
+from . import nonfinite
+from .layout import BUCKET_BYTES as BUCKET_BYTES
+from .layout import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How gradients are reduced; see `hvdc.DistributedOptimizer` for the meaning of each.
+
+    Raises:
+        TypeError: A value is of a wrong type.
+        ValueError: A value is not valid, or two contradict each other.
+    """
+
+    compressor: Compressor
+    name: str = "DistributedOptimizer"
+    op: Any = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    process_set: Any = hvd.global_process_set
+    groups: Any = None
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    scale_local_gradients: bool = True
+    min_compress_size: int = MIN_COMPRESS_SIZE
+    bucket_bytes: int = BUCKET_BYTES
+    error_feedback: bool | None = None
+    residual_decay: float = 1.0
+    residual_dtype: str = "float32"
+    momentum_correction: float = 0.0
+    policy: Any = ()  # (pattern, compressor) pairs; see `policies`
+    on_nonfinite: str = "propagate"
+    hierarchical: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):
+            raise ValueError(f"op currently only supports Average and Sum, got {shown(self.op)}")
+        for name in ("name", "device_dense", "device_sparse"):
+            checks.text(name, getattr(self, name))
+        checks.process_set(self.process_set)
+        self._keep("gradient_predivide_factor", checks.number)
+        if self.gradient_predivide_factor <= 0.0:
+            raise ValueError(
+                f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}"
+            )
+        if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        self._keep("groups", lambda _, groups: _checked_groups(groups))
+        self._keep("min_compress_size", checks.whole, 0)
+        self._keep("bucket_bytes", checks.whole, 1)
+        self._keep("residual_decay", checks.number, 0.0, 1.0)
+        self._keep("momentum_correction", checks.number, 0.0, 1.0)
+        self._keep("sparse_as_dense", checks.flag)
+        self._keep("scale_local_gradients", checks.flag)
+        if self.error_feedback is not None:
+            self._keep("error_feedback", checks.flag)
+        self._keep("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
+        if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
+            raise ValueError(
+                f"on_nonfinite must be one of {nonfinite.POLICIES}, got {shown(self.on_nonfinite)}"
+            )
+        self._keep("hierarchical", lambda _, value: _checked_hierarchical(value))
+        if self.hierarchical is True and self.process_set is not hvd.global_process_set:
+            raise ValueError("hierarchical=True needs the global process set: leave process_set out")
+        if self.hierarchical is True and self.momentum_correction:
+            raise ValueError("hierarchical=True and momentum_correction cannot go together: choose one")
+        if self.momentum_correction == 1.0:
+            raise ValueError("momentum_correction must be below 1, got 1.0")
+        compressors = self.compressors
+        self._take_momentum_of_dgc()
+        for compressor in compressors:
+            spared = (
+                self.dgc is not None or compressor is not self.compressor
+            )  # dgc has momentum for these, too
+            plain = isinstance(compressor, NoCompression) and spared
+            if (
+                self.momentum_correction
+                and not plain
+                and not (compressor.sparse and self.feeds_back(compressor))
+            ):
+                whose = "momentum_correction" if self.dgc is None else f"the momentum of {self.dgc.spec}"
+                raise ValueError(
+                    f"{whose} needs a sparse compressor with a residual, such as topk; "
+                    f"{compressor.spec} sends every element every step or keeps no residual"
+                )
+
+        autos = [compressor for compressor in compressors if isinstance(compressor, Auto)]
+        if any(auto != autos[0] for auto in autos):
+            raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
+
+    def _take_momentum_of_dgc(self) -> None:
+        """Puts dgc's momentum in the place of `momentum_correction`."""
+        found = self._dgcs
+        for name in ("momentum", "clipnorm", "steps_per_epoch"):
+            if len({getattr(dgc, name) for dgc in found}) > 1:
+                specs = " and ".join(dgc.spec for dgc in found)
+                raise ValueError(f"policy: {name} of dgc must be the same for all variables, got {specs}")
+        if found:
+            if self.momentum_correction not in (0.0, found[0].momentum):
+                raise ValueError(
+                    f"momentum_correction={self.momentum_correction} and the momentum of {found[0].spec} "
+                    f"({found[0].momentum}) are the same thing: leave momentum_correction out"
+                )
+            object.__setattr__(self, "momentum_correction", found[0].momentum)
+
+    def _keep(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
+        """Puts what `checked(name, value, *limits)` makes of a field in its place."""
+        object.__setattr__(self, name, checked(name, getattr(self, name), *limits))
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """All that may be used, that of no pattern of `policy` first."""
+        return (self.compressor, *(compressor for _, compressor in self.policy))
+
+    @property
+    def _dgcs(self) -> list[DGC]:
+        return [compressor for compressor in self.compressors if isinstance(compressor, DGC)]
+
+    @property
+    def dgc(self) -> DGC | None:
+        """Deep Gradient Compression, if it is used for any variables: the first one."""
+        return next(iter(self._dgcs), None)
+
+    @property
+    def op_name(self) -> str:
+        """Horovod's name of `op`."""
+        return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
+
+    @property
+    def scale(self) -> float:
+        """What the sum over the ranks is multiplied by."""
+        return self.gradient_predivide_factor / self.process_set.size() if self.op == hvd.Average else 1.0
+
+    def compressor_of(self, path: str) -> Compressor:
+        """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
+        found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))
+        return next(found, self.compressor)
+
+    def feeds_back(self, compressor: Compressor) -> bool:
+        """Whether residuals are kept of what this compressor loses."""
+        if isinstance(compressor, NoCompression):
+            return False
+        return compressor.error_feedback if self.error_feedback is None else self.error_feedback
+
+
+def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
+    """What a user means by `bucket_bytes`: where it is None, what the environment variable says, else 25 MiB.
+
+    Raises:
+        ValueError: The environment variable holds no whole number from 1 on.
+    """
+    if bucket_bytes is not None:
+        return bucket_bytes
+    text = os.environ.get("HVD_COMPRESS_BUCKET_BYTES", "").strip()
+    if not text:
+        return BUCKET_BYTES
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"environment variable HVD_COMPRESS_BUCKET_BYTES must be a whole number from 1 on, got {text!r}"
+        )
+    return int(text)
+
+
+def _checked_groups(groups: Any) -> Any:
+    if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
+        seen: set[int] = set()
+        for variable in (variable for group in groups for variable in group):
+            if not hasattr(variable, "assign"):
+                raise ValueError(f"groups must hold variables, got {shown(variable)}")
+            if id(variable) in seen:
+                raise ValueError(f"groups: {shown(variable)} stands in them twice")
+            seen.add(id(variable))
+        return groups
+    if groups is None:
+        return groups
+    try:
+        return checks.whole("groups", groups, 1)
+    except ValueError:
+        raise ValueError(
+            f"groups should be a non-negative integer or a list of list of tf.Variable, got {shown(groups)}"
+        ) from None
+
+
+def _checked_hierarchical(value: Any) -> bool | str:
+    if not isinstance(value, (bool, str)) or value not in hosts.CHOICES:
+        raise ValueError(f"hierarchical must be 'auto', True or False, got {shown(value)}")
+    return value
+
+
+def _residual_dtype(dtype: Any) -> str:
+    try:
+        name = tf.as_dtype(dtype).name
+    except (TypeError, ValueError):
+        name = None
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {shown(dtype)}")
+    return str(name)

@@ -1,0 +1,1 @@
+"""What users call: Keras optimizer and callbacks, tape, `allreduce`, elastic jobs, residual checkpoints."""
