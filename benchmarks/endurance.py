@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
 
 def force(plan: Any, turn: int) -> None:
     """Gives every bucket that `auto` chooses for the candidate of this turn; on all ranks in the same step."""
-    choice = plan.chooser.state.choice
-    choice.assign([turn % len(plan.chooser.auto.candidates)] * choice.shape[0])
+    choice = plan.selector.state.choice
+    choice.assign([turn % len(plan.selector.auto.candidates)] * choice.shape[0])
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
     turns = 0
     for i in common.progress(range(args.steps), "steps", hvd.rank() == 0):
         step(tf.constant(i * 32 % 4064))
-        if args.switch_every and (i + 1) % args.switch_every == 0 and reducer.last_plan("a switch").chooser:
+        if args.switch_every and (i + 1) % args.switch_every == 0 and reducer.last_plan("a switch").selector:
             turns += 1
             force(reducer.last_plan("a switch"), turns)
         if (i + 1) % args.check_every == 0:
@@ -80,8 +80,8 @@ def main() -> int:
             samples.append({"step": i + 1, "rss": process.memory_info().rss, "weights": zlib.crc32(weights)})
     traces = step.experimental_get_tracing_count()
     plans = [(len(plan.turns), sum(plan.turns.values())) for plan in reducer.plans.values()]
-    chooser = reducer.last_plan("the end").chooser
-    switches = int(np.sum(chooser.state.switches)) if chooser else 0
+    selector = reducer.last_plan("the end").selector
+    switches = int(np.sum(selector.state.switches)) if selector else 0
     ranks = hvd.allgather_object((samples, traces, plans), name="endurance")
     drifted = [s[0]["step"] for s in zip(*(rank[0] for rank in ranks)) if len({r["weights"] for r in s}) > 1]
     traced = [(rank[1], rank[2]) for rank in ranks]

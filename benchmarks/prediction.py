@@ -53,7 +53,7 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     from hvd_compress.compressors.base import no_seeds
     from hvd_compress.engine.packing import LARGEST
     from hvd_compress.exchange import choice
-    from hvd_compress.exchange.common import Group, Share
+    from hvd_compress.exchange.common import Group, LocalInput
 
     compressor = hvdc.Compression.parse(spec)
     reduce = getattr(choice, pattern).reduce
@@ -71,7 +71,7 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     @tf.function(autograph=False)
     def run() -> Any:
         residuals: list[Any] = [r.value() for r in kept] or [None] * count
-        share = Share([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
+        share = LocalInput([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
         result = reduce(compressor, share, 1.0 / hvd.size(), group)
         for variable, value in zip(kept, result.residuals):
             variable.assign(value)

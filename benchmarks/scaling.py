@@ -116,14 +116,14 @@ def patterns(out: Path | None) -> str:
         return model.predict(spec, nbytes, pattern, form="alpha_beta").total
 
     found = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
-    shown = [ranks.index(n) for n in (16, 64, 512, 4096)]
+    error_text = [ranks.index(n) for n in (16, 64, 512, 4096)]
     table = [
-        [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in shown)]
+        [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in error_text)]
         for (spec, pattern), values in found.items()
     ]
     if out is not None:
         draw_patterns(found, ranks, out / "scaling_patterns.png")
-    return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in shown)], table)
+    return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in error_text)], table)
 
 
 def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
@@ -163,11 +163,11 @@ def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
             runs[-1][1] = place
         else:
             runs.append([place, place])
-    shown = [
+    error_text = [
         f"{ranks[a]:,}" + ("" if a == b else " on" if b == len(ranks) - 1 else f" to {ranks[b]:,}")
         for a, b in runs
     ]
-    return ", ".join(shown)
+    return ", ".join(error_text)
 
 
 def against_ranks(axes: Any, ranks: Sequence[int] = RANKS) -> None:

@@ -12,8 +12,8 @@ import tensorflow as tf
 from ..common.names import path_of
 from ..compressors import Compressor, Seeds
 from ..compressors.registry import CompressionLike, resolve
-from ..engine.grouping import Bucket
-from ..engine.packing import FlatPieces, WholeTensors
+from ..engine.grouping import TensorGroup
+from ..engine.packing import FlatPacking, PerTensorPacking
 from ..engine.settings import MIN_COMPRESS_SIZE
 from ..kernels import noise
 from .evaluation import Batch, Objective, Restored, batches_of
@@ -162,15 +162,17 @@ def _measure(
 
 
 class _Channel:
-    """One variable's gradients on their way through one compressor, in the pieces that training would make."""
+    """One variable's gradients on their way through one compressor, in the chunks that training would make."""
 
     def __init__(self, compressor: Compressor, shape: tuple[int, ...]) -> None:
-        bucket = Bucket((0,), (shape,))
+        bucket = TensorGroup((0,), (shape,))
         self._compressor = compressor
-        self._layout: FlatPieces | WholeTensors = (
-            WholeTensors(bucket) if compressor.per_tensor else FlatPieces(bucket, 1, compressor.alignment)
+        self._layout: FlatPacking | PerTensorPacking = (
+            PerTensorPacking(bucket)
+            if compressor.per_tensor
+            else FlatPacking(bucket, 1, compressor.alignment)
         )
-        self._missing = [tf.zeros(piece) for piece in self._layout.shapes]
+        self._missing = [tf.zeros(chunk) for chunk in self._layout.shapes]
 
     @property
     def wire_bytes(self) -> int:
@@ -181,9 +183,9 @@ class _Channel:
         """Compresses one step's gradient."""
         shared = noise.fold(tf.constant(step), 0)
         seeds = Seeds(shared, noise.fold(shared, 1))
-        for i, piece in enumerate(self._layout.cut([gradient], range(len(self._missing)))):
+        for i, chunk in enumerate(self._layout.cut([gradient], range(len(self._missing)))):
             residual = self._missing[i] if self._compressor.error_feedback else None
-            left = self._compressor.encode(piece, seeds._replace(piece=i), residual, 1.0, True).residual
+            left = self._compressor.encode(chunk, seeds._replace(chunk=i), residual, 1.0, True).residual
             self._missing[i] = left if residual is not None else self._missing[i] + left
 
     def missing(self) -> tf.Tensor:

@@ -17,7 +17,7 @@ from ..engine.settings import Settings
 from ..exchange import volume as traffic
 from ..exchange.hosts import Hosts
 
-Buckets = Sequence[Sequence[Shape]]  # the shapes of each one's pieces
+Buckets = Sequence[Sequence[Shape]]  # the shapes of each one's chunks
 
 
 def flat_ones(

@@ -97,7 +97,7 @@ def best(
     Looks at all choices of one candidate for the first buckets, which may cross while gradients are still computed,
     and another or the same one for the rest; each bucket for which it is not allowed gets its own fastest one
     instead. Candidates that are `plain` (no compression) are for all buckets or for none, but for those that
-    nothing else is allowed for: where all are plain, gradients are neither copied into pieces nor out of them.
+    nothing else is allowed for: where all are plain, gradients are neither copied into chunks nor out of them.
     Those that are `whole` (see `all_at_once`) are for all buckets or for none.
     """
     buckets, candidates = allowed.shape
@@ -171,7 +171,7 @@ class Measured(NamedTuple):
     span: tf.Tensor  # scalar, seconds from the first bucket's gradients to the last one's result
     exchange: tf.Tensor  # [B], seconds of each bucket, encoding and decoding included
     waits: tf.Tensor  # [B], seconds between a bucket's encoding and that of the one before
-    probed: tf.Tensor  # int32, the bucket of which a piece was tried
+    probed: tf.Tensor  # int32, the bucket of which a chunk was tried
     energy: tf.Tensor  # [C + 1], what each candidate loses of it, and all of it; zeros if none was
     # [2], what the candidate in use lost of the whole model, and all of it; zeros if not measured, None if it cannot be
     whole: tf.Tensor | None = None

@@ -15,17 +15,17 @@ from . import model_wide as all_at_once
 
 
 class Sample(NamedTuple):
-    """A piece of a bucket, and a whole gradient in it."""
+    """A chunk of a bucket, and a whole gradient in it."""
 
-    shape: tuple[int, ...]  # of the piece
+    shape: tuple[int, ...]  # of the chunk
     find: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns it and its residual
     whole: Callable[[], tf.Tensor]  # returns the gradient, with its residual
 
 
 def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
-    """The energy that each candidate loses of a sample's piece, and that of the piece, [C + 1].
+    """The energy that each candidate loses of a sample's chunk, and that of the chunk, [C + 1].
 
-    Candidates that see gradients whole are tried on the gradient: the same share of the piece's energy.
+    Candidates that see gradients whole are tried on the gradient: the same share of the chunk's energy.
 
     Args:
         auto: The settings.
@@ -37,14 +37,14 @@ def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
 
     def measure(members: list[int]) -> tf.Tensor:
         place = [members.index(i) if i in members else 0 for i in range(len(some))]
-        return _of_piece(auto, *switch(tf.gather(place, turn), [some[i].find for i in members]))
+        return _of_chunk(auto, *switch(tf.gather(place, turn), [some[i].find for i in members]))
 
     # A call of its own: dissolved in the graph, TensorFlow would go through all of it in each step.
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
     def measure_one() -> tf.Tensor:
         kind = [shapes.index(sample.shape) for sample in some]
         found = switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
-        if any(auto.whole):
+        if any(auto.model_wide):
             shares = switch(turn, [functools.partial(_shares_of_gradient, auto, sample) for sample in some])
             found += shares * found[-1]
         return found
@@ -52,12 +52,12 @@ def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
     return measure_one()
 
 
-def _of_piece(auto: Auto, piece: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
+def _of_chunk(auto: Auto, chunk: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
     lost = []
-    for candidate, is_whole in zip(auto.candidates, auto.whole):
-        left = None if is_whole else candidate.encode(piece, no_seeds(), kept, 1.0, True).residual
+    for candidate, is_whole in zip(auto.candidates, auto.model_wide):
+        left = None if is_whole else candidate.encode(chunk, no_seeds(), kept, 1.0, True).residual
         lost.append(tf.constant(0.0) if is_whole else _energy(left, None))
-    return tf.stack([*lost, _energy(piece, kept)])
+    return tf.stack([*lost, _energy(chunk, kept)])
 
 
 def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
@@ -65,7 +65,7 @@ def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
     gradient = sample.whole()
     lost = [
         all_at_once.lost_alone(candidate, gradient) if is_whole else tf.constant(0.0)
-        for candidate, is_whole in zip(auto.candidates, auto.whole)
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide)
     ]
     return tf.stack([*lost, tf.constant(0.0)])
 

@@ -12,7 +12,7 @@ from . import model_wide as all_at_once
 from . import policy
 
 if TYPE_CHECKING:
-    from .selector import Chooser
+    from .selector import AutoSelector
 
 # Behind times of a candidate that is for all buckets at once.
 _OF_ALL = " for all buckets at once"
@@ -93,19 +93,19 @@ def _ms(seconds: float | None) -> str:
     return "not yet" if seconds is None else f"{1e3 * seconds:.3g} ms"
 
 
-def of_chooser(chooser: Chooser, step: int) -> list[BucketReport]:
-    """The buckets of a chooser after so many steps."""
-    state = policy.State(*(tf.convert_to_tensor(variable) for variable in chooser.state))
-    seconds = (policy.predicted(chooser.costs, state.link) * state.bias).numpy()
-    lost = policy.shares(state, chooser.prior).numpy()
-    target = chooser.auto.target_at(step)
-    specs, whole = [candidate.spec for candidate in chooser.auto.candidates], chooser.auto.whole
+def of_selector(selector: AutoSelector, step: int) -> list[BucketReport]:
+    """The buckets of a selector after so many steps."""
+    state = policy.State(*(tf.convert_to_tensor(variable) for variable in selector.state))
+    seconds = (policy.predicted(selector.costs, state.link) * state.bias).numpy()
+    lost = policy.shares(state, selector.prior).numpy()
+    target = selector.auto.target_at(step)
+    specs, whole = [candidate.spec for candidate in selector.auto.candidates], selector.auto.model_wide
     if any(whole):
-        lost = all_at_once.of_model(lost, tf.constant(chooser.nbytes, tf.float32), whole).numpy()
+        lost = all_at_once.of_model(lost, tf.constant(selector.nbytes, tf.float32), whole).numpy()
     # Of all buckets, with each candidate alone and with those that are chosen.
     totals, total = seconds.sum(0), sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
     found = []
-    for b, nbytes in enumerate(chooser.nbytes):
+    for b, nbytes in enumerate(selector.nbytes):
         chosen = int(state.choice[b])
         rows = []
         for c, spec in enumerate(specs):
@@ -136,27 +136,27 @@ def of_chooser(chooser: Chooser, step: int) -> list[BucketReport]:
     return found
 
 
-def log_start(chooser: Chooser) -> None:
+def log_start(selector: AutoSelector) -> None:
     """Prints one line about the first choice."""
     parts = [
         f"bucket {b} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}, predicted {_ms(bucket.predicted)}"
         f"{_OF_ALL if bucket.together else ''}"
-        for b, bucket in enumerate(of_chooser(chooser, 0))
+        for b, bucket in enumerate(of_selector(selector, 0))
     ]
     print(f"hvd_compress: auto begins with {'; '.join(parts)}", file=sys.stderr, flush=True)
 
 
-def log_switches(chooser: Chooser, state: policy.State, chosen: tf.Tensor, show: bool) -> None:
+def log_switches(selector: AutoSelector, state: policy.State, chosen: tf.Tensor, show: bool) -> None:
     """Prints a line for each bucket whose choice changes from `state.choice` to `chosen`, int32 [B], if to `show`."""
 
     def lines() -> tf.Tensor:
-        specs = tf.constant([candidate.spec for candidate in chooser.auto.candidates])
-        names = [f"bucket {b} ({nbytes / 1e6:.1f} MB): " for b, nbytes in enumerate(chooser.nbytes)]
+        specs = tf.constant([candidate.spec for candidate in selector.auto.candidates])
+        names = [f"bucket {b} ({nbytes / 1e6:.1f} MB): " for b, nbytes in enumerate(selector.nbytes)]
         old, new = tf.gather(specs, state.choice), tf.gather(specs, chosen)
-        table, measured = policy.predicted(chooser.costs, state.link) * state.bias, state.measured
+        table, measured = policy.predicted(selector.costs, state.link) * state.bias, state.measured
         unit: list[Any] = [" ms"] * len(names)
-        if any(chooser.auto.whole):
-            whole = tf.constant(chooser.auto.whole)
+        if any(selector.auto.model_wide):
+            whole = tf.constant(selector.auto.model_wide)
             table = tf.where(whole, tf.reduce_sum(table, 0), table)
             measured = tf.where(tf.gather(whole, state.choice), tf.reduce_sum(measured), measured)
             units = tf.where(whole, " ms" + _OF_ALL, " ms")

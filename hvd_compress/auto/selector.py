@@ -29,7 +29,7 @@ _PLACES = 16
 _UNTIMED = 2
 
 
-class Chooser:
+class AutoSelector:
     """Chooses for the buckets of one plan.
 
     Attributes:
@@ -51,7 +51,7 @@ class Chooser:
 
         Args:
             auto: The settings.
-            process_set: The ranks; all of them must make the chooser.
+            process_set: The ranks; all of them must make the selector.
             op: hvd.Average or hvd.Sum, with which the agreed numbers are reduced.
             nbytes: Of each bucket, as float32.
             costs: Predicted, float [B, C].
@@ -63,8 +63,8 @@ class Chooser:
         self._average = op == hvd.Average
         self._plain = [isinstance(candidate, NoCompression) for candidate in auto.candidates]
         # Candidates that are for all buckets at once, and the others.
-        self._whole = [c for c, is_whole in enumerate(auto.whole) if is_whole]
-        self._flat = [c for c, is_whole in enumerate(auto.whole) if not is_whole]
+        self._whole = [c for c, is_whole in enumerate(auto.model_wide) if is_whole]
+        self._flat = [c for c, is_whole in enumerate(auto.model_wide) if not is_whole]
         b, c = len(self.nbytes), len(auto.candidates)
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
@@ -158,14 +158,14 @@ class Chooser:
         return self._turn(step)[1]
 
     def probe(self, step: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
-        """Tries all candidates on a piece of one bucket, if it is time to.
+        """Tries all candidates on a chunk of one bucket, if it is time to.
 
         Args:
             step: int64 scalar.
             some: One of each bucket.
 
         Returns:
-            [C + 1]: the energy that each candidate loses, and that of the piece; zeros if it is not time to.
+            [C + 1]: the energy that each candidate loses, and that of the chunk; zeros if it is not time to.
         """
         turn, due = self._turn(step)
         nothing = tf.zeros([len(self.auto.candidates) + 1])
@@ -235,7 +235,7 @@ class Chooser:
             target = tf.where(step >= first, value, target)
         lost, nbytes = policy.shares(state, self.prior), tf.constant(self.nbytes, tf.float32)
         return policy.propose(
-            state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown, self.auto.whole
+            state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown, self.auto.model_wide
         )
 
     def _pack(

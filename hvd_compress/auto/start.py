@@ -21,37 +21,37 @@ from ..exchange import choice
 from ..exchange import volume as traffic
 from . import model_wide as all_at_once
 from . import policy
-from .selector import Chooser
+from .selector import AutoSelector
 
 
-def chooser(
+def selector(
     auto: Auto,
     settings: Settings,
     shapes: Sequence[Sequence[Shape]],
     whole: Sequence[Shape],
     found: Calibration,
     pattern: Callable[[Compressor, Sequence[Shape]], Any],
-) -> Chooser:
-    """A chooser for buckets of pieces of these shapes, which cross in these patterns. A collective call.
+) -> AutoSelector:
+    """A selector for buckets of chunks of these shapes, which cross in these patterns. A collective call.
 
     Args:
         auto: The settings.
         settings: How gradients are reduced.
-        shapes: Of each bucket's pieces.
+        shapes: Of each bucket's chunks.
         whole: Of all gradients in them.
         found: What the link and the kernels cost.
-        pattern: In which pieces, or gradients, of such shapes cross.
+        pattern: In which chunks, or gradients, of such shapes cross.
     """
     nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
     costs = _costs(auto, found, shapes, whole, nbytes, pattern)
     lost = [
         all_at_once.lost_of_noise(candidate, whole) if is_whole else _lost(candidate, shapes[0][0])
-        for candidate, is_whole in zip(auto.candidates, auto.whole)
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide)
     ]
-    return Chooser(auto, settings.process_set, settings.op, nbytes, costs, lost)
+    return AutoSelector(auto, settings.process_set, settings.op, nbytes, costs, lost)
 
 
-def calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
+def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
     """The one in the file that HVD_COMPRESS_CALIBRATION names, else a new one: a collective call of some seconds."""
     path = os.environ.get("HVD_COMPRESS_CALIBRATION", "").strip()
     variable, group = "environment variable HVD_COMPRESS_CALIBRATION", settings.process_set
@@ -63,7 +63,7 @@ def calibration(auto: Auto, settings: Settings, piece: Shape) -> Calibration:
         raise ValueError(
             f"{variable} is not set on rank {', '.join(without)}: set it on all ranks or on none"
         )
-    return loaded[0] or calibrate(auto.candidates, group, piece[0])
+    return loaded[0] or calibrate(auto.candidates, group, chunk[0])
 
 
 def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
@@ -97,7 +97,7 @@ def _costs(
     model = calibration.model()
     rows = []
     for b, (bucket, size) in enumerate(zip(shapes, nbytes)):
-        for candidate, is_whole in zip(auto.candidates, auto.whole):
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide):
             if is_whole and b < len(shapes) - 1:  # with the last one, see `all_at_once`
                 rows.append((0.0, 0.0, 0.0, 0.0))
                 continue
@@ -115,14 +115,14 @@ def _costs(
     return policy.Costs(*np.moveaxis(table, 2, 0))
 
 
-def _lost(candidate: Compressor, piece: Shape) -> float:
+def _lost(candidate: Compressor, chunk: Shape) -> float:
     """The share of the energy of white noise that a candidate loses: of gradients it loses less."""
     if isinstance(candidate, NoCompression):
         return 0.0
-    noise = tf.random.stateless_normal(piece, [1, 2])
+    noise = tf.random.stateless_normal(chunk, [1, 2])
 
     @tf.function(autograph=False)  # with a residual, as training: compiled once for both
     def encode() -> tf.Tensor:
-        return candidate.encode(noise, no_seeds(), tf.zeros(piece), 1.0, True).residual
+        return candidate.encode(noise, no_seeds(), tf.zeros(chunk), 1.0, True).residual
 
     return float(tf.reduce_sum(tf.square(encode())) / tf.reduce_sum(tf.square(noise)))

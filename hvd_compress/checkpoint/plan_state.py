@@ -12,7 +12,7 @@ import tensorflow as tf
 from ..common.names import without_counters
 
 if TYPE_CHECKING:
-    from ..engine.packing import FlatPieces, WholeTensors
+    from ..engine.packing import FlatPacking, PerTensorPacking
     from ..engine.plan import Plan
     from ..engine.reducer import Reducer
 
@@ -36,7 +36,7 @@ class PlanState:
 
     Attributes:
         members: The plan's gradients.
-        tensors: For each field of `LayoutState` (residuals, velocities) that is kept: arrays by the position
+        tensors: For each field of `GroupState` (residuals, velocities) that is kept: arrays by the position
             of their gradient, in the variable's shape, float32 or bfloat16.
         padding: For the same fields: what lies between and after the gradients in each layout's pieces, 1-D.
             Never reaches a weight, but compressors see it; used only where the pieces are the same again.
@@ -83,20 +83,20 @@ def state_of(plan: Plan) -> PlanState:
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
     with tf.init_scope(), tf.device("CPU"):
-        for section in plan.kept:
-            layout = section.layout
-            members = layout.bucket.members
-            for field, variables in vars(section.state).items():
+        for param_group in plan.stateful_groups:
+            layout = param_group.layout
+            members = layout.tensors.members
+            for field, variables in vars(param_group.state).items():
                 if variables:
                     pieces = [variable.numpy() for variable in variables]
                     dtype = variables[0].dtype
                     joined = layout.join([tf.constant(p, dtype) for p in pieces], [dtype] * len(members))
                     tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, joined))
-                    outside = [piece[free] for piece, free in zip(pieces, _free(layout))]
+                    outside = [chunk[free] for chunk, free in zip(pieces, _free(layout))]
                 else:
                     outside = [np.zeros(0, np.float32)]
                 padding.setdefault(field, []).append(np.concatenate(outside))
-        named = {name: np.asarray(variable.numpy()) for name, variable in plan.named.items()}
+        named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
     padding = {field: padding[field] for field in tensors}
     return PlanState(_members(plan), tensors, padding, _pieces(plan), named)
 
@@ -109,41 +109,45 @@ def restore(plan: Plan, state: PlanState) -> None:
     """
     own = {
         (field, i)
-        for section in plan.kept
-        for field, variables in vars(section.state).items()
+        for param_group in plan.stateful_groups
+        for field, variables in vars(param_group.state).items()
         if variables
-        for i in section.layout.bucket.members
+        for i in param_group.layout.tensors.members
     }
     found = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
     for field, i in sorted(own ^ found):
         where = "the checkpoint" if (field, i) in found else "this run"
         raise ValueError(f"only {where} has {field} of {state.members[i].path}: use the settings of the save")
-    if set(plan.named) != set(state.named):
+    if set(plan.replicated_state) != set(state.named):
         raise ValueError(
-            f"the checkpoint holds the state {sorted(state.named)}, and this run needs {sorted(plan.named)}: "
-            "use the settings of the save"
+            f"the checkpoint holds the state {sorted(state.named)}, and this run needs "
+            f"{sorted(plan.replicated_state)}: use the settings of the save"
         )
-    same_pieces = state.pieces == _pieces(plan)
+    same_chunks = state.pieces == _pieces(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for number, section in enumerate(plan.kept):
-            layout = section.layout
-            for field, variables in vars(section.state).items():
+        for number, param_group in enumerate(plan.stateful_groups):
+            layout = param_group.layout
+            for field, variables in vars(param_group.state).items():
                 if not variables:
                     continue
-                tensors = [tf.constant(state.tensors[field][i]) for i in layout.bucket.members]
+                tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
                 # Copies: what cut returns may be memory that is only read.
-                cut = [np.array(piece) for piece in layout.cut(tensors, range(len(variables)))]
-                if same_pieces:
+                cut = [np.array(chunk) for chunk in layout.cut(tensors, range(len(variables)))]
+                if same_chunks:
                     _fill_padding(cut, _free(layout), state.padding[field][number])
-                for variable, piece in zip(variables, cut):
-                    variable.assign(tf.cast(piece, variable.dtype))
-        for variable in plan.astray.values():
+                for variable, chunk in zip(variables, cut):
+                    variable.assign(tf.cast(chunk, variable.dtype))
+        for variable in plan.has_foreign_residual.values():
             variable.assign(True)
         # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
-        anew = {name for name, variable in plan.named.items() if variable.shape != state.named[name].shape}
+        anew = {
+            name
+            for name, variable in plan.replicated_state.items()
+            if variable.shape != state.named[name].shape
+        }
         anew |= {"auto_known"} if "auto_choice" in anew else set()
-        for name in set(plan.named) - anew:
-            plan.named[name].assign(state.named[name])
+        for name in set(plan.replicated_state) - anew:
+            plan.replicated_state[name].assign(state.named[name])
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
@@ -222,20 +226,20 @@ def _fits(state: PlanState, plan: Plan) -> bool:
 
 
 def _pieces(plan: Plan) -> list[Any]:
-    layouts = [section.layout for section in plan.kept]
-    return [[list(layout.bucket.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
+    layouts = [param_group.layout for param_group in plan.stateful_groups]
+    return [[list(layout.tensors.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
 
 
-def _free(layout: FlatPieces | WholeTensors) -> list[np.ndarray]:
-    """For each piece, which of its elements belong to no gradient; bool, in the piece's shape."""
-    ones = [tf.ones(shape) for shape in layout.bucket.shapes]
-    return [piece.numpy() == 0.0 for piece in layout.cut(ones, range(len(layout.shapes)))]
+def _free(layout: FlatPacking | PerTensorPacking) -> list[np.ndarray]:
+    """For each chunk, which of its elements belong to no gradient; bool, in the chunk's shape."""
+    ones = [tf.ones(shape) for shape in layout.tensors.shapes]
+    return [chunk.numpy() == 0.0 for chunk in layout.cut(ones, range(len(layout.shapes)))]
 
 
 def _fill_padding(pieces: Sequence[np.ndarray], free: Sequence[np.ndarray], padding: np.ndarray) -> None:
-    """Puts `padding` (1-D) where no gradient lies, piece after piece, in place."""
+    """Puts `padding` (1-D) where no gradient lies, chunk after chunk, in place."""
     start = 0
-    for piece, where in zip(pieces, free):
+    for chunk, where in zip(pieces, free):
         end = start + int(where.sum())
-        piece[where] = padding[start:end]
+        chunk[where] = padding[start:end]
         start = end

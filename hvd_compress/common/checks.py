@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .error_text import shown
+from .error_text import error_text
 
 # What Horovod's allreduce takes, but for bfloat16, which is summed as float32.
 REDUCIBLE = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -48,18 +48,18 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     wrong = isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real)
     if wrong or not math.isfinite(value) or not low <= value <= high:
         limits = f"a number from {low} to {high}" if low > -math.inf else "a finite number"
-        raise ValueError(f"{name} must be {limits}, got {shown(value)}")
+        raise ValueError(f"{name} must be {limits}, got {error_text(value)}")
     return float(value)
 
 
-def whole(name: str, value: Any, low: int) -> int:
+def integer(name: str, value: Any, low: int) -> int:
     """`value` as an int.
 
     Raises:
         ValueError: It is not a whole number from `low` on.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(f"{name} must be a whole number from {low} on, got {shown(value)}")
+        raise ValueError(f"{name} must be a whole number from {low} on, got {error_text(value)}")
     return int(value)
 
 
@@ -70,7 +70,7 @@ def flag(name: str, value: Any) -> bool:
         ValueError: It is neither True nor False (nor 1 nor 0).
     """
     if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
-        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+        raise ValueError(f"{name} must be True or False, got {error_text(value)}")
     return bool(value)
 
 
@@ -81,7 +81,7 @@ def text(name: str, value: Any) -> None:
         TypeError: So it is.
     """
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {shown(value)}")
+        raise TypeError(f"{name} must be a string, got {error_text(value)}")
 
 
 def path(name: str, value: Any) -> str:
@@ -91,7 +91,7 @@ def path(name: str, value: Any) -> str:
         TypeError: It is neither a string nor a path.
     """
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be the path of a directory, got {shown(value)}")
+        raise TypeError(f"{name} must be the path of a directory, got {error_text(value)}")
     return os.fsdecode(value)
 
 
@@ -102,7 +102,7 @@ def process_set(value: Any) -> None:
         TypeError: So it is.
     """
     if not isinstance(value, hvd.ProcessSet):
-        raise TypeError(f"process_set must be a hvd.ProcessSet, got {shown(value)}")
+        raise TypeError(f"process_set must be a hvd.ProcessSet, got {error_text(value)}")
 
 
 def is_horovods(value: Any) -> bool:

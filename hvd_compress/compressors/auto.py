@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..formats import Part
-from ..formats.base import Shape, check_whole
+from ..formats.base import Shape, check_integer
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 from .dgc import DGC
@@ -40,7 +40,7 @@ class Auto(BuiltinCompressor):
             `auto:phases=(1000:0.1|5000:0.02)`.
         max_slowdown: By how much the exchange may take longer, as a share, if all of the gradient gets through
             thereby.
-        probe_every: Each so many steps the candidates are tried on a piece of one bucket.
+        probe_every: Each so many steps the candidates are tried on a chunk of one bucket.
     """
 
     name: ClassVar[str] = "auto"
@@ -79,8 +79,8 @@ class Auto(BuiltinCompressor):
         object.__setattr__(self, "candidates", chosen)
         object.__setattr__(self, "target", _share("target", self.target))
         object.__setattr__(self, "max_slowdown", _share("max_slowdown", self.max_slowdown))
-        check_whole(self.warmup_steps, "warmup_steps", self.name, smallest=0)
-        check_whole(self.probe_every, "probe_every", self.name)
+        check_integer(self.warmup_steps, "warmup_steps", self.name, smallest=0)
+        check_integer(self.probe_every, "probe_every", self.name)
         phases = _several("phases", self.phases)
         object.__setattr__(self, "phases", tuple(_phase(phase) for phase in phases))
         steps = [step for step, _ in self.phases]
@@ -93,7 +93,7 @@ class Auto(BuiltinCompressor):
         return any(candidate.error_feedback for candidate in self.candidates)
 
     @property
-    def whole(self) -> list[bool]:
+    def model_wide(self) -> list[bool]:
         """Which candidates see gradients in their own shapes, and are for all buckets at once."""
         return [isinstance(candidate, PowerSGD) for candidate in self.candidates]
 
@@ -146,14 +146,14 @@ def _not_alone() -> ValueError:
 
 def _several(name: str, value: Any) -> list[Any]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(f"auto: {name} must be a list, got {shown(value)}")
+        raise ValueError(f"auto: {name} must be a list, got {error_text(value)}")
     return list(value)
 
 
 def _share(name: str, value: Any) -> float:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"auto: {name} must be a number from 0 to 1, got {shown(value)}")
+        raise ValueError(f"auto: {name} must be a number from 0 to 1, got {error_text(value)}")
     return float(value)
 
 
@@ -164,7 +164,7 @@ def _phase(phase: Any) -> tuple[int, float]:
         step = int(step) if isinstance(step, str) else step
         target = float(target) if isinstance(target, str) else target
     except (TypeError, ValueError):
-        raise ValueError(f"auto: phases must be pairs of step and target, got {shown(phase)}") from None
-    return check_whole(step, "the step of a phase", "auto", smallest=0), _share(
+        raise ValueError(f"auto: phases must be pairs of step and target, got {error_text(phase)}") from None
+    return check_integer(step, "the step of a phase", "auto", smallest=0), _share(
         "the target of a phase", target
     )

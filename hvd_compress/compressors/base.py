@@ -22,7 +22,7 @@ class Seeds(NamedTuple):
 
     shared: tf.Tensor  # the same on all ranks: for choices that they must agree on
     local: tf.Tensor  # another on each rank: for noise that should average out
-    piece: int = 0  # to be folded in: each piece draws other numbers
+    chunk: int = 0  # to be folded in: each chunk draws other numbers
 
 
 def no_seeds() -> Seeds:
@@ -66,7 +66,7 @@ class Compressor(horovod_compression.Compressor):
         summable: Whether the payload is one tensor of floats that may be summed before it is
             decompressed; it then crosses in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
-        per_tensor: Whether it needs each gradient in its own shape rather than flat pieces.
+        per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
         alignment: Pieces whose size is a multiple of this are encoded without padding; others too.
     """
 

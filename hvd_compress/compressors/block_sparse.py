@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from .. import formats
-from ..formats.base import Shape, kept
+from ..formats.base import Shape, num_kept
 from ..kernels import select
 from . import error_feedback as _residual
 from .base import BuiltinCompressor, Encoded, Seeds
@@ -57,7 +57,7 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         largest = tf.reduce_max(tf.abs(tiles), 1, keepdims=True)
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
-        chosen = select.top_k(norms, kept(self.ratio, m))
+        chosen = select.top_k(norms, num_kept(self.ratio, m))
         left = self._matrix(cleared(tiles, chosen), shape) if keep else None
         return Encoded(taken(tiles, chosen), shape, left, _residual.all_finite(x))
 

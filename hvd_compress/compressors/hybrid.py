@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from .. import formats
-from ..formats.base import Shape, kept, size_of
+from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
 from .base import BuiltinCompressor, Encoded, Seeds
 from .quantize import decode_blocks, encode_blocks
@@ -50,6 +50,6 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):  # type: ignore[override]
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then puts and sums them in one pass."""
         n = size_of(ctx)
-        k = kept(self.ratio, n)
+        k = num_kept(self.ratio, n)
         pairs = [(decode_blocks([parts], self.bits, (k,), tf.constant(1.0)), rows) for rows, *parts in ranks]
         return tf.reshape(select.spread(pairs, n, scale), ctx)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..common.error_text import shown
+from ..common.error_text import error_text
 
 # Bytes: where TensorFlow shares memory between a tensor and its parts.
 _ALIGNED = 64
@@ -117,7 +117,7 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
         or payload.dtype != tf.uint8
         or payload.shape.rank not in (1, None)
     ):
-        raise TypeError(f"a payload must hold a vector of bytes (uint8), got {shown(payload)}")
+        raise TypeError(f"a payload must hold a vector of bytes (uint8), got {error_text(payload)}")
     if not payload.shape.is_fully_defined():
         payload = tf.ensure_shape(payload, [expected])
     if payload.shape[0] != expected:
@@ -129,7 +129,7 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
 
 
 def take(payload: tf.Tensor, layouts: Sequence[Sequence[tf.TensorSpec]]) -> list[list[tf.Tensor]]:
-    """The parts of each piece, of which uint8 `payload` [nbytes] holds those of the first, of the second, and so on.
+    """The parts of each chunk, of which uint8 `payload` [nbytes] holds those of the first, of the second, and so on.
 
     What begins and ends at multiples of 64 bytes is not copied, unless all of it is little.
     """
@@ -145,7 +145,7 @@ def take(payload: tf.Tensor, layouts: Sequence[Sequence[tf.TensorSpec]]) -> list
         cut = tf.split(words, [size // _WORD.size for size in (*sizes, rest)])
     else:
         cut = [tf.strided_slice(payload, [a], [b], [1]) for a, b in zip(begins, begins[1:])]
-    parts = iter([_as_spec(piece, spec) for piece, spec in zip(cut, specs)])
+    parts = iter([_as_spec(chunk, spec) for chunk, spec in zip(cut, specs)])
     return [[next(parts) for _ in layout] for layout in layouts]
 
 
@@ -157,13 +157,13 @@ def _to_bytes(part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(part, [-1])
 
 
-def _as_spec(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+def _as_spec(chunk: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     """A vector's memory as a tensor of this shape and dtype."""
     shape, dtype = spec.shape.as_list(), tf.uint8 if spec.dtype == tf.bool else spec.dtype
-    if piece.dtype.size < dtype.size:
-        piece = tf.reshape(piece, [*shape, dtype.size // piece.dtype.size])
-    if piece.dtype != dtype:
-        piece = tf.bitcast(piece, dtype)
-    if piece.shape != spec.shape:
-        piece = tf.reshape(piece, shape)
-    return piece if dtype == spec.dtype else tf.cast(piece, spec.dtype)
+    if chunk.dtype.size < dtype.size:
+        chunk = tf.reshape(chunk, [*shape, dtype.size // chunk.dtype.size])
+    if chunk.dtype != dtype:
+        chunk = tf.bitcast(chunk, dtype)
+    if chunk.shape != spec.shape:
+        chunk = tf.reshape(chunk, shape)
+    return chunk if dtype == spec.dtype else tf.cast(chunk, spec.dtype)

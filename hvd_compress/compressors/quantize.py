@@ -63,7 +63,7 @@ class Quantize(formats.Quantize, BuiltinCompressor):
         shape = tuple(gradient.shape.as_list())
         seed = None
         if self.rounding == "stochastic":
-            seed = noise.fold(noise.fold(seeds.local, seeds.piece), self.seed)
+            seed = noise.fold(noise.fold(seeds.local, seeds.chunk), self.seed)
         if self.clip is None:
             parts, left, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
             return Encoded(parts, shape, left, finite)

@@ -9,7 +9,7 @@ from typing import Union
 
 import horovod.tensorflow as hvd
 
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..formats import specs
 from . import (
     DGC,
@@ -77,7 +77,7 @@ class Compression:
             ValueError: The name, an argument or a value is not known or not valid.
         """
         if not isinstance(spec, str):
-            raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {shown(spec)}")
+            raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {error_text(spec)}")
         return _parse(spec)
 
 
@@ -114,7 +114,7 @@ def resolve(compression: CompressionLike) -> Compressor:
         return _instance(compression)
     raise TypeError(
         f"compression must be a hvdc.Compressor, a spec string such as 'int8' or 'topk:ratio=0.01', or None; "
-        f"got {shown(compression)}"
+        f"got {error_text(compression)}"
     )
 
 
@@ -130,7 +130,7 @@ def policies(policy: Mapping[str, CompressionLike] | None) -> tuple[tuple[str, C
     if not isinstance(policy, Mapping) or not all(isinstance(pattern, str) for pattern in policy):
         raise TypeError(
             f"policy must map patterns on variable paths to compressors, such as {{'*embedding*': 'none'}}; "
-            f"got {shown(policy)}"
+            f"got {error_text(policy)}"
         )
     found = []
     for pattern, compression in policy.items():

@@ -112,7 +112,7 @@ class Rows:
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
             seed = None
             if compressor.rounding == "stochastic":
-                seed = noise.fold(noise.fold(seeds.local, seeds.piece), compressor.seed)
+                seed = noise.fold(noise.fold(seeds.local, seeds.chunk), compressor.seed)
             # The last column again, which changes no extremes.
             filled = self._filled(clipped, block, clipped[:, -1:])
             (step, *others), left, _ = encode_matrix(filled, None, 1.0, compressor.bits, seed, True)

@@ -10,7 +10,7 @@ from typing import Callable
 import tensorflow as tf
 
 from .. import formats
-from ..formats.base import Shape, kept, size_of
+from ..formats.base import Shape, num_kept, size_of
 from ..kernels import indices, noise, select
 from ..kernels.compile import compiled
 from . import error_feedback as _residual
@@ -44,7 +44,7 @@ class TopK(formats.TopK, BuiltinCompressor):
         shape = tuple(gradient.shape.as_list())
         x = _residual.add(gradient, residual, decay)
         flat = tf.reshape(x, [-1])
-        chosen = select.top_k(flat, kept(self.ratio, flat.shape[0]))
+        chosen = select.top_k(flat, num_kept(self.ratio, flat.shape[0]))
         left = tf.reshape(cleared(flat, chosen), shape) if keep else None
         return Encoded(taken(flat, chosen), shape, left, _residual.all_finite(x))
 
@@ -130,8 +130,8 @@ class RandomK(formats.RandomK, BuiltinCompressor):  # type: ignore[override]
         shape = tuple(gradient.shape.as_list())
         x = tf.reshape(_residual.add(gradient, residual, decay), [-1])
         n = x.shape[0]
-        k = kept(self.ratio, n)
-        rows = select.strided_random(n, k, noise.fold(noise.fold(seeds.shared, seeds.piece), self.seed))
+        k = num_kept(self.ratio, n)
+        rows = select.strided_random(n, k, noise.fold(noise.fold(seeds.shared, seeds.chunk), self.seed))
         values = _take(x, rows, self.unbiased)
         left = None
         if keep:
@@ -192,7 +192,7 @@ def select_strided(
         gradient's shape) when so much of each value was sent; whether all is finite.
     """
     n = gradient.shape.num_elements()
-    k = kept(ratio, n)
+    k = num_kept(ratio, n)
     grid = select.strided(tf.reshape(gradient, [-1]), k)
     old = None if residual is None else select.strided(tf.reshape(residual, [-1]), k)
     rows, values, finite = select.strided_top1(grid, old, decay)

@@ -61,7 +61,7 @@ def calibrate(
     Args:
         compressors: Whose kernels to time.
         process_set: Between which ranks.
-        elements: Of the pieces of gradient on which kernels are timed.
+        elements: Of the chunks of gradient on which kernels are timed.
         watch: Called with the name of each collective and compressor before it is measured.
 
     Returns:
@@ -171,13 +171,13 @@ def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
     """A collective between the workers of a host, see `exchange.inside`."""
     named = group.among(group.process_set, f"_{size}")
     payload = tf.zeros([size], tf.uint8)
-    piece = tf.zeros([max(1, size // 4 // group.size)])
+    chunk = tf.zeros([max(1, size // 4 // group.size)])
 
     @tf.function(autograph=False)
     def run() -> Any:
         if name == "reduce_scatter":
-            others = common.joined([piece] * (group.size - 1))
-            return inside.reduce_scatter([piece], [piece], 1.0, others, named)[0]
+            others = common.joined([chunk] * (group.size - 1))
+            return inside.reduce_scatter([chunk], [chunk], 1.0, others, named)[0]
         return inside.allgather(payload, named)
 
     return run

@@ -37,8 +37,8 @@ class SparseGradients:
         """
         self._plan, self._group, self._seeds = plan, group, seeds
         self._given = [gradients[i] for i in plan.sparse]
-        self._tables = [section.table for section in plan.tables]
-        self._found: list[slices.Reduced] = []
+        self._tables = [param_group.table for param_group in plan.embeddings]
+        self._found: list[slices.RowsReduction] = []
         with tf.device(plan.settings.device_sparse):
             self._merged = [slices.merge(*pair) for pair in zip(self._tables, self._given)]
             self.outgoing = [slices.tell(self._merged, group)] if self._merged else []
@@ -55,11 +55,11 @@ class SparseGradients:
                 counts = slices.heard(told[0], len(self._tables), self._group, averaged)
             feedback = [
                 slices.Feedback(
-                    section.state.residuals[0] if section.state.residuals else None,
+                    param_group.state.residuals[0] if param_group.state.residuals else None,
                     settings.residual_decay,
                     self._seeds(len(plan.buckets) + t),
                 )
-                for t, section in enumerate(plan.tables)
+                for t, param_group in enumerate(plan.embeddings)
             ]
             predivide = settings.gradient_predivide_factor
             exchanged = (self._tables, self._merged, feedback, counts)
@@ -85,24 +85,26 @@ class SparseGradients:
     @property
     def has_residuals(self) -> bool:
         """Whether there is anything for `keep` to do."""
-        return any(section.state.residuals for section in self._plan.tables)
+        return any(param_group.state.residuals for param_group in self._plan.embeddings)
 
     def keep(self) -> None:
         """Puts the new residuals in place of the old ones, of the rows that were sent."""
-        for section, found in zip(self._plan.tables, self._found):
-            for variable in section.state.residuals:
+        for param_group, found in zip(self._plan.embeddings, self._found):
+            for variable in param_group.state.residuals:
                 left = tf.reshape(tf.cast(found.kept, variable.dtype), [-1, *variable.shape[1:]])
                 variable.scatter_nd_update(found.kept_rows[:, None], left)
 
     def norms(self, due: tf.Tensor) -> list[tf.Tensor]:
         """For the recorder: see `recorder.norms_of`; the gradient's is that of its rows."""
         found = []
-        for section, merged, reduced in zip(self._plan.tables, self._merged, self._found):
-            if isinstance(section.compressor, NoCompression):
+        for param_group, merged, reduced in zip(self._plan.embeddings, self._merged, self._found):
+            if isinstance(param_group.compressor, NoCompression):
                 found.append(recorder.nothing_lost(due))
                 continue
 
-            def take(merged: Any = merged, reduced: Any = reduced, state: Any = section.state) -> tf.Tensor:
+            def take(
+                merged: Any = merged, reduced: Any = reduced, state: Any = param_group.state
+            ) -> tf.Tensor:
                 owed = recorder.norm_of(state.residuals)
                 return tf.concat([[recorder.norm_of([merged.values])], reduced.norms, [owed]], 0)
 
@@ -110,7 +112,7 @@ class SparseGradients:
         return found
 
 
-def _like(own: tf.IndexedSlices, shape: Sequence[int], found: slices.Reduced) -> tf.IndexedSlices:
+def _like(own: tf.IndexedSlices, shape: Sequence[int], found: slices.RowsReduction) -> tf.IndexedSlices:
     """What was found, in the dtypes of this rank's own slices of a table of this shape."""
     values = tf.cast(tf.reshape(found.values, [-1, *shape[1:]]), own.dtype)
     return tf.IndexedSlices(values, tf.cast(found.rows, own.indices.dtype), own.dense_shape)

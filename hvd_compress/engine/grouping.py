@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Bucket:
+class TensorGroup:
     """Which gradients travel together.
 
     Attributes:
@@ -37,7 +37,7 @@ def assign(
     members: Sequence[int],
     bucket_bytes: int,
     groups: int | Sequence[Sequence[int]] | None = None,
-) -> list[Bucket]:
+) -> list[TensorGroup]:
     """Divides gradients into buckets, last layers first: their gradients are ready first.
 
     Args:
@@ -54,15 +54,15 @@ def assign(
     order = sorted(members, reverse=True)
     if groups is None:
         sizes = [4 * math.prod(shapes[i]) for i in order]
-        chunks = [order[run.start : run.stop] for run in runs(sizes, bucket_bytes)]
+        member_lists = [order[run.start : run.stop] for run in runs(sizes, bucket_bytes)]
     elif isinstance(groups, int):
-        chunks = _evenly(order, groups)
+        member_lists = _evenly(order, groups)
     else:
         known = set(order)
         chosen = [[i for i in group if i in known] for group in groups]
         grouped = {i for group in chosen for i in group}
-        chunks = [group for group in chosen if group] + [[i] for i in order if i not in grouped]
-    return [Bucket(tuple(chunk), tuple(shapes[i] for i in chunk)) for chunk in chunks]
+        member_lists = [group for group in chosen if group] + [[i] for i in order if i not in grouped]
+    return [TensorGroup(tuple(positions), tuple(shapes[i] for i in positions)) for positions in member_lists]
 
 
 def runs(sizes: Sequence[int], limit: int) -> list[range]:

@@ -1,6 +1,6 @@
 """All buckets of `auto` at once, with a candidate that sees gradients in their own shapes.
 
-The residuals are those of the buckets: pieces are joined to tensors before and cut into pieces after, so that nothing
+The residuals are those of the buckets: chunks are joined to tensors before and cut into chunks after, so that nothing
 is lost when the choice changes.
 """
 
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..common.names import plain_name
-from ..exchange.common import Share
+from ..exchange.common import LocalInput
 from ..monitor import recorder
 from . import clock
 from .clock import Stamps
 from .context import Context
-from .model_wide_state import WholeModel
+from .model_wide_state import ModelWide
 from .pipeline import stamps_of
 
 
-class CrossedWhole(NamedTuple):
+class ModelWideResult(NamedTuple):
     """All buckets of `auto` after their exchange."""
 
     tensors: dict[int, tf.Tensor]  # reduced gradients, by position
@@ -35,7 +35,7 @@ class CrossedWhole(NamedTuple):
 
 def cross(
     context: Context, gradients: Sequence[Any], candidate: int, after: Sequence[tf.Tensor], measure: tf.Tensor
-) -> CrossedWhole:
+) -> ModelWideResult:
     """Exchanges all buckets of `auto`.
 
     Args:
@@ -46,69 +46,75 @@ def cross(
         measure: Whether to measure what is lost, a bool scalar.
     """
     plan = context.plan
-    settings, whole = plan.settings, plan.whole
-    assert plan.chooser is not None and whole is not None
-    compressor = plan.chooser.auto.candidates[candidate]
+    settings, whole = plan.settings, plan.model_wide
+    assert plan.selector is not None and whole is not None
+    compressor = plan.selector.auto.candidates[candidate]
     last = [_last_gradient(context, gradients, b) for b in plan.chosen]
     ready = [clock.stamp([gradient]) for gradient in last[:-1]]
     with tf.control_dependencies(after):
         begun = clock.stamp(last[-1:])
 
-    members = whole.layout.bucket.members
+    members = whole.layout.tensors.members
     everything = range(len(members))
     with tf.control_dependencies([*after, begun]):
-        pieces = whole.layout.cut([gradients[i] for i in members], everything)
+        chunks = whole.layout.cut([gradients[i] for i in members], everything)
     if settings.gradient_predivide_factor != 1.0:
-        pieces = [piece / settings.gradient_predivide_factor for piece in pieces]
+        chunks = [chunk / settings.gradient_predivide_factor for chunk in chunks]
     keep = settings.feeds_back(compressor)
     residuals = _residuals(whole) if keep else [None] * len(members)
     seeds, start = context.seeds(plan.chosen[-1]), whole.factors[candidate]
-    share = Share(pieces, residuals, settings.residual_decay, keep, seeds, start.value())
+    share = LocalInput(chunks, residuals, settings.residual_decay, keep, seeds, start.value())
     group = context.group(f"whole_{plain_name(compressor.spec)}")
     found = plan.pattern(compressor, share.shapes).reduce(compressor, share, settings.scale, group)
 
     changes = [(start, found.factors)]
-    kept: list[list[tf.Tensor]] = []  # of each section
-    for section, left in zip(whole.sections, whole.split(found.residuals)) if keep else ():
-        variables = section.state.residuals
-        kept.append(section.layout.cut(left, range(len(variables))))
+    kept: list[list[tf.Tensor]] = []  # of each param_group
+    for param_group, left in zip(whole.param_groups, whole.split(found.residuals)) if keep else ():
+        variables = param_group.state.residuals
+        kept.append(param_group.layout.cut(left, range(len(variables))))
         changes += [(variable, tf.cast(new, variable.dtype)) for variable, new in zip(variables, kept[-1])]
-    with tf.device("CPU"):  # every rank has some of all pieces
-        changes += [(plan.astray[b], tf.constant(keep)) for b in plan.chosen if b in plan.astray]
+    with tf.device("CPU"):  # every rank has some of all chunks
+        changes += [
+            (plan.has_foreign_residual[b], tf.constant(keep))
+            for b in plan.chosen
+            if b in plan.has_foreign_residual
+        ]
 
-    tensors = whole.layout.join(found.pieces, [plan.dtypes[i] for i in members])
+    tensors = whole.layout.join(found.chunks, [plan.dtypes[i] for i in members])
     stamps = [Stamps(*[time] * len(Stamps._fields)) for time in ready]
     stamps.append(Stamps(begun, *stamps_of(found)))
     lost = tf.zeros([2])
     if keep:
         lost = tf.cond(measure, lambda: _energies(share, found.residuals), lambda: tf.zeros([2]))
-    return CrossedWhole(
+    return ModelWideResult(
         dict(zip(members, tensors)), found.ok, changes, stamps, _norms(context, whole, share, kept), lost
     )
 
 
 def _last_gradient(context: Context, gradients: Sequence[Any], b: int) -> tf.Tensor:
     """That of a bucket which is there last."""
-    section, pieces = context.plan.buckets[b]
-    return gradients[section.layout.bucket.members[section.layout.reaching_into(pieces)[-1]]]
+    param_group, chunks = context.plan.buckets[b]
+    return gradients[param_group.layout.tensors.members[param_group.layout.reaching_into(chunks)[-1]]]
 
 
-def _residuals(whole: WholeModel) -> list[tf.Tensor]:
+def _residuals(whole: ModelWide) -> list[tf.Tensor]:
     """In the gradients' shapes, in the order of the layout."""
     found: list[tf.Tensor] = []
-    for section in whole.sections:
-        dtypes = [section.state.residuals[0].dtype] * len(section.layout.bucket.members)
-        found += section.layout.join([variable.value() for variable in section.state.residuals], dtypes)
+    for param_group in whole.param_groups:
+        dtypes = [param_group.state.residuals[0].dtype] * len(param_group.layout.tensors.members)
+        found += param_group.layout.join(
+            [variable.value() for variable in param_group.state.residuals], dtypes
+        )
     return found
 
 
-def _energies(share: Share, left: Sequence[Any]) -> tf.Tensor:
-    brought = [share.sum(i) for i in range(len(share.pieces))]
+def _energies(share: LocalInput, left: Sequence[Any]) -> tf.Tensor:
+    brought = [share.sum(i) for i in range(len(share.chunks))]
     return tf.square(tf.stack([recorder.norm_of(left), recorder.norm_of(brought)]))
 
 
 def _norms(
-    context: Context, whole: WholeModel, share: Share, kept: Sequence[Sequence[tf.Tensor]]
+    context: Context, whole: ModelWide, share: LocalInput, kept: Sequence[Sequence[tf.Tensor]]
 ) -> list[Any]:
     """As `recorder.norms_of`, of each bucket; without a residual it is not known what was lost."""
     plan = context.plan
@@ -116,16 +122,18 @@ def _norms(
         return [()] * len(plan.chosen)
 
     def take() -> tf.Tensor:
-        brought = whole.split([share.sum(i) for i in range(len(share.pieces))])
+        brought = whole.split([share.sum(i) for i in range(len(share.chunks))])
         parts: dict[int, tuple[Any, ...]] = {}
-        for s, (section, fresh, summed) in enumerate(zip(whole.sections, whole.split(share.pieces), brought)):
-            everything = range(len(section.layout.shapes))
-            cut = [section.layout.cut(tensors, everything) for tensors in (fresh, summed)]
-            parts[id(section)] = (*cut, kept[s] if kept else None)
+        for s, (param_group, fresh, summed) in enumerate(
+            zip(whole.param_groups, whole.split(share.chunks), brought)
+        ):
+            everything = range(len(param_group.layout.shapes))
+            cut = [param_group.layout.cut(tensors, everything) for tensors in (fresh, summed)]
+            parts[id(param_group)] = (*cut, kept[s] if kept else None)
         rows = []
-        for section, pieces in (plan.buckets[b] for b in plan.chosen):
-            fresh_ones, summed_ones, left = parts[id(section)]
-            mine = slice(pieces.start, pieces.stop)
+        for param_group, chunks in (plan.buckets[b] for b in plan.chosen):
+            fresh_ones, summed_ones, left = parts[id(param_group)]
+            mine = slice(chunks.start, chunks.stop)
             lost, residual = [tf.constant(math.nan), tf.constant(0.0)]
             if left is not None:
                 lost = residual = recorder.norm_of(left[mine])

@@ -1,6 +1,6 @@
 """How gradients become the tensors that a compressor sees, and back.
 
-Where they lie in these is in `geometry`. Where a piece lies within one gradient, or a gradient within one piece,
+Where they lie in these is in `geometry`. Where a chunk lies within one gradient, or a gradient within one chunk,
 nothing is copied.
 """
 
@@ -15,79 +15,79 @@ from . import layout as geometry
 from .layout import LARGEST as LARGEST
 
 
-class WholeTensors(geometry.Whole):
+class PerTensorPacking(geometry.PerTensorLayout):
     """The gradients themselves."""
 
     def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
         """The chosen ones of the gradients as float32."""
         return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chosen]
 
-    def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    def join(self, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`."""
-        return [tf.cast(piece, dtype) for piece, dtype in zip(pieces, dtypes)]
+        return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
 
 
-class FlatPieces(geometry.Flat):
-    """All gradients laid end to end, cut into pieces of the same size; the last ends with zeros."""
+class FlatPacking(geometry.FlatLayout):
+    """All gradients laid end to end, cut into chunks of the same size; the last ends with zeros."""
 
     def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
-        """The chosen pieces, float32 [size] each."""
-        parts: dict[int, list[tf.Tensor]] = {piece: [] for piece in chosen}
+        """The chosen chunks, float32 [size] each."""
+        parts: dict[int, list[tf.Tensor]] = {chunk: [] for chunk in chosen}
         ends = dict.fromkeys(chosen, 0)
 
-        def fill(piece: int, upto: int) -> None:
-            if upto > ends[piece]:
-                parts[piece].append(tf.zeros([upto - ends[piece]]))
-                ends[piece] = upto
+        def fill(chunk: int, upto: int) -> None:
+            if upto > ends[chunk]:
+                parts[chunk].append(tf.zeros([upto - ends[chunk]]))
+                ends[chunk] = upto
 
         for tensor, spans in zip(tensors, self.spans):
             here = [span for span in spans if span[0] in chosen]
             flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32) if here else None
-            for piece, begin, first, last in here:
-                fill(piece, begin)
-                parts[piece].append(_slice(flat, first, last))
-                ends[piece] = begin + last - first
-        for piece in chosen:
-            fill(piece, self.size)
-        return [_concat(parts[piece]) for piece in chosen]
+            for chunk, begin, first, last in here:
+                fill(chunk, begin)
+                parts[chunk].append(_slice(flat, first, last))
+                ends[chunk] = begin + last - first
+        for chunk in chosen:
+            fill(chunk, self.size)
+        return [_concat(parts[chunk]) for chunk in chosen]
 
-    def join(self, pieces: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    def join(self, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """The inverse of `cut`: tensors of the gradients' shapes, in their `dtypes`."""
         parts: list[list[tf.Tensor]] = [[] for _ in self.spans]
         run: list[
             tuple[int, int, int, int]
-        ] = []  # small ones that follow each other: gradient, piece, begin, end
+        ] = []  # small ones that follow each other: gradient, chunk, begin, end
 
         def cut_run() -> None:
             if run:
-                piece, start = run[0][1:3]
+                chunk, start = run[0][1:3]
                 ends = tf.split(
-                    _slice(pieces[piece], start, run[-1][3]), [end - begin for *_, begin, end in run]
+                    _slice(chunks[chunk], start, run[-1][3]), [end - begin for *_, begin, end in run]
                 )
                 for (i, *_), part in zip(run, ends):
                     parts[i].append(part)
                 run.clear()
 
         for i, spans in enumerate(self.spans):
-            for piece, begin, first, last in spans:
+            for chunk, begin, first, last in spans:
                 end = begin + last - first
-                if self.bucket.sizes[i] >= geometry.SMALL:
-                    parts[i].append(_slice(pieces[piece], begin, end))
+                if self.tensors.sizes[i] >= geometry.SMALL:
+                    parts[i].append(_slice(chunks[chunk], begin, end))
                     continue
-                if run and (run[-1][1], run[-1][3]) != (piece, begin):
+                if run and (run[-1][1], run[-1][3]) != (chunk, begin):
                     cut_run()
-                run.append((i, piece, begin, end))
+                run.append((i, chunk, begin, end))
         cut_run()
-        joined = zip(parts, self.bucket.shapes, dtypes)
+        joined = zip(parts, self.tensors.shapes, dtypes)
         return [tf.cast(tf.reshape(_concat(found), shape), dtype) for found, shape, dtype in joined]
 
-    def take(self, pieces: Sequence[Any], i: int) -> tf.Tensor:
-        """Gradient `i`, of those in the bucket, out of all pieces (tensors or variables), in its shape."""
+    def take(self, chunks: Sequence[Any], i: int) -> tf.Tensor:
+        """Gradient `i`, of those in the bucket, out of all chunks (tensors or variables), in its shape."""
         parts = [
-            _slice(tf.convert_to_tensor(pieces[piece]), begin, begin + last - first)
-            for piece, begin, first, last in self.spans[i]
+            _slice(tf.convert_to_tensor(chunks[chunk]), begin, begin + last - first)
+            for chunk, begin, first, last in self.spans[i]
         ]
-        return tf.reshape(_concat(parts), self.bucket.shapes[i])
+        return tf.reshape(_concat(parts), self.tensors.shapes[i])
 
 
 def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

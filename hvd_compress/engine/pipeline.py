@@ -11,27 +11,27 @@ import tensorflow as tf
 from ..common.names import plain_name
 from ..compressors import Auto, Compressor
 from ..compressors import error_feedback as residual
-from ..exchange.common import Reduced, Share
+from ..exchange.common import LocalInput, Reduction
 from ..exchange.send_order import next_turn
 from ..monitor import recorder
 from . import clock
 from .clock import Stamps
 from .context import Context
-from .state import LayoutState
+from .state import GroupState
 
 
-class Brought(NamedTuple):
+class BucketInput(NamedTuple):
     """A bucket before its exchange."""
 
     number: int  # in the plan
-    pieces: list[tf.Tensor]
-    state: LayoutState  # of these
+    chunks: list[tf.Tensor]
+    state: GroupState  # of these
 
 
-class Crossed(NamedTuple):
+class BucketResult(NamedTuple):
     """A bucket after its exchange."""
 
-    pieces: list[tf.Tensor]  # reduced
+    chunks: list[tf.Tensor]  # reduced
     ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
     kept: list[tf.Tensor]  # the new values of `Plan.changed_by`
     outgoing: tf.Tensor  # there when this rank has encoded the bucket
@@ -40,7 +40,7 @@ class Crossed(NamedTuple):
     norms: Any = ()  # a tensor while somebody watches
 
 
-def cross(context: Context, bucket: Brought, begun: Sequence[tf.Tensor]) -> Crossed:
+def cross(context: Context, bucket: BucketInput, begun: Sequence[tf.Tensor]) -> BucketResult:
     """Exchanges a bucket.
 
     Args:
@@ -58,24 +58,24 @@ def cross(context: Context, bucket: Brought, begun: Sequence[tf.Tensor]) -> Cros
     return crossed._replace(early=_early(found, stamps), stamps=Stamps(*begun, *stamps) if begun else None)
 
 
-def _choose(context: Context, bucket: Brought, begun: tf.Tensor) -> Crossed:
+def _choose(context: Context, bucket: BucketInput, begun: tf.Tensor) -> BucketResult:
     """The exchange with the compressor that is chosen for this bucket."""
     plan = context.plan
-    assert plan.chooser is not None
+    assert plan.selector is not None
 
     def exchange(compressor: Compressor) -> Any:
         crossed, found = _exchange(context, bucket, compressor)
         stamps = stamps_of(found)
-        return crossed.pieces, crossed.ok, crossed.kept, stamps, _early(found, stamps), crossed.norms
+        return crossed.chunks, crossed.ok, crossed.kept, stamps, _early(found, stamps), crossed.norms
 
-    chosen = plan.chooser.switch(plan.chosen.index(bucket.number), exchange)
+    chosen = plan.selector.switch(plan.chosen.index(bucket.number), exchange)
     found, ok, kept, stamps, early, norms = chosen
-    return Crossed(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
+    return BucketResult(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
 
 
 def _cross_in_stage(
-    context: Context, bucket: Brought, compressor: Compressor, begun: Sequence[tf.Tensor]
-) -> Crossed:
+    context: Context, bucket: BucketInput, compressor: Compressor, begun: Sequence[tf.Tensor]
+) -> BucketResult:
     """The exchange in that of the compressor's stages which holds now."""
 
     def exchange(stage: Compressor) -> Any:
@@ -83,15 +83,15 @@ def _cross_in_stage(
         stamps = stamps_of(found) if begun else ()
         # What is sent has another shape in each stage.
         first = tf.cast(tf.reshape(crossed.outgoing, [-1])[0], tf.float32)
-        return crossed.pieces, crossed.ok, crossed.kept, first, stamps, _early(found, stamps), crossed.norms
+        return crossed.chunks, crossed.ok, crossed.kept, first, stamps, _early(found, stamps), crossed.norms
 
     branches = [functools.partial(exchange, stage) for stage in compressor.stages]
     chosen = tf.switch_case(context.plan.stage(compressor), branches)
     found, ok, kept, first, stamps, early, norms = chosen
-    return Crossed(found, ok, kept, first, early, Stamps(*begun, *stamps) if begun else None, norms)
+    return BucketResult(found, ok, kept, first, early, Stamps(*begun, *stamps) if begun else None, norms)
 
 
-def stamps_of(found: Reduced) -> tuple[tf.Tensor, ...]:
+def stamps_of(found: Reduction) -> tuple[tf.Tensor, ...]:
     """When what crossed was encoded, had arrived, and was decoded.
 
     What is encoded between two exchanges counts as if it had been before the first one.
@@ -103,54 +103,58 @@ def stamps_of(found: Reduced) -> tuple[tf.Tensor, ...]:
         with tf.device("CPU"):
             sent += last - halfway
     arrived = clock.stamp([found.incoming], last)
-    return sent, arrived, clock.stamp(found.pieces, arrived)
+    return sent, arrived, clock.stamp(found.chunks, arrived)
 
 
-def _early(found: Reduced, stamps: Sequence[tf.Tensor]) -> tf.Tensor:
+def _early(found: Reduction, stamps: Sequence[tf.Tensor]) -> tf.Tensor:
     """When the next bucket may begin: not before the time is taken when this one is encoded, if that is."""
     if found.early is not None:
         return next_turn(found.early)
     return next_turn(stamps[0] if stamps and found.between is None else found.outgoing)
 
 
-def _exchange(context: Context, bucket: Brought, compressor: Compressor) -> tuple[Crossed, Reduced]:
+def _exchange(
+    context: Context, bucket: BucketInput, compressor: Compressor
+) -> tuple[BucketResult, Reduction]:
     """A bucket's exchange, and what it comes from."""
-    plan, (number, pieces, state) = context.plan, bucket
+    plan, (number, chunks, state) = context.plan, bucket
     settings = plan.settings
     predivide = settings.gradient_predivide_factor
     if predivide != 1.0:
-        pieces = [piece / predivide for piece in pieces]
-    residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(pieces)
+        chunks = [chunk / predivide for chunk in chunks]
+    residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(chunks)
     decay = settings.residual_decay
     velocities: list[tf.Tensor] = []
     if state.velocities:
         velocities = [
-            residual.accelerate(piece, variable.value(), settings.momentum_correction)
-            for piece, variable in zip(pieces, state.velocities)
+            residual.accelerate(chunk, variable.value(), settings.momentum_correction)
+            for chunk, variable in zip(chunks, state.velocities)
         ]
         # The sum itself is needed to see what was sent.
-        pieces = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
-        residuals, decay = [None] * len(pieces), 1.0
+        chunks = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
+        residuals, decay = [None] * len(chunks), 1.0
     keep = bool(state.residuals) and settings.feeds_back(compressor)
     factors = plan.buckets[number][0].factors
     start = factors[0].value() if factors else None
     with tf.device("CPU"):
-        astray = plan.astray[number].value() if number in plan.astray else None
-    share = Share(pieces, residuals, decay, keep, context.seeds(number), start, astray)
+        has_foreign_residual = (
+            plan.has_foreign_residual[number].value() if number in plan.has_foreign_residual else None
+        )
+    share = LocalInput(chunks, residuals, decay, keep, context.seeds(number), start, has_foreign_residual)
     group = context.group(f"bucket_{number}_{plain_name(compressor.spec)}")
     pattern = plan.pattern(compressor, share.shapes)
     found = pattern.reduce(compressor, share, settings.scale, group)
     # Where others may feed back but this one does not, what is left is sent, and nothing kept.
-    left = found.residuals if keep else [tf.zeros_like(piece) for piece in pieces]
+    left = found.residuals if keep else [tf.zeros_like(chunk) for chunk in chunks]
     kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
-    kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, pieces, left)]
+    kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, chunks, left)]
     kept += [found.factors] if factors else []
-    if number in plan.astray:
+    if number in plan.has_foreign_residual:
         with tf.device("CPU"):
-            kept.append(tf.constant(keep and found.astray))
-    crossed = Crossed(found.pieces, found.ok, kept, found.outgoing, found.outgoing)
+            kept.append(tf.constant(keep and found.has_foreign_residual))
+    crossed = BucketResult(found.chunks, found.ok, kept, found.outgoing, found.outgoing)
     if context.due is not None:
-        fresh = velocities or pieces
+        fresh = velocities or chunks
         norms = recorder.norms_of(context.due, compressor, fresh, share, left if keep else None)
         crossed = crossed._replace(norms=norms)
     return crossed, found

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ..auto import flat_or_hierarchical as levels
 from ..auto import report, start
 from ..auto.report import BucketReport
-from ..auto.selector import Chooser
+from ..auto.selector import AutoSelector
 from ..common import checks, tracing
 from ..common.names import path_of
 from ..compressors import Auto, Compressor, NoCompression, PowerSGD
@@ -26,19 +26,19 @@ from ..exchange.rows_gather import Table
 from ..monitor.recorder import Recorder
 from . import grouping as buckets
 from . import layout as geometry
-from .grouping import Bucket, Shape
+from .grouping import Shape, TensorGroup
 from .model_wide_state import of_sections
-from .packing import FlatPieces, WholeTensors
+from .packing import FlatPacking, PerTensorPacking
 from .settings import Settings
-from .state import LayoutState, Section, TableSection
+from .state import EmbeddingGroup, GroupState, ParamGroup
 
 
 class Plan:
     """How one list of gradients is reduced.
 
     Attributes:
-        sections: What is compressed, and the residuals.
-        buckets: Which pieces of which section cross at once, in this order.
+        param_groups: What is compressed, and the residuals.
+        buckets: Which chunks of which param_group cross at once, in this order.
         dense: Positions of the gradients that are reduced uncompressed, in buckets of their own.
         sparse: Positions of IndexedSlices.
         tables: How these cross, in the same order.
@@ -46,12 +46,12 @@ class Plan:
             a dense tensor, and this rank's slices before those of the same row were summed; None without tables.
         chosen: Positions of the buckets of `auto`, which are the last ones.
         whole: What candidates of `auto` need that see gradients in their own shapes; None where there are none.
-        chooser: What chooses for these; None where there are none.
+        selector: What chooses for these; None where there are none.
         hosts: Between which compressed gradients may cross in two levels; None where they may not.
         flat: Compressors that cross in one level all the same.
-        astray: Of buckets that may cross in two levels, by their positions: whether this rank may have residuals other
-            than zero of pieces that another rank carries, bool. As after an exchange in one level, and until the first
-            in two; not saved, but true after a restore.
+        has_foreign_residual: Of buckets that may cross in two levels, by their positions: whether this rank may have
+            residuals other than zero of chunks that another rank carries, bool. True after an exchange in one level and
+            until the first one in two levels; not saved, but true after a restore.
         paths: The variables' paths or names.
         step: How many steps were made, int64.
         progress: How far training has come, float64, for compressors that change with it: epochs of `dgc`'s warm-up,
@@ -60,7 +60,7 @@ class Plan:
         turns: How often the plan is part of a function, before the last time; by the function's graph.
         link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
         recorder: Of what is measured in each step; None while nobody watches. Read when a step is traced.
-        named: What is saved besides the sections' states: variables whose values are alike on all ranks.
+        named: What is saved besides the param_groups' states: variables whose values are alike on all ranks.
     """  # keeps no reference to the variables: they may go before it does
 
     def __init__(
@@ -84,138 +84,150 @@ class Plan:
         compressors = {i: settings.compressor_of(self.paths[i]) for i in tensors}
         chosen = [i for i in tensors if self._is_compressed(i, compressors[i])]
         groups = _positions(settings.groups, variables)
-        self.sections = []
+        self.param_groups = []
         # In the order of the variables, but `auto` last.
         for compressor in sorted(
             _distinct([compressors[i] for i in chosen]), key=lambda c: isinstance(c, Auto)
         ):
-            # Without groups all go end to end, and buckets end where a piece does.
+            # Without groups all go end to end, and buckets end where a chunk does.
             members = [i for i in chosen if compressors[i] == compressor]
             for bucket in buckets.assign(self.shapes, members, sys.maxsize, groups):
                 layout = self._layout(bucket, compressor)
                 state = self._new_state(compressor, layout.shapes)
-                self.sections.append(
-                    Section(compressor, layout, state, self._new_factors(compressor, layout))
+                self.param_groups.append(
+                    ParamGroup(compressor, layout, state, self._new_factors(compressor, layout))
                 )
         self.buckets = [
-            (section, pieces)
-            for section in self.sections
-            for pieces in section.layout.in_buckets(self._limit(section.layout.bucket, section.compressor))
+            (param_group, chunks)
+            for param_group in self.param_groups
+            for chunks in param_group.layout.in_buckets(
+                self._limit(param_group.layout.tensors, param_group.compressor)
+            )
         ]
         compressed = set(chosen)
         rest = [i for i in tensors if i not in compressed]
-        self.tables = [self._table(i) for i in self.sparse]
-        limit = self._limit(Bucket(tuple(rest), tuple(self.shapes[i] for i in rest)))
+        self.embeddings = [self._table(i) for i in self.sparse]
+        limit = self._limit(TensorGroup(tuple(rest), tuple(self.shapes[i] for i in rest)))
         self.dense = buckets.assign(self.shapes, rest, limit, None if chosen else groups)
         self.step = tracing.variable(tf.constant(0, tf.int64), f"{name}_step")
         with tf.device("CPU"):
-            seen = tf.zeros([len(self.tables), 3], tf.int64)
-            self.slices = tracing.variable(seen, f"{name}_slices") if self.tables else None
+            seen = tf.zeros([len(self.embeddings), 3], tf.int64)
+            self.slices = tracing.variable(seen, f"{name}_slices") if self.embeddings else None
         self.chosen = [
-            b for b, (section, _) in enumerate(self.buckets) if isinstance(section.compressor, Auto)
+            b for b, (param_group, _) in enumerate(self.buckets) if isinstance(param_group.compressor, Auto)
         ]
-        self.astray = self._new_flags()
+        self.has_foreign_residual = self._new_flags()
         self._choose_levels()
-        self.whole = of_sections(self.sections, name, settings.device_dense)
-        self.chooser = self._new_chooser() if self.chosen else None
+        self.model_wide = of_sections(self.param_groups, name, settings.device_dense)
+        self.selector = self._new_chooser() if self.chosen else None
         self.link: tuple[float, float] | None = None
         self.recorder: Recorder | None = None
         self.turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        factors = [variable for section in self.sections for variable in section.factors]
-        self.named = {"step": self.step, **{f"factors_{i}": variable for i, variable in enumerate(factors)}}
+        factors = [variable for param_group in self.param_groups for variable in param_group.factors]
+        self.replicated_state = {
+            "step": self.step,
+            **{f"factors_{i}": variable for i, variable in enumerate(factors)},
+        }
         self.progress: tf.Variable | None = None
-        if any(len(section.compressor.stages) > 1 for section in self.sections):
+        if any(len(param_group.compressor.stages) > 1 for param_group in self.param_groups):
             with tf.device("CPU"):
                 self.progress = tracing.variable(tf.constant(0.0, tf.float64), f"{name}_progress")
-            self.named["progress"] = self.progress
+            self.replicated_state["progress"] = self.progress
         self.velocities = self._dense_velocities()
-        self.named |= {f"velocity_{i}": variable for i, variable in self.velocities.items()}
-        if self.chooser is not None:
-            fields = self.chooser.state._asdict()
-            self.named |= {f"auto_{name}": variable for name, variable in fields.items()}
-        if self.whole is not None:
-            self.named |= {f"auto_factors_{c}": variable for c, variable in self.whole.factors.items()}
+        self.replicated_state |= {f"velocity_{i}": variable for i, variable in self.velocities.items()}
+        if self.selector is not None:
+            fields = self.selector.state._asdict()
+            self.replicated_state |= {f"auto_{name}": variable for name, variable in fields.items()}
+        if self.model_wide is not None:
+            self.replicated_state |= {
+                f"auto_factors_{c}": variable for c, variable in self.model_wide.factors.items()
+            }
 
-    def _new_chooser(self) -> Chooser:
+    def _new_chooser(self) -> AutoSelector:
         auto = self.buckets[self.chosen[0]][0].compressor
         assert isinstance(auto, Auto)
         mine = [self.buckets[b] for b in self.chosen]
-        shapes = [section.layout.shapes[pieces.start : pieces.stop] for section, pieces in mine]
+        shapes = [param_group.layout.shapes[chunks.start : chunks.stop] for param_group, chunks in mine]
         calibration = start.calibration(auto, self.settings, shapes[0][0])
         if self.hosts is not None and self.settings.hierarchical is True:
             levels.check(calibration, self.hosts)
         elif self.hosts is not None:
             candidates = [(candidate, shapes) for candidate in auto.candidates]
             self.flat += levels.flat_ones(candidates, calibration, self.settings, self.hosts)
-        whole = [] if self.whole is None else self.whole.shapes
-        return start.chooser(auto, self.settings, shapes, whole, calibration, self.pattern)
+        whole = [] if self.model_wide is None else self.model_wide.shapes
+        return start.selector(auto, self.settings, shapes, whole, calibration, self.pattern)
 
     def _choose_levels(self) -> None:
         """Compares one level and two for compressors that are not chosen automatically, if it is ours to choose."""
         if self.hosts is None or self.settings.hierarchical != "auto":
             return
-        fixed = [section for section in self.sections if not isinstance(section.compressor, Auto)]
+        fixed = [
+            param_group for param_group in self.param_groups if not isinstance(param_group.compressor, Auto)
+        ]
         candidates = [
             (s.compressor, [s.layout.shapes[p.start : p.stop] for other, p in self.buckets if other is s])
             for s in fixed
         ]
         candidates = [(c, buckets) for c, buckets in candidates if levels.fits(c, buckets, self.hosts)]
         if candidates:
-            piece = candidates[0][1][0][0]
-            found = calibrate([c for c, _ in candidates], self.settings.process_set, piece[0])
+            chunk = candidates[0][1][0][0]
+            found = calibrate([c for c, _ in candidates], self.settings.process_set, chunk[0])
             self.flat += levels.flat_ones(candidates, found, self.settings, self.hosts)
 
     def pattern(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """In which a bucket of pieces of these shapes crosses, see `exchange.choice`."""
+        """In which a bucket of chunks of these shapes crosses, see `exchange.choice`."""
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
 
     def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
         """Of the tensors that cross with a bucket: the whole model's with the last one if it crosses at once."""
-        section, pieces = self.buckets[b]
-        if isinstance(section.compressor, Auto) and isinstance(compressor, PowerSGD):
-            assert self.whole is not None
-            return self.whole.shapes if b == self.chosen[-1] else []
-        return section.layout.shapes[pieces.start : pieces.stop]
+        param_group, chunks = self.buckets[b]
+        if isinstance(param_group.compressor, Auto) and isinstance(compressor, PowerSGD):
+            assert self.model_wide is not None
+            return self.model_wide.shapes if b == self.chosen[-1] else []
+        return param_group.layout.shapes[chunks.start : chunks.stop]
 
     def changed_by(self, b: int) -> list[tf.Variable]:
         """What a bucket's exchange changes."""
-        section, pieces = self.buckets[b]
-        state = section.state.part(pieces)
-        astray = [self.astray[b]] if b in self.astray else []
-        return [*state.residuals, *state.velocities, *section.factors, *astray]
+        param_group, chunks = self.buckets[b]
+        state = param_group.state.part(chunks)
+        has_foreign_residual = [self.has_foreign_residual[b]] if b in self.has_foreign_residual else []
+        return [*state.residuals, *state.velocities, *param_group.factors, *has_foreign_residual]
 
     @property
-    def kept(self) -> list[Section]:
+    def stateful_groups(self) -> list[ParamGroup]:
         """What has state to be saved."""
-        return [*self.sections, *(section for section in self.tables if section.state.residuals)]
+        return [
+            *self.param_groups,
+            *(param_group for param_group in self.embeddings if param_group.state.residuals),
+        ]
 
-    def _table(self, i: int) -> TableSection:
+    def _table(self, i: int) -> EmbeddingGroup:
         shape, path = self.shapes[i], self.paths[i]
         wanted = self.settings.compressor_of(path)
         compressor = for_rows(wanted) if self._is_compressed(i, wanted) else NoCompression()
-        layout = WholeTensors(Bucket((i,), (shape,)))
-        limit = self._limit(layout.bucket)
+        layout = PerTensorPacking(TensorGroup((i,), (shape,)))
+        limit = self._limit(layout.tensors)
         table = Table(shape, self.dtypes[i], compressor, self.settings.process_set.size(), limit)
         state = self._new_state(compressor, [shape], rows=True)
-        return TableSection(compressor, layout, state, [], table)
+        return EmbeddingGroup(compressor, layout, state, [], table)
 
-    def _limit(self, members: Bucket, compressor: Compressor | None = None) -> int:
+    def _limit(self, members: TensorGroup, compressor: Compressor | None = None) -> int:
         """Bytes of float32 that cross at once at most."""
         if self.settings.groups is not None or isinstance(compressor, PowerSGD):
             return sys.maxsize
         return geometry.bucket_limit(self.settings.bucket_bytes, members.numel)
 
-    def _layout(self, members: Bucket, compressor: Compressor) -> FlatPieces | WholeTensors:
-        """The pieces in which the compressor sees these gradients."""
+    def _layout(self, members: TensorGroup, compressor: Compressor) -> FlatPacking | PerTensorPacking:
+        """The chunks in which the compressor sees these gradients."""
         if compressor.per_tensor:
-            return WholeTensors(members)
+            return PerTensorPacking(members)
         candidates = compressor.candidates if isinstance(compressor, Auto) else (compressor,)
         ranks = self.settings.process_set.size()
         limit = self._limit(members)
         workers = self.hosts.workers if self.hosts is not None else 1
         flat = geometry.flat(members, candidates, limit, ranks, workers)
-        return FlatPieces(flat.bucket, flat.multiple, flat.alignment, flat.largest)
+        return FlatPacking(flat.tensors, flat.multiple, flat.alignment, flat.largest)
 
     def _is_compressed(self, i: int, compressor: Compressor) -> bool:
         if isinstance(compressor, NoCompression) or not self.dtypes[i].is_floating:
@@ -224,19 +236,21 @@ class Plan:
 
     def _new_state(
         self, compressor: Compressor, shapes: Sequence[tuple[int, ...]], rows: bool = False
-    ) -> LayoutState:
+    ) -> GroupState:
         device = self.settings.device_sparse if rows else self.settings.device_dense
 
         def zeros(what: str, dtype: str) -> list[tf.Variable]:
             with tf.device(device):
                 return [tracing.variable(tf.zeros(shape, dtype), f"{self.name}_{what}") for shape in shapes]
 
-        return LayoutState(
+        return GroupState(
             zeros("residual", self.settings.residual_dtype) if self.settings.feeds_back(compressor) else [],
             zeros("velocity", "float32") if self.settings.momentum_correction and not rows else [],
         )
 
-    def _new_factors(self, compressor: Compressor, layout: FlatPieces | WholeTensors) -> list[tf.Variable]:
+    def _new_factors(
+        self, compressor: Compressor, layout: FlatPacking | PerTensorPacking
+    ) -> list[tf.Variable]:
         if not isinstance(compressor, PowerSGD):
             return []
         with tf.device(self.settings.device_dense):
@@ -246,7 +260,7 @@ class Plan:
     def _new_flags(self) -> dict[int, tf.Variable]:
         if self.hosts is None:
             return {}
-        kept = [b for b, (section, _) in enumerate(self.buckets) if section.state.residuals]
+        kept = [b for b, (param_group, _) in enumerate(self.buckets) if param_group.state.residuals]
         with tf.device("CPU"):
             return {b: tracing.variable(tf.constant(True), f"{self.name}_astray") for b in kept}
 
@@ -267,24 +281,26 @@ class Plan:
     def compressors(self) -> list[Compressor]:
         """What each bucket is compressed with now."""
         found = [s.compressor.stages[int(self.stage(s.compressor))] for s, _ in self.buckets]
-        if self.chooser is not None:
-            for b, compressor in zip(self.chosen, self.chooser.chosen()):
+        if self.selector is not None:
+            for b, compressor in zip(self.chosen, self.selector.chosen()):
                 found[b] = compressor
         return found
 
     def report(self) -> list[BucketReport]:
         """What each bucket is compressed with and why."""
         found = [
-            BucketReport(4 * sum(map(math.prod, section.layout.shapes[p.start : p.stop])), compressor.spec)
-            for compressor, (section, p) in zip(self.compressors(), self.buckets)
+            BucketReport(
+                4 * sum(map(math.prod, param_group.layout.shapes[p.start : p.stop])), compressor.spec
+            )
+            for compressor, (param_group, p) in zip(self.compressors(), self.buckets)
         ]
-        if self.chooser is not None:
-            for b, chosen in zip(self.chosen, report.of_chooser(self.chooser, int(self.step))):
+        if self.selector is not None:
+            for b, chosen in zip(self.chosen, report.of_selector(self.selector, int(self.step))):
                 found[b] = chosen
-        for section in self.tables:
-            nbytes = 4 * section.layout.bucket.numel
-            (i,) = section.layout.bucket.members
-            found.append(BucketReport(nbytes, section.compressor.spec, rows_of=self.paths[i]))
+        for param_group in self.embeddings:
+            nbytes = 4 * param_group.layout.tensors.numel
+            (i,) = param_group.layout.tensors.members
+            found.append(BucketReport(nbytes, param_group.compressor.spec, rows_of=self.paths[i]))
         return found
 
     def bytes_sent(self) -> tuple[int, int]:
@@ -297,7 +313,7 @@ class Plan:
         ranks = self.settings.process_set.size()
         plain = {
             i: math.prod(self.shapes[i]) * self.dtypes[i].size
-            for bucket in (*(section.layout.bucket for section in self.sections), *self.dense)
+            for bucket in (*(param_group.layout.tensors for param_group in self.param_groups), *self.dense)
             for i in bucket.members
         }
         dense = sum(plain[i] for bucket in self.dense for i in bucket.members)
@@ -312,8 +328,10 @@ class Plan:
             else:
                 hosts, workers, name = self._placed.count, self._placed.workers, choice.name_of(pattern)
                 sent += traffic.leaving_host(compressor, shapes, hosts, workers, name) // workers
-        for section, last in zip(self.tables, [] if self.slices is None else self.slices.numpy().tolist()):
-            rows = section.table.bytes_sent(*last)
+        for param_group, last in zip(
+            self.embeddings, [] if self.slices is None else self.slices.numpy().tolist()
+        ):
+            rows = param_group.table.bytes_sent(*last)
             sent, as_plain = sent + rows[0], as_plain + rows[1]
         return sent, as_plain
 

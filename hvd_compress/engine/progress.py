@@ -71,7 +71,9 @@ def start(reducer: Reducer, plan: Plan) -> None:
     """Begins where the reducer is, or the plan's restored state if that is further; rank 0 says so in one line."""
     if plan.progress is not None and reducer.epoch is not None:
         plan.progress.assign(max(reducer.epoch, float(plan.progress)))
-    dgcs = [section.compressor for section in plan.sections if isinstance(section.compressor, DGC)]
+    dgcs = [
+        param_group.compressor for param_group in plan.param_groups if isinstance(param_group.compressor, DGC)
+    ]
     if dgcs and reducer.settings.process_set.rank() == 0:
         print(f"hvd_compress: {_described(dgcs[0], plan)}", file=sys.stderr, flush=True)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ..auto.report import CompressionReport
 from ..checkpoint import plan_state
 from ..common import checks, host_memory
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
 from ..monitor import tuning
 from ..monitor.recorder import Loss, Recorder, measure_link
@@ -179,7 +179,7 @@ def _tensor(gradient: Any, variable: Any) -> Any:
         return tf.convert_to_tensor(gradient, variable.dtype)
     except (TypeError, ValueError):
         path = path_of(variable)
-        raise TypeError(f"the gradient of {path} must be a tensor, got {shown(gradient)}") from None
+        raise TypeError(f"the gradient of {path} must be a tensor, got {error_text(gradient)}") from None
 
 
 def made() -> int:

@@ -12,7 +12,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..common import checks
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..compressors import DGC, Auto, Compressor, NoCompression
 from ..exchange import hosts
 from . import nonfinite
@@ -51,7 +51,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):
-            raise ValueError(f"op currently only supports Average and Sum, got {shown(self.op)}")
+            raise ValueError(f"op currently only supports Average and Sum, got {error_text(self.op)}")
         for name in ("name", "device_dense", "device_sparse"):
             checks.text(name, getattr(self, name))
         checks.process_set(self.process_set)
@@ -63,8 +63,8 @@ class Settings:
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
         self._keep("groups", lambda _, groups: _checked_groups(groups))
-        self._keep("min_compress_size", checks.whole, 0)
-        self._keep("bucket_bytes", checks.whole, 1)
+        self._keep("min_compress_size", checks.integer, 0)
+        self._keep("bucket_bytes", checks.integer, 1)
         self._keep("residual_decay", checks.number, 0.0, 1.0)
         self._keep("momentum_correction", checks.number, 0.0, 1.0)
         self._keep("sparse_as_dense", checks.flag)
@@ -74,7 +74,7 @@ class Settings:
         self._keep("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
             raise ValueError(
-                f"on_nonfinite must be one of {nonfinite.POLICIES}, got {shown(self.on_nonfinite)}"
+                f"on_nonfinite must be one of {nonfinite.POLICIES}, got {error_text(self.on_nonfinite)}"
             )
         self._keep("hierarchical", lambda _, value: _checked_hierarchical(value))
         if self.hierarchical is True and self.process_set is not hvd.global_process_set:
@@ -183,24 +183,24 @@ def _checked_groups(groups: Any) -> Any:
         seen: set[int] = set()
         for variable in (variable for group in groups for variable in group):
             if not hasattr(variable, "assign"):
-                raise ValueError(f"groups must hold variables, got {shown(variable)}")
+                raise ValueError(f"groups must hold variables, got {error_text(variable)}")
             if id(variable) in seen:
-                raise ValueError(f"groups: {shown(variable)} stands in them twice")
+                raise ValueError(f"groups: {error_text(variable)} stands in them twice")
             seen.add(id(variable))
         return groups
     if groups is None:
         return groups
     try:
-        return checks.whole("groups", groups, 1)
+        return checks.integer("groups", groups, 1)
     except ValueError:
         raise ValueError(
-            f"groups should be a non-negative integer or a list of list of tf.Variable, got {shown(groups)}"
+            f"groups should be a non-negative integer or a list of list of tf.Variable, got {error_text(groups)}"
         ) from None
 
 
 def _checked_hierarchical(value: Any) -> bool | str:
     if not isinstance(value, (bool, str)) or value not in hosts.CHOICES:
-        raise ValueError(f"hierarchical must be 'auto', True or False, got {shown(value)}")
+        raise ValueError(f"hierarchical must be 'auto', True or False, got {error_text(value)}")
     return value
 
 
@@ -210,5 +210,5 @@ def _residual_dtype(dtype: Any) -> str:
     except (TypeError, ValueError):
         name = None
     if name not in ("float32", "bfloat16"):
-        raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {shown(dtype)}")
+        raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {error_text(dtype)}")
     return str(name)

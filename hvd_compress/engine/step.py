@@ -20,8 +20,8 @@ from . import model_wide as crossing_whole
 from .clock import Stamps
 from .context import Context
 from .embeddings import SparseGradients
-from .packing import FlatPieces
-from .pipeline import Brought, Crossed, cross
+from .packing import FlatPacking
+from .pipeline import BucketInput, BucketResult, cross
 from .plan import Plan
 
 
@@ -59,7 +59,7 @@ class Step:
                 plan.progress.assign(self._so_far)
             self._clip()
             ready = self._all_ready()
-            before = None if plan.chooser is None else plan.chooser.choices()
+            before = None if plan.selector is None else plan.selector.choices()
             self._sparse = SparseGradients(
                 plan, gradients, self._context.group("slices"), self._context.seeds
             )
@@ -68,12 +68,12 @@ class Step:
                 for i, tensor in zip(bucket.members, result.tensors):
                     reduced[i] = self._accelerated(i, tensor)
             oks = []
-            if plan.kept or plan.velocities:
+            if plan.stateful_groups or plan.velocities:
                 incoming = [tensor for result in dense for tensor in result.incoming]
                 oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
             for i, found in zip(plan.sparse, self._sparse.reduce(told)):
                 reduced[i] = found
-                if plan.kept or plan.velocities:
+                if plan.stateful_groups or plan.velocities:
                     oks.append(nonfinite.all_finite([found]))
             # The dense ones go before the last bucket, so as not to cross all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
@@ -81,13 +81,13 @@ class Step:
             crossed = self._cross(fixed, [] if plan.chosen else before_last)
             results = self._join(crossed)
             watched: dict[int, Any] = {b: (c.stamps, c.norms) for b, c in crossed.items()}
-            if plan.chooser is None:
+            if plan.selector is None:
                 committed = self._commit(oks, crossed)
             else:
-                probe = plan.chooser.probe(
+                probe = plan.selector.probe(
                     step, [samples.of_bucket(plan, self._gradients, b) for b in plan.chosen]
                 )
-                nothing = plan.chooser.nothing_in_use()
+                nothing = plan.selector.nothing_in_use()
                 after = [crossed[fixed[-1]].outgoing] if fixed else []
 
                 def compressed() -> Any:
@@ -102,25 +102,25 @@ class Step:
                     return found, stamps, norms, self._commit(oks, crossed), nothing
 
                 def whole(candidate: int) -> Any:
-                    assert plan.chooser is not None
-                    due = plan.chooser.is_probed(step)
+                    assert plan.selector is not None
+                    due = plan.selector.is_probed(step)
                     found = crossing_whole.cross(
                         self._context, self._gradients, candidate, [*after, *before_last], due
                     )
                     committed = self._commit([*oks, found.ok], crossed, found.changes)
                     return found.tensors, found.stamps, found.norms, committed, found.lost
 
-                exchanged = plan.chooser.switch_all(compressed, plain, whole)
+                exchanged = plan.selector.switch_all(compressed, plain, whole)
                 chosen, stamps, norms, committed, in_use = exchanged
                 results |= chosen
                 watched |= dict(zip(plan.chosen, zip(stamps, norms)))
-                plan.chooser.learn(step, agreed, stamps, probe, in_use, committed)
+                plan.selector.learn(step, agreed, stamps, probe, in_use, committed)
             for i, tensor in results.items():
                 reduced[i] = tensor
             if self._recorder is not None:
                 uncompressed_ones = self._watch_uncompressed(dense, [reduced[i] for i in plan.sparse])
                 found = [*(watched[b] for b in sorted(watched)), *uncompressed_ones]
-                choices = [plan.stage(section.compressor) for section, _ in plan.buckets]
+                choices = [plan.stage(param_group.compressor) for param_group, _ in plan.buckets]
                 choices += [tf.constant(0)] * len(uncompressed_ones)
                 for place, b in enumerate(plan.chosen):
                     assert before is not None
@@ -160,7 +160,7 @@ class Step:
         if self._recorder is None:
             return None
         plan = self._plan
-        last = [section.layout.bucket.members[-1] for section in plan.sections]
+        last = [param_group.layout.tensors.members[-1] for param_group in plan.param_groups]
         last += [bucket.members[-1] for bucket in plan.dense] + plan.sparse
         return clock.stamp([_values(self._gradients[i]) for i in dict.fromkeys(last)])
 
@@ -181,8 +181,8 @@ class Step:
 
     def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any, list[tf.Tensor]]:
         """The uncompressed gradients, and what the ranks tell each other, for the choice (or None) and of slices."""
-        chooser = self._plan.chooser
-        told = [*([] if chooser is None else [chooser.outgoing()]), *self._sparse.outgoing]
+        selector = self._plan.selector
+        told = [*([] if selector is None else [selector.outgoing()]), *self._sparse.outgoing]
         found, agreed = [], list[tf.Tensor]()
         for b, bucket in enumerate(self._plan.dense):
             tensors = [self._gradients[i] for i in bucket.members]
@@ -194,7 +194,7 @@ class Step:
             found.append(result)
         if told:
             agreed = self._allreduce(told, "agreed").tensors
-        return found, None if chooser is None else agreed.pop(0), agreed
+        return found, None if selector is None else agreed.pop(0), agreed
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
@@ -206,9 +206,9 @@ class Step:
         found: dict[int, tf.Tensor] = {}
         stamps: list[Stamps] = []
         for b in self._plan.chosen:
-            section, pieces = self._plan.buckets[b]
-            assert isinstance(section.layout, FlatPieces)
-            members = [section.layout.bucket.members[i] for i in section.layout.beginning_in(pieces)]
+            param_group, chunks = self._plan.buckets[b]
+            assert isinstance(param_group.layout, FlatPacking)
+            members = [param_group.layout.tensors.members[i] for i in param_group.layout.beginning_in(chunks)]
             if not members:  # a large gradient that began in the bucket before
                 stamps.append(Stamps(*[stamps[-1].done] * len(Stamps._fields)))
                 continue
@@ -227,48 +227,48 @@ class Step:
         chosen: Sequence[int],
         before_last: Sequence[tf.Tensor],
         after: Sequence[tf.Tensor] = (),
-    ) -> dict[int, Crossed]:
+    ) -> dict[int, BucketResult]:
         """Compresses and exchanges buckets, one after the other.
 
         TensorFlow would encode them all before it sends the first.
         """
-        crossed: dict[int, Crossed] = {}
+        crossed: dict[int, BucketResult] = {}
         for b in chosen:
-            section, pieces = self._plan.buckets[b]
-            members = section.layout.bucket.members
+            param_group, chunks = self._plan.buckets[b]
+            members = param_group.layout.tensors.members
             if b == chosen[-1]:
                 after = [*after, *before_last]
             begun: list[tf.Tensor] = []
-            if isinstance(section.compressor, Auto) or self._recorder is not None:
-                last = members[section.layout.reaching_into(pieces)[-1]]
+            if isinstance(param_group.compressor, Auto) or self._recorder is not None:
+                last = members[param_group.layout.reaching_into(chunks)[-1]]
                 with tf.control_dependencies(after):
                     begun = [clock.stamp([self._gradients[last]])]
             with tf.control_dependencies([*after, *begun]):
-                cut = section.layout.cut([self._gradients[i] for i in members], pieces)
-            state = section.state.part(pieces)
-            crossed[b] = cross(self._context, Brought(b, cut, state), begun)
+                cut = param_group.layout.cut([self._gradients[i] for i in members], chunks)
+            state = param_group.state.part(chunks)
+            crossed[b] = cross(self._context, BucketInput(b, cut, state), begun)
             # Of a tensor that a function returns, TensorFlow takes nothing but the call to be waited for, once
             # it has dissolved the function in the graph.
             after = [tf.identity(crossed[b].early)]
         return crossed
 
-    def _join(self, crossed: Mapping[int, Crossed]) -> dict[int, tf.Tensor]:
+    def _join(self, crossed: Mapping[int, BucketResult]) -> dict[int, tf.Tensor]:
         """The reduced gradients, by position."""
         results: dict[int, tf.Tensor] = {}
-        for section in self._plan.sections:
-            mine = [b for b in sorted(crossed) if self._plan.buckets[b][0] is section]
+        for param_group in self._plan.param_groups:
+            mine = [b for b in sorted(crossed) if self._plan.buckets[b][0] is param_group]
             if mine:
-                members = section.layout.bucket.members
-                pieces = [piece for b in mine for piece in crossed[b].pieces]
+                members = param_group.layout.tensors.members
+                chunks = [chunk for b in mine for chunk in crossed[b].chunks]
                 results |= dict(
-                    zip(members, section.layout.join(pieces, [self._plan.dtypes[i] for i in members]))
+                    zip(members, param_group.layout.join(chunks, [self._plan.dtypes[i] for i in members]))
                 )
         return results
 
     def _commit(
         self,
         oks: Sequence[tf.Tensor],
-        crossed: Mapping[int, Crossed],
+        crossed: Mapping[int, BucketResult],
         more: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
     ) -> tf.Tensor:
         """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""

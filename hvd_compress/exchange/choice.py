@@ -1,4 +1,4 @@
-"""Which pattern a bucket's pieces cross in."""
+"""Which pattern a bucket's chunks cross in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = {
 
 
 def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int, hosts: Hosts | None = None) -> Any:
-    """The pattern for pieces of these shapes: in two levels between `hosts`, if that is possible.
+    """The pattern for chunks of these shapes: in two levels between `hosts`, if that is possible.
 
     Else the one in which a rank sends least. A pattern has `reduce` and `bytes_sent`.
     """

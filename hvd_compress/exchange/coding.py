@@ -1,4 +1,4 @@
-"""Encoding and decoding all pieces of a bucket, as one function each that buckets of the same shape share.
+"""Encoding and decoding all chunks of a bucket, as one function each that buckets of the same shape share.
 
 So that they are traced once: with several candidates for each bucket, tracing took 13 s for ResNet-50, and takes 6.
 They are inlined. As functions of their own the step took 15 to 25% longer.
@@ -16,7 +16,7 @@ from ..compressors import Compressor, Seeds
 from ..compressors import payload as _payload
 from ..compressors.base import BuiltinCompressor
 from . import common
-from .common import Shape, Share
+from .common import LocalInput, Shape
 
 Join = Callable[[Sequence[Any], tf.Tensor], tf.Tensor]
 
@@ -26,25 +26,25 @@ class Coded(NamedTuple):
 
     outgoing: tf.Tensor  # what is sent
     residuals: list[tf.Tensor | None]
-    contexts: list[Any]  # of each piece, for decoding
+    contexts: list[Any]  # of each chunk, for decoding
 
 
-def encode(compressor: Compressor, share: Share, join: Join) -> Coded:
-    """Encodes all pieces of a rank's share.
+def encode(compressor: Compressor, share: LocalInput, join: Join) -> Coded:
+    """Encodes all chunks of a rank's share.
 
     Args:
         compressor: The compressor.
-        share: The pieces, residuals and seeds.
-        join: Makes what is sent of the pieces' encodings (a list of `Encoded`) and whether all are finite.
+        share: The chunks, residuals and seeds.
+        join: Makes what is sent of the chunks' encodings (a list of `Encoded`) and whether all are finite.
     """
     if not _is_shared(compressor):
         outgoing, left, contexts = _encode(compressor, share, join)
         return Coded(outgoing, left, contexts)
-    shapes = tuple(tuple(piece.shape.as_list()) for piece in share.pieces)
+    shapes = tuple(tuple(chunk.shape.as_list()) for chunk in share.chunks)
     kinds = tuple(None if residual is None else residual.dtype for residual in share.residuals)
     function, structure, places = _encoder(compressor, shapes, kinds, share.decay, share.keep, join)
     kept = [residual for residual in share.residuals if residual is not None]
-    outgoing, left, tensors = function(list(share.pieces), kept, share.seeds.shared, share.seeds.local)
+    outgoing, left, tensors = function(list(share.chunks), kept, share.seeds.shared, share.seeds.local)
     contexts = _filled(structure, places, tensors)
     return Coded(outgoing, list(left) if share.keep else [None] * len(shapes), contexts)
 
@@ -56,7 +56,7 @@ def decode(
     contexts: Sequence[Any],
     factor: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """The pieces, each the sum of what the payloads (uint8, joined by `common.with_flag`) hold, times `factor`."""
+    """The chunks, each the sum of what the payloads (uint8, joined by `common.with_flag`) hold, times `factor`."""
     if not _is_shared(compressor):
         return _decode(compressor, shapes, payloads, contexts, factor)
     tensors = [value for value in tf.nest.flatten(contexts) if tf.is_tensor(value)]
@@ -74,9 +74,9 @@ def _is_shared(compressor: Compressor) -> bool:
 
 
 def _encode(
-    compressor: Compressor, share: Share, join: Join
+    compressor: Compressor, share: LocalInput, join: Join
 ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[Any]]:
-    encoded = [share.encode(compressor, i) for i in range(len(share.pieces))]
+    encoded = [share.encode(compressor, i) for i in range(len(share.chunks))]
     outgoing = join(encoded, common.all_of([e.finite for e in encoded]))
     return outgoing, [e.residual for e in encoded], [e.ctx for e in encoded]
 
@@ -105,10 +105,10 @@ def _encoder(
     """The function, the contexts' structure, and in it the values that are no tensors (None for those that are)."""
     found: list[Any] = []
 
-    def run(pieces: list[tf.Tensor], kept: list[tf.Tensor], shared: tf.Tensor, local: tf.Tensor) -> Any:
+    def run(chunks: list[tf.Tensor], kept: list[tf.Tensor], shared: tf.Tensor, local: tf.Tensor) -> Any:
         some = iter(kept)
         residuals = [None if kind is None else next(some) for kind in kinds]
-        share = Share(pieces, residuals, decay, keep, Seeds(shared, local))
+        share = LocalInput(chunks, residuals, decay, keep, Seeds(shared, local))
         outgoing, left, contexts = _encode(compressor, share, join)
         flat = tf.nest.flatten(contexts)
         found[:] = [

@@ -58,47 +58,47 @@ class Group:
         return dataclasses.replace(self, process_set=process_set, name=self.name and self.name + what)
 
 
-class Share(NamedTuple):
+class LocalInput(NamedTuple):
     """What a rank brings to the reduction of one bucket."""
 
-    pieces: Sequence[tf.Tensor]  # float32, of static shapes
-    residuals: Sequence[tf.Tensor | None]  # one for each piece, in its shape
+    chunks: Sequence[tf.Tensor]  # float32, of static shapes
+    residuals: Sequence[tf.Tensor | None]  # one for each chunk, in its shape
     decay: float  # of the residuals
     keep: bool  # whether new residuals are wanted
     seeds: Seeds
     factors: tf.Tensor | None = None  # of `low_rank`, float32, the same on all ranks
     # Of `two_level`, bool scalar on the host: whether residuals of what others carry may be other than zero.
-    astray: tf.Tensor | None = None
+    has_foreign_residual: tf.Tensor | None = None
 
     def sum(self, i: int) -> tf.Tensor:
         """Piece `i` with its residual."""
         kept = self.residuals[i]
-        return self.pieces[i] if kept is None else fed_back(self.pieces[i], kept, self.decay)
+        return self.chunks[i] if kept is None else fed_back(self.chunks[i], kept, self.decay)
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of the pieces."""
-        return [tuple(piece.shape.as_list()) for piece in self.pieces]
+        """Of the chunks."""
+        return [tuple(chunk.shape.as_list()) for chunk in self.chunks]
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
-        """Encodes piece `i`."""
-        seeds = self.seeds._replace(piece=i)
-        return compressor.encode(self.pieces[i], seeds, self.residuals[i], self.decay, self.keep)
+        """Encodes chunk `i`."""
+        seeds = self.seeds._replace(chunk=i)
+        return compressor.encode(self.chunks[i], seeds, self.residuals[i], self.decay, self.keep)
 
 
-class Exchanged(NamedTuple):
+class EncodedShard(NamedTuple):
     """What is left of a pattern's exchange is an allgather, and decoding."""
 
     payload: tf.Tensor  # of this rank for all, as `with_flag` makes it
-    contexts: list[Any]  # of each piece, for decoding
+    contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]
-    outgoing: tf.Tensor  # as of `Reduced`
+    outgoing: tf.Tensor  # as of `Reduction`
 
 
-class Reduced(NamedTuple):
+class Reduction(NamedTuple):
     """What came of it."""
 
-    pieces: list[tf.Tensor]  # the scaled sum, the same on all ranks
+    chunks: list[tf.Tensor]  # the scaled sum, the same on all ranks
     residuals: list[tf.Tensor | None]
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first, for what should run after its encoding
@@ -107,7 +107,9 @@ class Reduced(NamedTuple):
     factors: tf.Tensor | None = None  # the new ones of `low_rank`
     # Of a second exchange: what must have arrived of the first one, and what is sent then.
     between: tuple[tf.Tensor, tf.Tensor] | None = None
-    astray: bool = True  # whether there may be residuals of pieces that in two levels another rank carries
+    has_foreign_residual: bool = (
+        True  # whether there may be residuals of chunks that in two levels another rank carries
+    )
 
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
@@ -152,7 +154,7 @@ def allgather(payload: tf.Tensor, group: Group, phase: str = "_gather") -> list[
 
 
 def allgather_joined(payload: tf.Tensor, group: Group, phase: str = "_gather") -> tf.Tensor:
-    """The same end to end, uint8 [ranks * nbytes], in one piece of memory."""
+    """The same end to end, uint8 [ranks * nbytes], in one chunk of memory."""
     if group.size == 2:
         return tf.reshape(_in_order(_total(payload, group, phase), payload, group.rank), [-1])
     gathered = hvd.allgather(at_once(payload), **group.keywords(phase))
@@ -163,7 +165,7 @@ def _total(payload: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
     """The sum of two ranks' payloads.
 
     Bytes add up modulo 256, so that one's own taken off leaves the other's. As many bytes as an allgather would send,
-    but in an allreduce's small, pipelined pieces: 241 ms against 463 for 26 MB at 1 Gbit/s, where Gloo's allgather
+    but in an allreduce's small, pipelined chunks: 241 ms against 463 for 26 MB at 1 Gbit/s, where Gloo's allgather
     mostly fills one direction of the link after the other.
     """
     return hvd.allreduce(at_once(payload), op=hvd.Sum, **group.keywords(phase))

@@ -24,7 +24,7 @@ from ..compressors import error_feedback as residual
 from ..formats.power_sgd import Batch
 from ..kernels import subspace as low_rank
 from . import common
-from .common import Group, Reduced, Shape, Share
+from .common import Group, LocalInput, Reduction, Shape
 from .send_order import at_once, next_turn
 from .volume import low_rank as bytes_sent  # noqa: F401  (what each rank sends)
 
@@ -34,9 +34,9 @@ def start(compressor: PowerSGD, shapes: Sequence[Shape]) -> tf.Tensor:
     return low_rank.start(tf.constant(0), sum(_sizes(compressor.batches(shapes), "columns")))
 
 
-def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Reduced:
-    """Sums the ranks' pieces, times `scale`; without `share.factors` from those of the first step."""
-    shapes = [tuple(piece.shape.as_list()) for piece in share.pieces]
+def reduce(compressor: PowerSGD, share: LocalInput, scale: float, group: Group) -> Reduction:
+    """Sums the ranks' chunks, times `scale`; without `share.factors` from those of the first step."""
+    shapes = [tuple(chunk.shape.as_list()) for chunk in share.chunks]
     batches = compressor.batches(shapes)
     order = [i for batch in batches for i in batch.members]
     whole = sorted(set(range(len(shapes))) - set(order))
@@ -73,15 +73,15 @@ def reduce(compressor: PowerSGD, share: Share, scale: float, group: Group) -> Re
                 residuals[i] = tf.reshape(low_rank.lost(matrix, left, right), shapes[i])
 
     times = common.factor(scale, ok)
-    pieces: list[tf.Tensor] = list(share.pieces)
+    chunks: list[tf.Tensor] = list(share.chunks)
     for i, left, right in zip(order, lefts, _each(_cut(incoming * times, batches, "columns"))):
-        pieces[i] = tf.reshape(low_rank.product(left, right), shapes[i])
+        chunks[i] = tf.reshape(low_rank.product(left, right), shapes[i])
     at = sum(_sizes(batches, "rows"))
     for i in whole:
-        size = pieces[i].shape.num_elements()
-        pieces[i] = tf.reshape(total[at : at + size] * times, shapes[i])
+        size = chunks[i].shape.num_elements()
+        chunks[i] = tf.reshape(total[at : at + size] * times, shapes[i])
         at += size
-    return Reduced(pieces, residuals, ok, outgoing, incoming, factors=factors, between=between)
+    return Reduction(chunks, residuals, ok, outgoing, incoming, factors=factors, between=between)
 
 
 def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:

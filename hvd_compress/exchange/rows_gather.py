@@ -22,13 +22,13 @@ import tensorflow as tf
 
 from ..compressors import NoCompression, Seeds
 from ..compressors.rows import Rows
-from ..engine.grouping import Bucket
+from ..engine.grouping import TensorGroup
 from ..engine.layout import flat
-from ..engine.packing import FlatPieces
+from ..engine.packing import FlatPacking
 from ..formats.base import Shape
 from ..kernels import noise
 from . import choice, uncompressed
-from .common import Group, Share
+from .common import Group, LocalInput
 
 # Numbers of rows are told as two float32, of which each holds less than 24 bits exactly.
 _LOW = 4096
@@ -63,11 +63,11 @@ class Table:
         return Rows(self.compressor, self.shape[0], self.columns, self.dtype)
 
     @functools.cached_property
-    def layout(self) -> FlatPieces:
-        """The pieces of the dense gradient, where that is compressed."""
-        bucket, compressor = Bucket((0,), (self.shape,)), self.compressor
+    def layout(self) -> FlatPacking:
+        """The chunks of the dense gradient, where that is compressed."""
+        bucket, compressor = TensorGroup((0,), (self.shape,)), self.compressor
         found = flat(bucket, (compressor,), self.limit, self.ranks)
-        return FlatPieces(found.bucket, found.multiple, found.alignment, found.largest)
+        return FlatPacking(found.tensors, found.multiple, found.alignment, found.largest)
 
     @functools.cached_property
     def dense_bytes(self) -> int:
@@ -132,7 +132,7 @@ class Feedback(NamedTuple):
     seeds: Seeds
 
 
-class Reduced(NamedTuple):
+class RowsReduction(NamedTuple):
     """What came of one table."""
 
     rows: tf.Tensor  # int64 [m], each of them once
@@ -178,7 +178,7 @@ def reduce(
     op: Any,
     predivide: float,
     group: Group,
-) -> list[Reduced]:
+) -> list[RowsReduction]:
     """Sums the rows of all ranks.
 
     Args:
@@ -204,7 +204,7 @@ def reduce(
         own = dataclasses.replace(group, name=group.name and f"{group.name}_dense_{t}")
         in_rows = functools.partial(m.in_rows, payload, left, norms, counts[t], scale)
         as_dense = functools.partial(m.as_dense, op, predivide, scale, own)
-        found.append(Reduced(*_either(dense[t], m, as_dense, in_rows)))
+        found.append(RowsReduction(*_either(dense[t], m, as_dense, in_rows)))
     return found
 
 
@@ -229,7 +229,7 @@ class _Mine(NamedTuple):
         return payload, tf.zeros([0, self.table.columns], self.table.wide), tf.zeros([2])
 
     def encode(self, predivide: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The rows as bytes, what these leave out, and the norms of `Reduced`."""
+        """The rows as bytes, what these leave out, and the norms of `RowsReduction`."""
         rows, values, _ = self.merged
         residual, decay, seeds = self.feedback
         if predivide != 1.0:
@@ -242,7 +242,7 @@ class _Mine(NamedTuple):
 
     def in_rows(
         self, gathered: tf.Tensor, left: tf.Tensor, norms: tf.Tensor, counts: tf.Tensor, scale: float
-    ) -> Reduced:
+    ) -> RowsReduction:
         """The sum of what all ranks sent, rank after rank."""
         payload = tf.ensure_shape(gathered, [None, self.table.rows.nbytes])
         rows, values = self.table.rows.decode(payload)
@@ -256,9 +256,9 @@ class _Mine(NamedTuple):
         if scale != 1.0:
             exact = tf.float64 if total.dtype.is_integer else total.dtype
             total = tf.cast(tf.cast(total, exact) * scale, total.dtype)
-        return Reduced(distinct, total, self.merged.rows, left, norms)
+        return RowsReduction(distinct, total, self.merged.rows, left, norms)
 
-    def as_dense(self, op: Any, predivide: float, scale: float, group: Group) -> Reduced:
+    def as_dense(self, op: Any, predivide: float, scale: float, group: Group) -> RowsReduction:
         """The sum of the dense tensors that all ranks' slices stand for."""
         table, (rows, values, _) = self.table, self.merged
         every = tf.range(table.shape[0], dtype=tf.int64)
@@ -266,11 +266,11 @@ class _Mine(NamedTuple):
         if isinstance(table.compressor, NoCompression):
             (total,) = uncompressed.reduce([tf.cast(dense, table.dtype)], op, predivide, group).tensors
             norms = tf.stack([_norm(dense), 0.0])
-            return Reduced(every, tf.cast(total, table.wide), every[:0], values[:0], norms)
+            return RowsReduction(every, tf.cast(total, table.wide), every[:0], values[:0], norms)
         residual, decay, seeds = self.feedback
         layout, ranks = table.layout, group.size
         dense = dense if predivide == 1.0 else dense / predivide
-        pieces = layout.cut([dense], range(layout.count))
+        chunks = layout.cut([dense], range(layout.count))
         residuals: list[Any] = [None] * layout.count
         if residual is not None:
             residuals = layout.cut([residual.read_value()], range(layout.count))
@@ -278,16 +278,16 @@ class _Mine(NamedTuple):
         for b, run in enumerate(layout.in_buckets(table.limit)):
             here = slice(run.start, run.stop)
             drawn = Seeds(*(noise.fold(seed, b) for seed in (seeds.shared, seeds.local)))
-            share = Share(pieces[here], residuals[here], decay, True, drawn)
+            share = LocalInput(chunks[here], residuals[here], decay, True, drawn)
             pattern = choice.choose(table.compressor, layout.shapes[here], ranks)
             own = dataclasses.replace(group, name=group.name and f"{group.name}_{b}")
             found = pattern.reduce(table.compressor, share, scale, own)
-            totals += found.pieces
+            totals += found.chunks
             lefts += found.residuals
         (total,), (left,) = (layout.join(some, [tf.float32]) for some in (totals, lefts))
         total, left = (tf.reshape(tensor, [table.shape[0], table.columns]) for tensor in (total, left))
-        added = [piece if r is None else piece + decay * r for piece, r in zip(pieces, residuals)]
-        return Reduced(every, total, every, left, tf.stack([_norm(*added), _norm(left)]))
+        added = [chunk if r is None else chunk + decay * r for chunk, r in zip(chunks, residuals)]
+        return RowsReduction(every, total, every, left, tf.stack([_norm(*added), _norm(left)]))
 
 
 def _norm(*tensors: tf.Tensor) -> tf.Tensor:

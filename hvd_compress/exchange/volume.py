@@ -54,13 +54,13 @@ def low_rank(compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
 
 
 def two_level(compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int) -> int:
-    """What each rank sends to other hosts: its share of the pieces, in the pattern that is best between so many."""
+    """What each rank sends to other hosts: its share of the chunks, in the pattern that is best between so many."""
     part = shapes[: len(shapes) // workers]
     return PATTERNS[choose(compressor, part, hosts)](compressor, part, hosts)
 
 
 def fits_two_levels(compressor: Any, shapes: Sequence[Shape], workers: int) -> bool:
-    """Whether pieces of these shapes can cross in two levels between hosts of so many workers.
+    """Whether chunks of these shapes can cross in two levels between hosts of so many workers.
 
     Not what is summed in an allreduce, whose ring leaves each host but once in any case; nor whole tensors.
     """
@@ -73,8 +73,8 @@ def leaving_host(compressor: Any, shapes: Sequence[Shape], hosts: int, workers: 
     """What all workers of a host send to other hosts, with neighbours in the ring on the same host.
 
     Args:
-        compressor: Of the pieces.
-        shapes: Of the pieces.
+        compressor: Of the chunks.
+        shapes: Of the chunks.
         hosts: How many.
         workers: On each of them.
         pattern: One of `PATTERNS`, between all ranks, or "two_level".
@@ -97,7 +97,7 @@ PATTERNS: dict[str, Callable[[Any, Sequence[Shape], int], int]] = {
 
 
 def choose(compressor: Any, shapes: Sequence[Shape], ranks: int) -> str:
-    """The pattern for pieces of these shapes: the one in which a rank sends least."""
+    """The pattern for chunks of these shapes: the one in which a rank sends least."""
     if isinstance(compressor, PowerSGD):
         return "low_rank"
     distinct = list(dict.fromkeys(shapes))

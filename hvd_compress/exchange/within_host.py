@@ -22,13 +22,13 @@ def reduce_scatter(
     others: tf.Tensor,
     group: Group,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """The sums of the workers' pieces of this worker's share, with its residuals.
+    """The sums of the workers' chunks of this worker's share, with its residuals.
 
     Args:
         own: float32 [size] each, this worker's.
         residuals: In the same shapes, or None.
         decay: Of the residuals.
-        others: The pieces of the other workers' shares end to end, in the order of the workers; as many for each.
+        others: The chunks of the other workers' shares end to end, in the order of the workers; as many for each.
         group: The workers of a host.
 
     Returns:
@@ -36,7 +36,7 @@ def reduce_scatter(
     """
     received = common.scatter(others, group, "_reduce")
     theirs = zip(*(common.in_parts(part, len(own), own[0].shape[0]) for part in received))
-    sums = [_sum([piece, *parts], left, decay) for piece, left, parts in zip(own, residuals, theirs)]
+    sums = [_sum([chunk, *parts], left, decay) for chunk, left, parts in zip(own, residuals, theirs)]
     return sums, received[-1]
 
 

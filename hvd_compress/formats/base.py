@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..common.error_text import shown
+from ..common.error_text import error_text
 
 Shape = tuple[int, ...]
 
@@ -35,7 +35,7 @@ class Format:
         name: With which its spec string begins.
         summable: See `hvdc.Compressor`, here and below.
         per_tensor: Whether it needs each gradient in its own shape.
-        alignment: Of pieces.
+        alignment: Of chunks.
     """
 
     name: ClassVar[str]
@@ -105,11 +105,11 @@ def check_ratio(ratio: float, who: str) -> float:
         ValueError: It is not a number above 0 and at most 1.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {shown(ratio)}")
+        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {error_text(ratio)}")
     return float(ratio)
 
 
-def check_whole(value: int, name: str, who: str, largest: float = math.inf, smallest: int = 1) -> int:
+def check_integer(value: int, name: str, who: str, largest: float = math.inf, smallest: int = 1) -> int:
     """`value` as an int.
 
     Raises:
@@ -118,7 +118,9 @@ def check_whole(value: int, name: str, who: str, largest: float = math.inf, smal
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not smallest <= value <= largest:
         upto = "on" if largest == math.inf else f"to {largest}"
-        raise ValueError(f"{who}: {name} must be a whole number from {smallest} {upto}, got {shown(value)}")
+        raise ValueError(
+            f"{who}: {name} must be a whole number from {smallest} {upto}, got {error_text(value)}"
+        )
     return int(value)
 
 
@@ -129,7 +131,7 @@ def check_flag(value: bool, name: str, who: str) -> bool:
         ValueError: It is something else.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{who}: {name} must be true or false, got {shown(value)}")
+        raise ValueError(f"{who}: {name} must be true or false, got {error_text(value)}")
     return value
 
 
@@ -141,11 +143,13 @@ def check_seed(value: int, who: str) -> int:
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not -(2**31) <= value < 2**31:
-        raise ValueError(f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {shown(value)}")
+        raise ValueError(
+            f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {error_text(value)}"
+        )
     return int(value)
 
 
-def kept(ratio: float, n: int) -> int:
+def num_kept(ratio: float, n: int) -> int:
     """How many of `n` elements a ratio keeps: ratio * n rounded up, at least one."""
     # 0.07 * 100 is 7.000000000000001 and must give 7
     return max(1, min(n, math.ceil(ratio * n * (1.0 - 1e-12))))

@@ -8,8 +8,8 @@ import math
 import numbers
 from typing import Any, ClassVar
 
-from ..common.error_text import shown
-from .base import check_whole
+from ..common.error_text import error_text
+from .base import check_integer
 from .sparse import TopK
 
 # The density of the warm-up's first stage; each next one has a quarter of it (Lin et al. 2018, section 3.3).
@@ -33,20 +33,20 @@ class DGC(TopK):
         super().__post_init__()
         momentum = float(_number(self.momentum, "momentum"))
         if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"dgc: momentum must be from 0 to below 1, got {shown(self.momentum)}")
+            raise ValueError(f"dgc: momentum must be from 0 to below 1, got {error_text(self.momentum)}")
         object.__setattr__(self, "momentum", momentum)
         if self.clipnorm is not None:
             object.__setattr__(self, "clipnorm", _number(self.clipnorm, "clipnorm"))
             if self.clipnorm <= 0.0:
-                raise ValueError(f"dgc: clipnorm must be above 0 or None, got {shown(self.clipnorm)}")
+                raise ValueError(f"dgc: clipnorm must be above 0 or None, got {error_text(self.clipnorm)}")
         if self.warmup_epochs is not None:
             epochs = _number(self.warmup_epochs, "warmup_epochs")
             if epochs < 0.0:
-                raise ValueError(f"dgc: warmup_epochs must be from 0 on or None, got {shown(epochs)}")
+                raise ValueError(f"dgc: warmup_epochs must be from 0 on or None, got {error_text(epochs)}")
             object.__setattr__(self, "warmup_epochs", epochs)
         if self.steps_per_epoch is not None:
             object.__setattr__(
-                self, "steps_per_epoch", check_whole(self.steps_per_epoch, "steps_per_epoch", self.name)
+                self, "steps_per_epoch", check_integer(self.steps_per_epoch, "steps_per_epoch", self.name)
             )
 
     @functools.cached_property
@@ -80,5 +80,5 @@ def _number(value: Any, what: str) -> float:
     """`value`, whole numbers as such, so that a spec string shows them in short."""
     wrong = isinstance(value, bool) or not isinstance(value, numbers.Real)
     if wrong or not math.isfinite(value):
-        raise ValueError(f"dgc: {what} must be a number, got {shown(value)}")
+        raise ValueError(f"dgc: {what} must be a number, got {error_text(value)}")
     return int(value) if float(value).is_integer() else float(value)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from .base import Format, Part, Shape, check_whole, size_of
+from .base import Format, Part, Shape, check_integer, size_of
 
 LARGEST_RANK = 32
 
@@ -36,7 +36,7 @@ class PowerSGD(Format):
     rank: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", check_whole(self.rank, "rank", self.name, LARGEST_RANK))
+        object.__setattr__(self, "rank", check_integer(self.rank, "rank", self.name, LARGEST_RANK))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The left and the right factor, or all values where factors would be no fewer."""

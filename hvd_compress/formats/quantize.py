@@ -6,8 +6,8 @@ import dataclasses
 import numbers
 from typing import ClassVar
 
-from ..common.error_text import shown
-from .base import Format, Part, Shape, check_seed, check_whole, size_of
+from ..common.error_text import error_text
+from .base import Format, Part, Shape, check_integer, check_seed, size_of
 from .sizes import block_count, block_size, fields
 
 # The fewer elements share a step, the fewer small ones round to zero beside an outlier; a block's header of
@@ -29,16 +29,16 @@ class Quantize(Format):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
+        object.__setattr__(self, "bits", check_integer(self.bits, "bits", self.name, 8))
         if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
             raise ValueError(
-                f"quantize: rounding must be 'nearest' or 'stochastic', got {shown(self.rounding)}"
+                f"quantize: rounding must be 'nearest' or 'stochastic', got {error_text(self.rounding)}"
             )
         if self.clip is not None:
             bad = isinstance(self.clip, bool) or not isinstance(self.clip, numbers.Real)
             if bad or not 0.0 < self.clip <= 100.0:
                 raise ValueError(
-                    f"quantize: clip must be None or a percentile above 0 and at most 100, got {shown(self.clip)}"
+                    f"quantize: clip must be None or a percentile above 0 and at most 100, got {error_text(self.clip)}"
                 )
             object.__setattr__(self, "clip", self.clip if isinstance(self.clip, int) else float(self.clip))
         object.__setattr__(self, "seed", check_seed(self.seed, self.name))

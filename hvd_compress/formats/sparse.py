@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from .base import Format, Part, Shape, check_flag, check_ratio, check_seed, check_whole, kept, size_of
+from .base import Format, Part, Shape, check_flag, check_integer, check_ratio, check_seed, num_kept, size_of
 from .quantize import block_parts
 from .sizes import index_parts, row_dtype, stride_blocks
 
@@ -25,7 +25,7 @@ class TopK(Format):
     def parts(self, shape: Shape) -> list[Part]:
         """The values, then the indices."""
         n = size_of(shape)
-        k = kept(self.ratio, n)
+        k = num_kept(self.ratio, n)
         return [Part((k,), "float32"), *index_parts(n, k)]
 
 
@@ -42,7 +42,7 @@ class Strided(Format):
 
     def rows_of(self, n: int) -> Part:
         """Each block's row, for `n` elements."""
-        k = kept(self.ratio, n)
+        k = num_kept(self.ratio, n)
         return Part((k,), row_dtype(stride_blocks(n, k)))
 
 
@@ -79,7 +79,7 @@ class RandomK(Strided):
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values."""
-        return [Part((kept(self.ratio, size_of(shape)),), "float32")]
+        return [Part((num_kept(self.ratio, size_of(shape)),), "float32")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Hybrid(Strided):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "bits", check_whole(self.bits, "bits", self.name, 8))
+        object.__setattr__(self, "bits", check_integer(self.bits, "bits", self.name, 8))
 
     def parts(self, shape: Shape) -> list[Part]:
         """Each block's row, then the parts of the quantized values."""
@@ -111,7 +111,7 @@ class BlockSparse(Format):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "block", check_whole(self.block, "block", self.name))
+        object.__setattr__(self, "block", check_integer(self.block, "block", self.name))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The blocks' values, then their indices."""
@@ -119,7 +119,7 @@ class BlockSparse(Format):
         if grid is None:
             return TopK(self.ratio).parts(shape)
         m = math.prod(grid)
-        k = kept(self.ratio, m)
+        k = num_kept(self.ratio, m)
         return [Part((k, self.block * self.block), "float32"), *index_parts(m, k)]
 
     def grid(self, shape: Sequence[Any]) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from . import cast as casts
 from . import dgc, sparse
 from . import power_sgd as low_rank
@@ -63,7 +63,7 @@ def split(spec: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]
     name = name.strip()
     if name in PRESETS:
         if rest.strip():
-            raise ValueError(f"compressor {name!r} takes no arguments, got {shown(rest.strip())}")
+            raise ValueError(f"compressor {name!r} takes no arguments, got {error_text(rest.strip())}")
         long, arguments = PRESETS[name]
         return classes[long], dict(arguments)
     if name not in classes:
@@ -71,7 +71,7 @@ def split(spec: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]
         word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[0]  # "topk(0.01)" is near to "topk", too
         near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown compressor {shown(name)}: {hint}Known are {', '.join(known)}")
+        raise ValueError(f"unknown compressor {error_text(name)}: {hint}Known are {', '.join(known)}")
     fields = {field.name: field for field in dataclasses.fields(classes[name])}
     arguments = {}
     for item in filter(None, (part.strip() for part in _COMMA.split(rest))):
@@ -79,12 +79,12 @@ def split(spec: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]
         if key not in fields:
             takes = ", ".join(fields) or "no arguments"
             raise ValueError(
-                f"compressor {name!r} has no argument {shown(key)} (in {shown(spec)}): it takes {takes}"
+                f"compressor {name!r} has no argument {error_text(key)} (in {error_text(spec)}): it takes {takes}"
             )
         if not equals:
-            raise ValueError(f"argument {key!r} in {shown(spec)} has no value: write {key}=...")
+            raise ValueError(f"argument {key!r} in {error_text(spec)} has no value: write {key}=...")
         if key in arguments:
-            raise ValueError(f"argument {key!r} stands twice in {shown(spec)}")
+            raise ValueError(f"argument {key!r} stands twice in {error_text(spec)}")
         arguments[key] = _value(value)
     missing = [
         key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in arguments

@@ -10,13 +10,13 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from ..common import checks
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..compressors import NoCompression
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
 from ..compressors.registry import CompressionLike, resolve
 from ..engine.reducer import check_not_in_xla
 from ..exchange import choice, uncompressed
-from ..exchange.common import Group, Share
+from ..exchange.common import Group, LocalInput
 from ..kernels import noise
 
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
@@ -101,7 +101,7 @@ def grouped_allreduce(
     compressor = resolve(compression)
     op = handle_average_backwards_compatibility(op, average)
     if not isinstance(op, type(hvd.Average)) or op not in _OPS:
-        raise ValueError(f"op must be one of Horovod's, such as hvd.Average or hvd.Sum, got {shown(op)}")
+        raise ValueError(f"op must be one of Horovod's, such as hvd.Average or hvd.Sum, got {error_text(op)}")
     prescale_factor = checks.number("prescale_factor", prescale_factor)
     postscale_factor = checks.number("postscale_factor", postscale_factor)
     for what, value in (("name", name), ("device_dense", device_dense), ("device_sparse", device_sparse)):
@@ -115,7 +115,7 @@ def grouped_allreduce(
         or isinstance(tensors, (str, bytes, Mapping))
         or not isinstance(tensors, Iterable)
     ):
-        raise TypeError(f"tensors must be a list of tensors, got {shown(tensors)}")
+        raise TypeError(f"tensors must be a list of tensors, got {error_text(tensors)}")
     tensors = [_tensor(tensor) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)
     chosen = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
@@ -158,18 +158,18 @@ def _reduce(
     ignore_name_scope: bool,
 ) -> list[tf.Tensor]:
     triples = [as_float32(tensor, compressor.spec) for tensor in tensors]
-    pieces = [x if prescale_factor == 1.0 else x * prescale_factor for x, _, _ in triples]
+    chunks = [x if prescale_factor == 1.0 else x * prescale_factor for x, _, _ in triples]
     scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
     shared = no_seeds().shared
     seeds = Seeds(shared, noise.fold(shared, process_set.rank() + 1))
-    share = Share(pieces, [None] * len(pieces), 1.0, False, seeds)
+    share = LocalInput(chunks, [None] * len(chunks), 1.0, False, seeds)
     group = Group(process_set, name, ignore_name_scope)
     # Never scatter-reduce: without a residual, its second loss would be lost.
     layouts = [shape for _, shape, _ in triples]
     pattern = choice.choose(compressor, layouts, 2)
     reduced = pattern.reduce(compressor, share, scale, group)
     return [
-        tf.cast(tf.reshape(piece, shape), dtype) for piece, (_, shape, dtype) in zip(reduced.pieces, triples)
+        tf.cast(tf.reshape(chunk, shape), dtype) for chunk, (_, shape, dtype) in zip(reduced.chunks, triples)
     ]
 
 
@@ -185,7 +185,7 @@ def _tensor(value: Any) -> Any:
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):
-            raise TypeError(f"tensor must be a tensor, got {shown(value)}") from None
+            raise TypeError(f"tensor must be a tensor, got {error_text(value)}") from None
     checks.reducible("tensor", value.dtype)
     return value
 

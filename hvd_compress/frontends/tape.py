@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..auto.report import CompressionReport
 from ..common import checks
-from ..common.error_text import shown
+from ..common.error_text import error_text
 from ..compressors import Compressor
 from ..compressors.dgc import without_state
 from ..compressors.registry import CompressionLike, policies, resolve
@@ -84,7 +84,7 @@ def DistributedGradientTape(
         TypeError: `gradtape` is no tf.GradientTape.
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise TypeError(f"gradtape must be a tf.GradientTape, got {shown(gradtape)}")
+        raise TypeError(f"gradtape must be a tf.GradientTape, got {error_text(gradtape)}")
     if isinstance(gradtape, _DistributedGradientTape):
         raise TypeError("gradtape is distributed already: wrap it only once")
     if checks.is_horovods(gradtape):

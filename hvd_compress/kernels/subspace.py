@@ -1,7 +1,7 @@
 """Low-rank factors of matrices: one step of subspace iteration, in its parts.
 
 The left factor of a matrix [rows, columns] is [rank, rows] and the right one [rank, columns], so that each vector
-lies in one piece; those of b matrices of one shape are one tensor [b, rank, ...].
+lies in one chunk; those of b matrices of one shape are one tensor [b, rank, ...].
 
 Products with a matrix, which read all of it for a few numbers, are TensorFlow's own: XLA would compile each of them
 for seconds. What makes a matrix of factors is compiled, so that it is written in one pass.

@@ -20,7 +20,7 @@ from ..common import tracing
 from ..compressors import Auto, Compressor, NoCompression
 from ..compressors.base import BuiltinCompressor
 from ..exchange import uncompressed
-from ..exchange.common import Share
+from ..exchange.common import LocalInput
 
 if TYPE_CHECKING:
     from ..engine.clock import Stamps
@@ -212,10 +212,10 @@ def norms_of(
     due: tf.Tensor,
     compressor: Compressor,
     fresh: Sequence[tf.Tensor],
-    share: Share,
+    share: LocalInput,
     left: Sequence[tf.Tensor] | None,
 ) -> tf.Tensor:
-    """Norms (2-norms over all pieces) of a bucket, float32 [4] as in `NORMS`; NaN where they are not `due`.
+    """Norms (2-norms over all chunks) of a bucket, float32 [4] as in `NORMS`; NaN where they are not `due`.
 
     The gradient (the velocity, with momentum correction), gradient + decay * residual, what compression loses of that
     sum, and the new residual. Of what is lost, that is all where a residual is kept; else it is encoded once more.
@@ -223,7 +223,7 @@ def norms_of(
     Args:
         due: Whether they are to be taken, a bool scalar.
         compressor: Of the bucket.
-        fresh: The gradients, in pieces.
+        fresh: The gradients, in chunks.
         share: What was encoded.
         left: The new residuals, or None where none are kept.
     """
@@ -234,10 +234,10 @@ def norms_of(
         if not isinstance(compressor, BuiltinCompressor):  # may keep something from call to call
             return tf.constant(math.nan)
         again = share._replace(keep=True)
-        return norm_of([again.encode(compressor, i).residual for i in range(len(share.pieces))])
+        return norm_of([again.encode(compressor, i).residual for i in range(len(share.chunks))])
 
     def take() -> tf.Tensor:
-        summed = [share.sum(i) for i in range(len(share.pieces))]
+        summed = [share.sum(i) for i in range(len(share.chunks))]
         residual = tf.constant(0.0) if left is None else norm_of(left)
         return tf.stack([norm_of(fresh), norm_of(summed), lost() if left is None else residual, residual])
 
@@ -259,14 +259,14 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     """The plan's buckets, in the order of a row."""
     ranks = plan.settings.process_set.size()
     found = []
-    for b, (section, pieces) in enumerate(plan.buckets):
-        auto = section.compressor
+    for b, (param_group, chunks) in enumerate(plan.buckets):
+        auto = param_group.compressor
         compressors = auto.candidates if isinstance(auto, Auto) else auto.stages
         shapes = [plan.shapes_of(b, c) for c in compressors]
         sent = tuple(plan.pattern(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
-        # Without what pieces are filled up with.
+        # Without what chunks are filled up with.
         nbytes = sum(
-            elements * plan.dtypes[i].size for i, elements in section.layout.elements_in(pieces).items()
+            elements * plan.dtypes[i].size for i, elements in param_group.layout.elements_in(chunks).items()
         )
         plain = uncompressed.bytes_sent(nbytes, ranks)
         found.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), sent))
@@ -274,6 +274,6 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         nbytes = sum(size * plan.dtypes[i].size for i, size in zip(bucket.members, bucket.sizes))
         plain = uncompressed.bytes_sent(nbytes, ranks)
         found.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
-    for s, section in enumerate(plan.tables):
-        found.append(WatchedBucket(f"sparse-{s}", 0, 0, (section.compressor.spec,), (0,)))
+    for s, param_group in enumerate(plan.embeddings):
+        found.append(WatchedBucket(f"sparse-{s}", 0, 0, (param_group.compressor.spec,), (0,)))
     return found

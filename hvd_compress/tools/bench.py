@@ -115,8 +115,8 @@ def measure(
             exact = exact or reduced
             errors[spec] = exchange.relative_error(reduced, exact)
             method.run()
-        piece = max(method.piece for method in methods.values()) or LARGEST
-        calibration = calibrate(specs, elements=piece, watch=steps.step)
+        chunk = max(method.chunk for method in methods.values()) or LARGEST
+        calibration = calibrate(specs, elements=chunk, watch=steps.step)
         times = timing.interleave(
             {spec: method.run for spec, method in methods.items()}, rounds, exchange.barrier,
             lambda: steps.step("rounds"),

@@ -34,7 +34,7 @@ EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
     "--elements",
     type=units.COUNT,
     default=LARGEST,
-    help="Of a piece of gradient.  [default: 1M]",
+    help="Of a chunk of gradient.  [default: 1M]",
 )
 @console.json_option
 def calibrate(

@@ -64,9 +64,9 @@ class Method:
         return self._reducer.last_plan("the plan")
 
     @property
-    def piece(self) -> int:
-        """Elements of the pieces that are encoded; 0 where nothing is."""
-        shapes = [section.layout.shapes[0] for section in self.plan.sections]
+    def chunk(self) -> int:
+        """Elements of the chunks that are encoded; 0 where nothing is."""
+        shapes = [param_group.layout.shapes[0] for param_group in self.plan.param_groups]
         return max((math.prod(shape) for shape in shapes), default=0)
 
 

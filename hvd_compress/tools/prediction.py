@@ -17,7 +17,7 @@ from ..auto.splits import divided
 from ..cost import CostModel, Prediction
 from ..engine import grouping as buckets
 from ..engine import layout as geometry
-from ..engine.grouping import Bucket, Shape
+from ..engine.grouping import Shape, TensorGroup
 from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
 from ..exchange import volume as traffic
 from ..formats import (
@@ -81,7 +81,7 @@ class Crossing:
 
     Attributes:
         nbytes: Of gradient, as float32.
-        shapes: Of its pieces.
+        shapes: Of its chunks.
         ready: When its last gradient is there, as a share of the backward pass.
         dense: Whether it is never compressed.
     """
@@ -159,25 +159,25 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
     limit = geometry.bucket_limit(work.bucket_bytes, members.numel)
     layout: Any
     if candidates[0].per_tensor:
-        layout = geometry.Whole(members)
+        layout = geometry.PerTensorLayout(members)
         limit = sys.maxsize if isinstance(candidates[0], PowerSGD) else limit
     else:
         layout = geometry.flat(members, candidates, limit, ranks, workers)
-    # Elements up to the end of each piece, of all that are compressed.
+    # Elements up to the end of each chunk, of all that are compressed.
     sizes = [math.prod(shape) for shape in layout.shapes]
     ends = np.minimum(np.cumsum(sizes), members.numel)
     through = np.cumsum(members.sizes)
     found = []
-    for pieces in layout.in_buckets(limit):
-        last = int(np.searchsorted(through, ends[pieces[-1]]))  # the gradient with which the bucket ends
-        shapes = tuple(layout.shapes[pieces.start : pieces.stop])
-        nbytes = 4 * sum(sizes[pieces.start : pieces.stop])
+    for chunks in layout.in_buckets(limit):
+        last = int(np.searchsorted(through, ends[chunks[-1]]))  # the gradient with which the bucket ends
+        shapes = tuple(layout.shapes[chunks.start : chunks.stop])
+        nbytes = 4 * sum(sizes[chunks.start : chunks.stop])
         found.append(Crossing(nbytes, shapes, work.ready(members.members[min(last, len(through) - 1)])))
     # The uncompressed ones go before the last bucket.
     return [*found[:-1], *dense, found[-1]]
 
 
-def _dense(work: Workload, members: Sequence[int]) -> list[Bucket]:
+def _dense(work: Workload, members: Sequence[int]) -> list[TensorGroup]:
     limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members))
     return buckets.assign(work.shapes, members, limit)
 

@@ -132,7 +132,7 @@ def _meta(file: Path) -> dict[str, Any]:
         raise NoRun(
             f"{file} has format {meta['format']!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
         )
-    # What is looked at; anything else is only shown.
+    # What is looked at; anything else is only error_text.
     buckets, link = meta.get("buckets", []), meta.get("link")
     right = {
         "ranks": isinstance(meta.get("ranks"), int),

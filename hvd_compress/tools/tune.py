@@ -138,13 +138,13 @@ def _shown(outcome: Outcome) -> dict[str, Any]:
 
 
 def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: float, metric: str) -> Any:
-    shown = []
+    error_text = []
     for each in tried:
         verdict = each.status
         if each.loss_increase is not None:
             verdict = "best" if each is best else "ok" if each.is_good(allowed) else "loses too much"
         speedup = baseline.step / each.step if each.step and baseline.step else None
-        shown.append(
+        error_text.append(
             [
                 each.setting.compression,
                 units.show_bytes(each.setting.bucket_bytes),
@@ -154,4 +154,4 @@ def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: floa
                 verdict,
             ]
         )
-    return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], shown)
+    return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], error_text)

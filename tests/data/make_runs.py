@@ -102,9 +102,9 @@ def train(name: str, directory: str) -> None:
         def on_train_batch_end(self, batch, logs=None):
             if fault.get("flap") and batch % 12 == 11:
                 (plan,) = optimizer._hvdc.reducer.plans.values()
-                chooser = plan.chooser
-                chooser.state.choice.assign([1 + batch // 12 % 2] * len(chooser.nbytes))
-                chooser._outgoing.assign(tf.zeros_like(chooser._outgoing))
+                selector = plan.selector
+                selector.state.choice.assign([1 + batch // 12 % 2] * len(selector.nbytes))
+                selector._outgoing.assign(tf.zeros_like(selector._outgoing))
 
     data = tf.data.Dataset.from_generator(
         batches,

@@ -72,10 +72,10 @@ def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
 
     def shaping(lab):
         names = [lab._host(0), lab._host(1), lab._switch]
-        shown = [
+        error_text = [
             subprocess.run(["tc", "-n", n, "qdisc", "show"], capture_output=True, text=True) for n in names
         ]
-        return [line for text in shown for line in text.stdout.splitlines() if "tbf" in line]
+        return [line for text in error_text for line in text.stdout.splitlines() if "tbf" in line]
 
     with netlab.Netlab(2, "100mbit") as lab:
         assert len(shaping(lab)) == 4 and all("rate 100Mbit" in line for line in shaping(lab))

@@ -51,13 +51,13 @@ def test_calibrate(horovodrun, tmp_path):
     assert kept.ranks == found["ranks"] == 2
     assert set(kept.kernels) == {"int8", "randomk:ratio=0.01"}
     for name, link in kept.links.items():
-        shown = found["links"][name]
-        assert (shown["alpha"], shown["beta"]) == (link.alpha, link.beta)
-        assert shown["residual"] == kept.residuals[name] >= 0.0
+        error_text = found["links"][name]
+        assert (error_text["alpha"], error_text["beta"]) == (link.alpha, link.beta)
+        assert error_text["residual"] == kept.residuals[name] >= 0.0
         if link.beta:
             assert (
-                shown["efficiency"] * 1e9 * link.beta / 8 == 1.0
-                or abs(shown["rate"] * link.beta / 8 - 1) < 1e-9
+                error_text["efficiency"] * 1e9 * link.beta / 8 == 1.0
+                or abs(error_text["rate"] * link.beta / 8 - 1) < 1e-9
             )
 
 

@@ -50,8 +50,8 @@ def error_on_all_ranks(step):
 )
 def test_settings(what, values, rank):
     text = error_on_all_ranks(lambda: reduce(**{what: values[min(rank, 1)]}))
-    shown = {"compressor": "compression"}.get(what, what)
-    assert f"ranks disagree on {shown}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
+    error_text = {"compressor": "compression"}.get(what, what)
+    assert f"ranks disagree on {error_text}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
 
 
 def test_op(rank):

@@ -67,18 +67,18 @@ class Training:
 
     def choose(self, candidate):
         """As if all buckets had been switched to it."""
-        state = self.plan.chooser.state
+        state = self.plan.selector.state
         for variable in (state.choice, state.now):
             variable.assign([candidate] * len(self.plan.buckets))
         state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-        self.plan.chooser._outgoing.assign(tf.zeros_like(self.plan.chooser._outgoing))
+        self.plan.selector._outgoing.assign(tf.zeros_like(self.plan.selector._outgoing))
 
     def residuals(self):
         left = [np.zeros(shape, np.float64) for shape in SHAPES]
-        for section in self.plan.sections:
-            pieces = [tf.constant(r.numpy()) for r in section.state.residuals]
-            members = section.layout.bucket.members
-            for i, tensor in zip(members, section.layout.join(pieces, [tf.float32] * len(members))):
+        for param_group in self.plan.param_groups:
+            chunks = [tf.constant(r.numpy()) for r in param_group.state.residuals]
+            members = param_group.layout.tensors.members
+            for i, tensor in zip(members, param_group.layout.join(chunks, [tf.float32] * len(members))):
                 left[i] = tensor.numpy().astype(np.float64)
         return left
 
@@ -118,7 +118,7 @@ def test_uncompressed_steps_send_all_that_was_left(training, size):
     training.step()
     assert all(np.abs(r).max() == 0 for r in training.residuals())
     training.choose(0)
-    assert bool(training.plan.chooser.is_idle())
+    assert bool(training.plan.selector.is_idle())
     step = training.steps
     for i, reduced in enumerate(training.step()):
         mean = np.mean([gradients(r, step)[i] for r in range(size)], 0)
@@ -139,7 +139,7 @@ def test_ranks_with_other_clocks_and_speeds_choose_alike(rank, gather, monkeypat
     training = Training(rank)
     for _ in range(40):
         results = training.step()
-        choices = gather(training.plan.chooser.state.choice.numpy())
+        choices = gather(training.plan.selector.state.choice.numpy())
         assert (choices == choices[0]).all(), choices
         same = gather(np.array([float(r.sum()) for r in results]))
         assert (same == same[0]).all()
@@ -159,14 +159,14 @@ def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
         np.testing.assert_array_equal(a, b)
     for _ in range(3):
         assert all(np.isfinite(r).all() for r in training.step())
-    state = training.plan.chooser.state
+    state = training.plan.selector.state
     assert all(np.isfinite(value.numpy()).all() for value in state)
 
 
 def test_fidelity_is_that_of_the_gradients(training, rank, size):
     for _ in range(2 * 5 + 2):
         training.step()
-    shares = training.plan.chooser.state.lost.numpy() / training.plan.chooser.state.energy.numpy()[:, None]
+    shares = training.plan.selector.state.lost.numpy() / training.plan.selector.state.energy.numpy()[:, None]
     assert (shares[:, 0] == 0).all()  # none
     assert (shares[:, 1] < 1e-2).all()  # int8
     assert ((shares[:, 2] > 0.1) & (shares[:, 2] < 0.9)).all()  # hybrid at 5% of a heavy tail
@@ -202,17 +202,17 @@ def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
     for _ in range(12):  # the choice may change once more, and is measured from its second step on
         training.step()
     capfd.readouterr()
-    chooser = training.plan.chooser
-    other = 1 if int(chooser.state.choice[0]) == 2 else 2
+    selector = training.plan.selector
+    other = 1 if int(selector.state.choice[0]) == 2 else 2
     spec = ["none", "int8", "hybrid:ratio=0.05,bits=4"][other]
     votes = tf.fill([len(training.plan.buckets)], 1.0 + other if rank == 0 else 0.0)
-    chooser._outgoing.assign(tf.concat([votes, chooser._outgoing[len(training.plan.buckets) :]], 0))
-    before = [c.spec for c in chooser.chosen()]
+    selector._outgoing.assign(tf.concat([votes, selector._outgoing[len(training.plan.buckets) :]], 0))
+    before = [c.spec for c in selector.chosen()]
     training.step()
     log = capfd.readouterr().err
     if rank == 0:
         assert "auto begins with bucket 0 (" in started
-        assert f"bucket 0 ({chooser.nbytes[0] / 1e6:.1f} MB): {before[0]} -> {spec}; predicted " in log
+        assert f"bucket 0 ({selector.nbytes[0] / 1e6:.1f} MB): {before[0]} -> {spec}; predicted " in log
         assert f" ms, {before[0]} measured " in log
     else:
         assert "hvd_compress" not in started + log
@@ -231,8 +231,8 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
         reduced = training.step()
         assert all(np.isfinite(r).all() for r in reduced)
     assert len(training.plan.buckets) == 2 and training.traces == 1
-    assert (training.plan.chooser.state.energy.numpy() > 0).all()
-    assert len({section.layout.shapes[0] for section in training.plan.sections}) == 2
+    assert (training.plan.selector.state.energy.numpy() > 0).all()
+    assert len({param_group.layout.shapes[0] for param_group in training.plan.param_groups}) == 2
 
 
 def test_policy_gives_variables_other_compressors(rank, size):
@@ -247,7 +247,7 @@ def test_policy_gives_variables_other_compressors(rank, size):
     values = [tf.random.stateless_normal([40, 50], [rank, i]) for i in range(3)]
     reduced = reducer(values, variables)
     (plan,) = reducer.plans.values()
-    assert [section.compressor.spec for section in plan.sections] == ["int8", "auto"]
+    assert [param_group.compressor.spec for param_group in plan.param_groups] == ["int8", "auto"]
     assert [bucket.members for bucket in plan.dense] == [(0,)]
     mean = np.mean([tf.random.stateless_normal([40, 50], [r, 0]) for r in range(size)], 0)
     np.testing.assert_allclose(reduced[0], mean, atol=1e-6)
@@ -262,7 +262,7 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
     training = Training(rank, spec="auto:candidates=(none|int8)")
     training.step()
     model = calibration.model()
-    nbytes = training.plan.chooser.nbytes[0]
+    nbytes = training.plan.selector.nbytes[0]
     predicted = training.plan.report()[0].candidates[1].predicted
     if rank == 0:  # whose file counts
         found = model.predict("int8", nbytes)

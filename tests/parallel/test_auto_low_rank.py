@@ -76,16 +76,16 @@ class Training:
         return plan
 
     @property
-    def chooser(self):
-        return self.plan.chooser
+    def selector(self):
+        return self.plan.selector
 
     def choose(self, candidate):
         """As if all buckets had been switched to it."""
-        state = self.chooser.state
+        state = self.selector.state
         for variable in (state.choice, state.now):
             variable.assign([candidate] * len(self.plan.chosen))
         state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-        self.chooser._outgoing.assign(tf.zeros_like(self.chooser._outgoing))
+        self.selector._outgoing.assign(tf.zeros_like(self.selector._outgoing))
 
     def residuals(self):
         """Every gradient's, float64."""
@@ -97,9 +97,9 @@ class Training:
 
     def factors(self):
         """The right factors by gradient, columns x rank, float64."""
-        (variable,) = self.plan.whole.factors.values()
+        (variable,) = self.plan.model_wide.factors.values()
         flat, found = variable.numpy().astype(np.float64), {}
-        for i in self.plan.whole.layout.bucket.members:
+        for i in self.plan.model_wide.layout.tensors.members:
             if i in SIDES:
                 columns = SIDES[i][1]
                 found[i], flat = flat[: RANK * columns].reshape(RANK, columns).T, flat[RANK * columns :]
@@ -193,7 +193,7 @@ def test_without_residual(rank, size):
             for i, sides in SIDES.items():
                 brought = [draw(r, step)[i].reshape(sides).astype(np.float64) for r in range(size)]
                 close(outputs[i].reshape(sides), powersgd(brought, factors[i])[0])
-    assert not any(section.state.residuals for section in training.plan.sections)
+    assert not any(param_group.state.residuals for param_group in training.plan.param_groups)
 
 
 def test_some_variables_have_compressors_of_their_own(rank, size):
@@ -202,7 +202,7 @@ def test_some_variables_have_compressors_of_their_own(rank, size):
     training.choose(LOW_RANK)
     step = training.steps
     outputs = training.step()
-    assert sorted(training.plan.whole.layout.bucket.members) == [0, 1, 3, 5]
+    assert sorted(training.plan.model_wide.layout.tensors.members) == [0, 1, 3, 5]
     means = [np.mean([draw(r, step)[i] for r in range(size)], 0) for i in range(len(SHAPES))]
     assert [np.linalg.matrix_rank(outputs[i].reshape(s), 1e-3) for i, s in SIDES.items()] == [RANK, 45, RANK]
     np.testing.assert_allclose(outputs[2], means[2], atol=0.1)
@@ -224,7 +224,7 @@ def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
         if step in (5, 25):
             training.choose(LOW_RANK)
         outputs = training.step()
-        choices = gather(training.chooser.state.now.numpy())
+        choices = gather(training.selector.state.now.numpy())
         assert (choices == choices[0]).all(), choices
         assert len(set(choices[0])) == 1 or LOW_RANK not in choices[0]
         sums = gather(np.array([float(r.sum()) for r in outputs]))
@@ -251,7 +251,7 @@ def test_a_nan_on_one_rank_leaves_no_trace(rank, size):
             np.testing.assert_array_equal(factor, before[1][i])
         for _ in range(3):
             assert all(np.isfinite(r).all() for r in training.step())
-        assert all(np.isfinite(value.numpy()).all() for value in training.chooser.state)
+        assert all(np.isfinite(value.numpy()).all() for value in training.selector.state)
 
 
 def test_what_lets_enough_through_is_chosen(rank):
@@ -285,13 +285,13 @@ def test_in_use_the_residual_says_what_got_through(rank, size):
     random, shares = np.random.default_rng([rank, 1]), []
     fixed = [random.standard_normal(s).astype(np.float32) for s in SHAPES]
     for _ in range(40):  # the running average forgets what was tried before
-        state = training.chooser.state
+        state = training.selector.state
         state.now.assign([1] * len(training.plan.chosen))
         state.choice.assign(state.now)
         state.age.assign(tf.zeros_like(state.age))
-        votes = training.chooser._outgoing[: len(training.plan.chosen) + 1]
-        training.chooser._outgoing.assign(
-            tf.concat([tf.zeros_like(votes), training.chooser._outgoing[len(votes) :]], 0)
+        votes = training.selector._outgoing[: len(training.plan.chosen) + 1]
+        training.selector._outgoing.assign(
+            tf.concat([tf.zeros_like(votes), training.selector._outgoing[len(votes) :]], 0)
         )
         old = training.residuals()
         training.step(fixed)
@@ -319,7 +319,7 @@ def test_the_log_and_the_report_name_it(rank, capfd):
         capfd.readouterr()
         count = len(training.plan.chosen)
         votes = tf.fill([count], 1.0 + new if rank == 0 else 0.0)
-        training.chooser._outgoing.assign(tf.concat([votes, training.chooser._outgoing[count:]], 0))
+        training.selector._outgoing.assign(tf.concat([votes, training.selector._outgoing[count:]], 0))
         training.step()
         log, report = capfd.readouterr().err, training.plan.report()
         assert [bucket.chosen for bucket in report] == [SPECS[new]] * count

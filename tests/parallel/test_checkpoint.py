@@ -71,12 +71,12 @@ def state_bytes(model):
     return [
         variable.numpy().tobytes()
         for plan in plans(model)
-        for section in plan.sections
+        for param_group in plan.param_groups
         for variable in [
-            *section.state.residuals,
-            *section.state.velocities,
-            *section.factors,
-            *(plan.whole.factors.values() if plan.whole else ()),
+            *param_group.state.residuals,
+            *param_group.state.velocities,
+            *param_group.factors,
+            *(plan.model_wide.factors.values() if plan.model_wide else ()),
             plan.step,
         ]
     ]
@@ -372,7 +372,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
             for field, held in template.tensors.items()
         }
         return plan_state.PlanState(
-            template.members, random, template.padding, template.pieces, template.named
+            template.members, random, template.padding, template.chunks, template.named
         )
 
     only_on_rank_0(rank, lambda: write_as(shared, old, [of(q) for q in range(old)], manifest))
@@ -427,7 +427,7 @@ def test_residual_mass_that_was_taken_over_reaches_the_weights(rank, size, share
     manifest = files.read_manifest(shared, number)
     residuals = np.random.default_rng(0).standard_normal((4, 40, 50)).astype(np.float32)
     states = [
-        plan_state.PlanState(state.members, {"residuals": {0: r}}, state.padding, state.pieces, state.named)
+        plan_state.PlanState(state.members, {"residuals": {0: r}}, state.padding, state.chunks, state.named)
         for r in residuals
     ]
     only_on_rank_0(rank, lambda: write_as(os.path.join(shared, "four"), 4, states, manifest))
@@ -593,7 +593,7 @@ def test_the_saved_model_and_the_broadcast_have_no_residuals(rank, size, shared,
     fit(loaded, rank, 3, 1, callbacks)
     # Bit-identical: the broadcast has left each rank its own residuals.
     assert state_bytes(loaded) == state_bytes(whole)
-    residuals = gather(plans(loaded)[0].sections[0].state.residuals[0].numpy())
+    residuals = gather(plans(loaded)[0].param_groups[0].state.residuals[0].numpy())
     assert (residuals[0] != residuals[1]).any()
 
 

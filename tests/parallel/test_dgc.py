@@ -275,7 +275,7 @@ def test_a_step_that_is_not_finite_changes_no_velocity(rank):
 
     def state():
         (plan,) = optimizer._hvdc.reducer.plans.values()
-        held = [v for s in plan.sections for v in (*s.state.residuals, *s.state.velocities)]
+        held = [v for s in plan.param_groups for v in (*s.state.residuals, *s.state.velocities)]
         return [v.numpy() for v in [*weights, *held, *plan.velocities.values()]]
 
     for i, gradients in enumerate(steps):

@@ -71,7 +71,7 @@ def test_ranks_stay_the_same_to_the_bit(spec, name, rank, gather):
     assert losses[-1] < 0.7 * losses[0]
     plan = plan_of(model)
     assert [plan.paths[i].split("/")[-2] for i in plan.sparse] == ["words"]
-    assert bool(plan.tables[0].state.residuals) == (spec != "none")
+    assert bool(plan.embeddings[0].state.residuals) == (spec != "none")
     assert model.optimizer.bytes_sent()[0] > 0
 
 
@@ -148,10 +148,10 @@ def test_rows_are_watched(rank, size):
     at = names.index("sparse-0")
     assert len(steps) == STEPS
     seen = plan.slices.numpy()[0]
-    assert steps.buckets.bytes[-1, at] == plan.tables[0].table.bytes_sent(*seen)[0] > 0
+    assert steps.buckets.bytes[-1, at] == plan.embeddings[0].table.bytes_sent(*seen)[0] > 0
     assert (steps.buckets.plain[:, at] == BATCH * LENGTH * (16 * 4 + 8) * (size - 1)).all()
     assert ((steps.buckets.error[:, at] > 0) & (steps.buckets.error[:, at] < 0.02)).all()
-    owed = np.linalg.norm(plan.tables[0].state.residuals[0].numpy())
+    owed = np.linalg.norm(plan.embeddings[0].state.residuals[0].numpy())
     np.testing.assert_allclose(steps.buckets.residual_norm[-1, at], owed, rtol=1e-5)
     assert (steps.buckets.gradient_norm[:, at] > 0).all()
 

@@ -34,12 +34,12 @@ def residuals_of(reducer):
     """Every gradient's residual, or zeros."""
     (plan,) = reducer.plans.values()
     found = [np.zeros(shape, np.float32) for shape in SHAPES]
-    for section in plan.sections:
-        pieces, state = section.layout, section.state
-        members = pieces.bucket.members
+    for param_group in plan.param_groups:
+        chunks, state = param_group.layout, param_group.state
+        members = chunks.bucket.members
         if not state.residuals:
             continue
-        joined = pieces.join([r.value() for r in state.residuals], [tf.float32] * len(members))
+        joined = chunks.join([r.value() for r in state.residuals], [tf.float32] * len(members))
         for i, value in zip(members, joined):
             found[i] = value.numpy()
     return found
@@ -73,8 +73,8 @@ def check_mass(compressor, gather, size, steps=3, **settings):
 def test_mass_is_conserved_in_pieces(compressor, gather, size):
     reducer = check_mass(compressor, gather, size)
     (plan,) = reducer.plans.values()
-    (section,) = plan.sections
-    assert section.layout.count == len(plan.buckets) == 4
+    (param_group,) = plan.param_groups
+    assert param_group.layout.count == len(plan.buckets) == 4
 
 
 @pytest.mark.np4
@@ -83,10 +83,10 @@ def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypat
     monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
     reducer = check_mass(compressor, gather, size)
     (plan,) = reducer.plans.values()
-    (section,) = plan.sections
-    layout = section.layout
-    # Of each owner one piece in the first bucket, two in the next one, and then three.
-    assert [len(pieces) for _, pieces in plan.buckets] == [size, 2 * size, *[3 * size] * 3]
+    (param_group,) = plan.param_groups
+    layout = param_group.layout
+    # Of each owner one chunk in the first bucket, two in the next one, and then three.
+    assert [len(chunks) for _, chunks in plan.buckets] == [size, 2 * size, *[3 * size] * 3]
     assert choice.choose(compressor, layout.shapes, size) is scatter_reduce
 
 
@@ -136,7 +136,7 @@ def test_a_short_residual_is_kept_rounded(rank, size, gather):
     for rounded, kept in zip(residuals_of(short), residuals_of(exact)):
         np.testing.assert_array_equal(rounded, tf.cast(tf.cast(kept, tf.bfloat16), tf.float32))
     (plan,) = short.plans.values()
-    assert plan.sections[0].state.residuals[0].dtype == tf.bfloat16
+    assert plan.param_groups[0].state.residuals[0].dtype == tf.bfloat16
     outputs = short(gradients, variables)
     for output in outputs:
         everyone = gather(output)
@@ -145,16 +145,16 @@ def test_a_short_residual_is_kept_rounded(rank, size, gather):
 
 def test_the_pattern_that_sends_least_is_chosen():
     int8, topk = hvdc.Compression.int8, hvdc.Compression.topk(0.001)
-    pieces = [(2**20,)] * 8
-    assert choice.choose(int8, pieces, 2) is allgather
-    assert choice.choose(int8, pieces, 8) is choice.choose(int8, pieces, 4) is scatter_reduce
-    assert choice.choose(int8, pieces, 3) is allgather  # 8 pieces cannot be shared by 3
-    assert choice.choose(topk, pieces, 4) is allgather  # saves less than a collective costs
-    assert choice.choose(hvdc.Compression.randomk(0.1), pieces, 4) is choice.allreduce
+    chunks = [(2**20,)] * 8
+    assert choice.choose(int8, chunks, 2) is allgather
+    assert choice.choose(int8, chunks, 8) is choice.choose(int8, chunks, 4) is scatter_reduce
+    assert choice.choose(int8, chunks, 3) is allgather  # 8 chunks cannot be shared by 3
+    assert choice.choose(topk, chunks, 4) is allgather  # saves less than a collective costs
+    assert choice.choose(hvdc.Compression.randomk(0.1), chunks, 4) is choice.allreduce
     # Per element 1 + 8 / 256 bytes, and a flag in 64 bytes of each payload.
     payload = 2**20 + 2**20 // 256 * 8
-    assert allgather.bytes_sent(int8, pieces, 4) == 3 * (8 * payload + 64)
-    assert scatter_reduce.bytes_sent(int8, pieces, 4) == 2 * 3 * (2 * payload + 64)
+    assert allgather.bytes_sent(int8, chunks, 4) == 3 * (8 * payload + 64)
+    assert scatter_reduce.bytes_sent(int8, chunks, 4) == 2 * 3 * (2 * payload + 64)
 
 
 def ancestors(op):

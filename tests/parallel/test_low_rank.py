@@ -80,14 +80,14 @@ class Run:
 
     def residuals(self):
         found = [np.zeros(shape) for shape in SHAPES]
-        for section in self.plan.sections:
-            for i, variable in zip(section.layout.bucket.members, section.state.residuals):
+        for param_group in self.plan.param_groups:
+            for i, variable in zip(param_group.layout.tensors.members, param_group.state.residuals):
                 found[i] = tf.cast(variable, tf.float64).numpy()
         return found
 
     def state(self):
         """Everything that is kept, as bytes."""
-        return [v.numpy().tobytes() for s in self.plan.sections for v in [*s.state.residuals, *s.factors]]
+        return [v.numpy().tobytes() for s in self.plan.param_groups for v in [*s.state.residuals, *s.factors]]
 
 
 def close(mine, theirs, tolerance=1e-5):
@@ -103,7 +103,7 @@ def check_against_the_paper(spec, size, rank, gather, steps=50, **settings):
         gradients = [draw(r, step) for r in range(size)]
         close(run.step(gradients[rank]), simulation.step(gradients))
         everyone = [predivide * gather(residual) for residual in run.residuals()]
-        right = simulation.cut(run.plan.sections[0].factors[0].numpy())
+        right = simulation.cut(run.plan.param_groups[0].factors[0].numpy())
         for i in simulation.right:
             kept = everyone[i].reshape(size, *SIDES[i])
             close(kept, simulation.kept[i])
@@ -132,8 +132,8 @@ def test_groups_cross_one_by_one(rank, size):
     run = Run(groups=2)
     for step in range(2):
         run.step(draw(rank, step))
-    assert [len(section.factors) for section in run.plan.sections] == [1, 1]
-    assert sorted(run.plan.named) == ["factors_0", "factors_1", "step"]
+    assert [len(param_group.factors) for param_group in run.plan.param_groups] == [1, 1]
+    assert sorted(run.plan.replicated_state) == ["factors_0", "factors_1", "step"]
 
 
 def test_sum_is_as_many_averages(rank, size):
@@ -148,7 +148,7 @@ def test_without_residual_nothing_is_kept_but_the_factors(rank, size):
     for step in range(5):
         gradients = [draw(r, step) for r in range(size)]
         close(run.step(gradients[rank]), simulation.step(gradients))
-    assert [len(s.state.residuals) for s in run.plan.sections] == [0]
+    assert [len(s.state.residuals) for s in run.plan.param_groups] == [0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -285,7 +285,7 @@ def test_other_compressors_for_some_variables(rank, size):
     reducer = Reducer(settings)
     outputs = reducer(gradients, variables)
     assert [np.linalg.matrix_rank(o.numpy(), 1e-4) for o in outputs] == [1, 1, 30]
-    specs = sorted(section.compressor.spec for section in reducer.last_plan("").sections)
+    specs = sorted(param_group.compressor.spec for param_group in reducer.last_plan("").param_groups)
     assert specs == ["int8", "powersgd:rank=1"]
 
 

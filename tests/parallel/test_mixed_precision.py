@@ -35,7 +35,7 @@ def scaled(way, scaler, optimizer, scaling, **options):
 
 def residual_of(distributed):
     (plan,) = distributed._hvdc.reducer.plans.values()
-    return plan.sections[0].state.residuals[0].numpy().ravel()[:2000]
+    return plan.param_groups[0].state.residuals[0].numpy().ravel()[:2000]
 
 
 @keras3

@@ -54,17 +54,17 @@ def test_norms_errors_and_bytes_are_those_of_numpy(rank):
     _, reducer = train(rank, 4, True, "topk:ratio=0.01")
     steps, plan = read(reducer)
     assert steps.step.tolist() == [1, 2, 3, 4]
-    ((section, _),) = {id(s): (s, p) for s, p in plan.buckets}.values()
-    residual = [np.zeros(shape) for shape in section.layout.shapes]
-    k = [int(np.ceil(0.01 * shape[0])) for shape in section.layout.shapes]
+    ((param_group, _),) = {id(s): (s, p) for s, p in plan.buckets}.values()
+    residual = [np.zeros(shape) for shape in param_group.layout.shapes]
+    k = [int(np.ceil(0.01 * shape[0])) for shape in param_group.layout.shapes]
     for t in range(4):
         mine = gradients(rank, t)
-        tensors = [tf.constant(mine[i]) for i in section.layout.bucket.members]
-        pieces = section.layout.cut(tensors, range(len(residual)))
+        tensors = [tf.constant(mine[i]) for i in param_group.layout.tensors.members]
+        chunks = param_group.layout.cut(tensors, range(len(residual)))
         for b, (_, chosen) in enumerate(plan.buckets):
             g2 = x2 = r2 = 0.0
             for i in chosen:
-                g = pieces[i].numpy().astype(np.float64)
+                g = chunks[i].numpy().astype(np.float64)
                 x = g + residual[i]
                 order = np.argsort(-np.abs(x), kind="stable")
                 residual[i] = x.copy()
@@ -132,12 +132,12 @@ def test_auto_and_indexed_slices_are_watched(rank):
         step(tf.random.stateless_normal([300, 100], [rank, t]))
         if t == 1:
             (plan,) = reducer.plans.values()
-            state = plan.chooser.state
+            state = plan.selector.state
             for variable in (state.choice, state.now):
-                variable.assign([1] * len(plan.chooser.nbytes))
+                variable.assign([1] * len(plan.selector.nbytes))
             state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-            plan.chooser._outgoing.assign(tf.zeros_like(plan.chooser._outgoing))
-        chosen.append(plan.chooser.choices().numpy() if t == 1 else None)
+            plan.selector._outgoing.assign(tf.zeros_like(plan.selector._outgoing))
+        chosen.append(plan.selector.choices().numpy() if t == 1 else None)
     steps, plan = read(reducer)
     assert [bucket.name for bucket in plan.recorder.buckets] == ["0", "sparse-0"]
     assert steps.buckets.compressor[2, 0] == 1

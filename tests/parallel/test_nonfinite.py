@@ -42,7 +42,9 @@ class Training:
     def state(self):
         """Everything that a step changes."""
         plans = self.optimizer._hvdc.reducer.plans.values()
-        residuals = [r for plan in plans for section in plan.sections for r in section.state.residuals]
+        residuals = [
+            r for plan in plans for param_group in plan.param_groups for r in param_group.state.residuals
+        ]
         return [np.array(v) for v in (*self.variables, *self.optimizer.variables, *residuals)]
 
 
@@ -126,7 +128,7 @@ def test_bad_slices_leave_the_residuals_alone(policy, keras, rank, size):
         slices = tf.IndexedSlices(tf.fill([1, 3], value), tf.constant([rank]), tf.constant([size, 3]))
         opt.apply_gradients([(tf.constant(gradients_of(rank, i)[0]), weight), (slices, table)])
         (plan,) = opt._hvdc.reducer.plans.values()
-        state = plan.sections[0].state
+        state = plan.param_groups[0].state
         return state.residuals[0].numpy(), weight.numpy()
 
     residual, before = step(0, 1.0)

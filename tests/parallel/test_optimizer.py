@@ -122,8 +122,8 @@ def test_mass_is_conserved_every_step(spec, op, rank, size, gather):
         descend(keras, optimizer, [weight], [tf.constant(gradient)])
         output = before - weight.numpy()
         (plan,) = optimizer._hvdc.reducer.plans.values()
-        state = plan.sections[0].state
-        flat = state.residuals[0].numpy().ravel()  # of a piece with padding, or of the whole tensor
+        state = plan.param_groups[0].state
+        flat = state.residuals[0].numpy().ravel()  # of a chunk with padding, or of the whole tensor
         residuals = gather(np.pad(flat, (0, 2048 - flat.size))).astype(np.float64)
         padded = np.pad(gather(gradient.ravel()).astype(np.float64), [(0, 0), (0, 48)])
         came_in = (padded + old_residuals).sum(0)
@@ -416,13 +416,13 @@ def test_a_bad_gradient_leaves_the_residuals_alone(rank, size, gather):
         optimizer, weight, gradients = quadratic(keras, rank, compression=spec)
         descend(keras, optimizer, [weight], [tf.constant(gradients[0])])
         (plan,) = optimizer._hvdc.reducer.plans.values()
-        before = plan.sections[0].state.residuals[0].numpy()
+        before = plan.param_groups[0].state.residuals[0].numpy()
         bad = gradients[1].copy()
         if rank == size - 1:
             bad[7, 7] = np.nan
         descend(keras, optimizer, [weight], [tf.constant(bad)])
         assert not np.isfinite(weight.numpy()).all()
-        np.testing.assert_array_equal(plan.sections[0].state.residuals[0].numpy(), before)
+        np.testing.assert_array_equal(plan.param_groups[0].state.residuals[0].numpy(), before)
 
 
 def test_residuals_are_not_among_the_variables(keras, rank, tmp_path):

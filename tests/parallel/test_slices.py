@@ -56,8 +56,8 @@ class Training:
 
     @property
     def residual(self):
-        (section,) = self.plan.tables
-        return section.state.residuals[0].numpy().astype(np.float64)
+        (param_group,) = self.plan.embeddings
+        return param_group.state.residuals[0].numpy().astype(np.float64)
 
 
 def dense_of(indices, values, rows=ROWS):
@@ -124,7 +124,7 @@ def test_uncompressed_rows_are_summed(settings, rank, size, gather):
         expected = sum(dense_of(*draw(r, step)) for r in range(size)) / (1 if "op" in settings else size)
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert training.rows == len(set(np.concatenate([draw(r, step)[0] for r in range(size)]).tolist()))
-    assert not training.plan.tables[0].state.residuals
+    assert not training.plan.embeddings[0].state.residuals
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
     found = reducer(slices, variables)
     assert calls == [4]
     (plan,) = reducer.plans.values()
-    specs = [section.compressor.spec for section in plan.tables]
+    specs = [param_group.compressor.spec for param_group in plan.embeddings]
     assert specs == ["int8", "none", "int4", "none"]
     assert plan.slices.numpy()[:, 1].tolist() == [0, 1, 0, 0]
     for k, (result, shape) in enumerate(zip(found, shapes.values())):

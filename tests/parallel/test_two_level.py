@@ -87,28 +87,28 @@ def halves(x):
     ids=["topk", "onebit", "half"],
 )
 def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank, size, gather):
-    """50 steps; ranks 0 and 1 are on one host, 2 and 3 on the other, and pieces 0 and 1 those of even and odd ranks."""
+    """50 steps; ranks 0 and 1 are on one host, 2 and 3 on the other, and chunks 0 and 1 those of even and odd ranks."""
     shape, half, decay = (2, 2**13), 2**13, 0.5
     reducer = new_reducer(compressor, residual_decay=decay)
     variable = tf.Variable(tf.zeros(shape))
-    kept = {(host, piece): np.zeros(half, np.float32) for host in range(2) for piece in range(2)}
+    kept = {(host, chunk): np.zeros(half, np.float32) for host in range(2) for chunk in range(2)}
     for step in range(50):
         gradients = [draw(r, step, [shape])[0].reshape(2, half) for r in range(size)]
         (output,) = reducer([tf.constant(gradients[rank].reshape(shape))], [variable])
         expected = np.zeros([2, half], np.float32)
-        for (host, piece), left in kept.items():
-            x = gradients[2 * host][piece] + gradients[2 * host + 1][piece] + np.float32(decay) * left
+        for (host, chunk), left in kept.items():
+            x = gradients[2 * host][chunk] + gradients[2 * host + 1][chunk] + np.float32(decay) * left
             sent = lossy(x)
-            kept[host, piece] = x - sent
-            expected[piece] += sent / 4
+            kept[host, chunk] = x - sent
+            expected[chunk] += sent / 4
         np.testing.assert_allclose(output.numpy().reshape(2, half), expected, atol=1e-5)
         everyone = gather(output)
         assert (everyone == everyone[0]).all()
         mine = residuals_of(reducer, [shape])[0].reshape(2, half)
         np.testing.assert_allclose(mine[rank % 2], kept[rank // 2, rank % 2], atol=1e-5)
         assert not mine[1 - rank % 2].any()
-    (section,) = plan_of(reducer).sections
-    assert section.layout.shapes == [(half,)] * 2
+    (param_group,) = plan_of(reducer).param_groups
+    assert param_group.layout.shapes == [(half,)] * 2
 
 
 @pytest.fixture(params=["allgather", "scatter_reduce"])
@@ -119,7 +119,7 @@ def between(request, monkeypatch):
         monkeypatch.setattr(
             traffic, "choose", lambda c, shapes, n: "scatter_reduce" if n == 2 else usual(c, shapes, 4)
         )
-        monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))  # pieces for four
+        monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))  # chunks for four
     return request.param
 
 
@@ -145,15 +145,16 @@ def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
     left = check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
     plan = plan_of(reducer)
     assert len(plan.buckets) > 1
-    for section, pieces in plan.buckets:
+    for param_group, chunks in plan.buckets:
         assert isinstance(
-            plan.pattern(section.compressor, section.layout.shapes[pieces.start : pieces.stop]), TwoLevel
+            plan.pattern(param_group.compressor, param_group.layout.shapes[chunks.start : chunks.stop]),
+            TwoLevel,
         )
     assert (max(np.abs(r).max() for r in left) > 0) == plan.settings.feeds_back(plan.buckets[0][0].compressor)
 
 
 def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
-    """A checkpoint of a flat exchange: every rank has residuals of all pieces."""
+    """A checkpoint of a flat exchange: every rank has residuals of all chunks."""
     before = new_reducer("topk:ratio=0.01", hierarchical=False)
     nothing = [np.zeros(shape) for shape in SHAPES]
     old = check_mass(before, gather, size, nothing)
@@ -173,8 +174,8 @@ def flat(arrays):
 def other_shares(plan, host):
     """For each bucket, the residual variables of what the other worker of this host carries between the hosts."""
     found = []
-    for section, pieces in plan.buckets:
-        residuals, half = section.state.part(pieces).residuals, len(pieces) // 2
+    for param_group, chunks in plan.buckets:
+        residuals, half = param_group.state.part(chunks).residuals, len(chunks) // 2
         found.append(residuals[half:] if host.rank() == 0 else residuals[:half])
     return found
 
@@ -204,10 +205,12 @@ def test_residuals_of_other_shares_stay_zero_and_are_not_touched(dtype, two_host
     for _ in range(3):
         before = owed()
         np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
-        for (section, pieces), residuals, astray in zip(plan.buckets, others, plan.astray.values()):
+        for (param_group, chunks), residuals, has_foreign_residual in zip(
+            plan.buckets, others, plan.has_foreign_residual.values()
+        ):
             assert is_zero(residuals)
-            assert not is_zero(section.state.part(pieces).residuals)
-            assert not astray.numpy()
+            assert not is_zero(param_group.state.part(chunks).residuals)
+            assert not has_foreign_residual.numpy()
 
     before = owed()
     for variable in others[1]:
@@ -219,10 +222,10 @@ def test_residuals_of_other_shares_stay_zero_and_are_not_touched(dtype, two_host
     assert all((variable.numpy() == 64).all() for variable in others[1])
     # until it is said that they are there.
     before = owed()
-    plan.astray[1].assign(True)
+    plan.has_foreign_residual[1].assign(True)
     np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
     assert all(map(is_zero, others))
-    assert not plan.astray[1].numpy()
+    assert not plan.has_foreign_residual[1].numpy()
 
 
 def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch, gather, size):
@@ -240,18 +243,18 @@ def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch
     two, one, none = 0, 1, 2  # levels of these candidates
     for first, rest in [(two, two), (one, one), (two, two), (two, one), (one, two), (one, one), (none, two)]:
         choice = [first] + [rest] * (len(plan.buckets) - 1)
-        plan.chooser.state.now.assign(choice)
+        plan.selector.state.now.assign(choice)
         old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
         for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
             assert is_zero(residuals) == (choice[b] != one)
-            assert plan.astray[b].numpy() == (choice[b] == one)
+            assert plan.has_foreign_residual[b].numpy() == (choice[b] == one)
 
 
 @pytest.mark.parametrize("hierarchical", [True, "auto"])
 def test_the_whole_model_in_one_level_between_buckets_in_two(
     hierarchical, two_hosts, tmp_path, monkeypatch, gather, size
 ):
-    """powersgd among the candidates of `auto` leaves every rank something of all pieces."""
+    """powersgd among the candidates of `auto` leaves every rank something of all chunks."""
     path = tmp_path / "link.json"
     calibration(1e9, 1e8).save(path)
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
@@ -261,11 +264,11 @@ def test_the_whole_model_in_one_level_between_buckets_in_two(
     old = check_mass(reducer, gather, size, [np.zeros(s) for s in SHAPES], steps=1, variables=variables)
     plan = plan_of(reducer)
     for choice in (1, 1, 0, 0, 1, 0):
-        plan.chooser.state.now.assign([choice] * len(plan.buckets))
+        plan.selector.state.now.assign([choice] * len(plan.buckets))
         old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
         for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
             assert is_zero(residuals) == (choice == 0)
-            assert plan.astray[b].numpy() == (choice == 1)
+            assert plan.has_foreign_residual[b].numpy() == (choice == 1)
     sent, plain = plan.bytes_sent()
     assert 0 < sent < plain
 
@@ -324,7 +327,9 @@ def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
     reducer = new_reducer(spec)
     check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
     plan = plan_of(reducer)
-    assert not any(isinstance(plan.pattern(s.compressor, s.layout.shapes), TwoLevel) for s in plan.sections)
+    assert not any(
+        isinstance(plan.pattern(s.compressor, s.layout.shapes), TwoLevel) for s in plan.param_groups
+    )
 
 
 def test_without_hosts_it_says_so(rank, process_sets, monkeypatch):
@@ -383,8 +388,8 @@ def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
     plan = plan_of(reducer)
     chosen = {
         c.spec
-        for c in plan.sections[0].compressor.candidates
-        if isinstance(plan.pattern(c, plan.sections[0].layout.shapes), TwoLevel)
+        for c in plan.param_groups[0].compressor.candidates
+        if isinstance(plan.pattern(c, plan.param_groups[0].layout.shapes), TwoLevel)
     }
     assert chosen == {"int8"}
 

@@ -41,7 +41,7 @@ KINDS = [
 # Sizes
 
 
-def kept(ratio, n):
+def num_kept(ratio, n):
     """ratio * n rounded up, but not for the float's own rounding error; at least one."""
     product = ratio * n
     nearest = round(product)
@@ -90,7 +90,7 @@ def wire_bytes(compressor, shape):
     if name == "powersgd":
         rows, columns, rank = matrix_of(shape, compressor.rank)
         return 4 * min(n, rank * (rows + columns))
-    k = kept(compressor.ratio, n)
+    k = num_kept(compressor.ratio, n)
     if name == "topk":
         return 4 * k + index_bytes(n, k)
     if name == "randomk":
@@ -104,7 +104,7 @@ def wire_bytes(compressor, shape):
     if grid is None:
         return 4 * k + index_bytes(n, k)
     m = grid[0] * grid[1]
-    k = kept(compressor.ratio, m)
+    k = num_kept(compressor.ratio, m)
     return 4 * k * compressor.block**2 + index_bytes(m, k)
 
 
@@ -227,14 +227,14 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
         expected = sum(np.sum(b**2) - np.sum(np.abs(b)) ** 2 / len(b) for b in blocks(x, ONEBIT_BLOCK))
         assert abs(total - expected) <= 1e-5 * energy + squares
     elif name == "randomk":
-        k = kept(compressor.ratio, x.size)
+        k = num_kept(compressor.ratio, x.size)
         size = np.array([len(x[j::k]) for j in range(k)])[np.arange(x.size) % k]
         sent = np.abs(x - size * x) if compressor.unbiased else 0.0
         assert (np.minimum(np.abs(error - np.abs(x)), np.abs(error - sent)) <= size * rounding).all()
         assert np.count_nonzero(y) <= k
     elif name == "hybrid":
         assert (error <= np.abs(x) * (1 + relative) + rounding.max()).all()
-        assert np.count_nonzero(y) <= kept(compressor.ratio, x.size)
+        assert np.count_nonzero(y) <= num_kept(compressor.ratio, x.size)
     elif name == "powersgd":
         rows, columns, rank = matrix_of(shape, compressor.rank)
         if rank * (rows + columns) >= rows * columns:
@@ -245,14 +245,14 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
         assert (1 - 1e-5) * best - squares <= total <= energy + squares
         assert np.linalg.matrix_rank(y.reshape(rows, columns), 1e-2 * singular[0]) <= rank
     else:
-        n, k = x.size, kept(compressor.ratio, x.size)
+        n, k = x.size, num_kept(compressor.ratio, x.size)
         factor = 1 - k / n
         if name == "block_topk":
             # Two magnitudes that share their leading bits may be mistaken for each other.
             factor = 1 - (1 - 2.0**-13) / -(-n // k)
         elif name == "block_sparse" and block_grid(shape, compressor.block):
             m = math.prod(block_grid(shape, compressor.block))
-            factor = 1 - kept(compressor.ratio, m) / m
+            factor = 1 - num_kept(compressor.ratio, m) / m
         assert total <= factor * energy + squares
 
 

@@ -222,4 +222,4 @@ def test_candidates_that_share_no_buckets_are_refused():
         hvdc.Compression.auto(candidates=["none", "block_sparse:ratio=0.1,block=8"])
     auto = hvdc.Compression.parse("auto:candidates=(none|powersgd:rank=2)")
     assert auto == hvdc.Compression.auto(candidates=["none", hvdc.Compression.powersgd(2)])
-    assert auto.whole == [False, True] and hvdc.Compression.parse(auto.spec) == auto
+    assert auto.model_wide == [False, True] and hvdc.Compression.parse(auto.spec) == auto

@@ -167,9 +167,9 @@ def test_what_errors_show_is_the_same_on_every_rank():
         np.random.rand(2, 2),
         [object(), {"a": object()}],
     ):
-        assert "0x" not in checks.shown(value) and "numpy=" not in checks.shown(value)
-    assert checks.shown(tf.zeros([3, 4])) == "a EagerTensor of float32 (3, 4)"
-    assert len(checks.shown("x" * 1000)) == 100
+        assert "0x" not in checks.error_text(value) and "numpy=" not in checks.error_text(value)
+    assert checks.error_text(tf.zeros([3, 4])) == "a EagerTensor of float32 (3, 4)"
+    assert len(checks.error_text("x" * 1000)) == 100
 
 
 def test_errors_stay_in_one_line_inside_a_function():

@@ -25,7 +25,7 @@ SETTINGS = {"compression": "int8", "momentum_correction": 0.9}
 
 
 def state(seed, dtype=np.float32):
-    """What a rank keeps of two compressed kernels and a bias, in three pieces."""
+    """What a rank keeps of two compressed kernels and a bias, in three chunks."""
     rng = np.random.default_rng(seed)
     members = [Member("m/dense/kernel", (3, 2), "dense"), Member("m/dense/bias", (2,), "dense")]
     members.append(Member("m/dense_1/kernel", (4,), "dense"))
@@ -58,7 +58,7 @@ def load(directory, ranks, step=None, variables=None):
 
 
 def assert_same(first, second):
-    assert (first.members, first.pieces) == (second.members, second.pieces)
+    assert (first.members, first.chunks) == (second.members, second.chunks)
     (meta, arrays), (other_meta, others) = first.packed("0"), second.packed("0")
     assert meta == other_meta and sorted(arrays) == sorted(others)
     for name, array in arrays.items():

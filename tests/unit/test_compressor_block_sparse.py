@@ -18,7 +18,7 @@ def numpy_block_sparse(x, ratio, block):
         for j in range(0, matrix.shape[1], block)
     }
     out = np.zeros_like(matrix)
-    for i, j in sorted(norms, key=norms.__getitem__)[-reference.kept(ratio, len(norms)) :]:
+    for i, j in sorted(norms, key=norms.__getitem__)[-reference.num_kept(ratio, len(norms)) :]:
         out[i : i + block, j : j + block] = matrix[i : i + block, j : j + block]
     return out.reshape(x.shape)
 

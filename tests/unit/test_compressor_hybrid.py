@@ -16,7 +16,7 @@ def test_selects_and_quantizes(n, ratio, bits):
     x = reference.vector("normal", n)
     # Fewer significant bits: no ties that are only nearly so.
     x = (np.round(x * 64) + np.where(x < 0, -0.5, 0.5)).astype(np.float32)
-    k = reference.kept(ratio, n)
+    k = reference.num_kept(ratio, n)
     where = reference.strided_rows(x, k) * k + np.arange(k)
     values, clear = reference.nearest_levels(x[where], bits)
     decoded = round_trip(hybrid(ratio, bits), x)

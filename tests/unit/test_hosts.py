@@ -143,7 +143,7 @@ def test_what_leaves_a_host():
     """Against what a link between hosts carries, counted message by message."""
     int8, hosts_, workers = hvdc.Compression.int8, 3, 2
     ranks = hosts_ * workers
-    pieces = [(2**16,)] * 12
+    chunks = [(2**16,)] * 12
     payload = 2**16 + 2**16 // 256 * 8
 
     def flagged(count):
@@ -153,16 +153,16 @@ def test_what_leaves_a_host():
         return rank // workers
 
     ring = sum(host(r) != host((r + 1) % ranks) for r in range(workers))  # messages per round
-    assert traffic.leaving_host(int8, pieces, hosts_, workers, "allgather") == ring * (ranks - 1) * flagged(
+    assert traffic.leaving_host(int8, chunks, hosts_, workers, "allgather") == ring * (ranks - 1) * flagged(
         12
     )
     away = sum(host(a) == 0 != host(b) for a in range(ranks) for b in range(ranks))
     both = (away + ring * (ranks - 1)) * flagged(2)
-    assert traffic.leaving_host(int8, pieces, hosts_, workers, "scatter_reduce") == both
-    # Six pieces for each worker, two of them for each of the three that have its place.
-    assert traffic.choose(int8, pieces[:6], hosts_) == "scatter_reduce"
-    assert traffic.leaving_host(int8, pieces, hosts_, workers, "two_level") == workers * 2 * 2 * flagged(2)
-    assert traffic.leaving_host(int8, pieces, 2, workers, "two_level") == workers * flagged(6)
-    assert not traffic.fits_two_levels(hvdc.Compression.randomk(0.1), pieces, 2)
-    assert not traffic.fits_two_levels(int8, pieces, 5)
+    assert traffic.leaving_host(int8, chunks, hosts_, workers, "scatter_reduce") == both
+    # Six chunks for each worker, two of them for each of the three that have its place.
+    assert traffic.choose(int8, chunks[:6], hosts_) == "scatter_reduce"
+    assert traffic.leaving_host(int8, chunks, hosts_, workers, "two_level") == workers * 2 * 2 * flagged(2)
+    assert traffic.leaving_host(int8, chunks, 2, workers, "two_level") == workers * flagged(6)
+    assert not traffic.fits_two_levels(hvdc.Compression.randomk(0.1), chunks, 2)
+    assert not traffic.fits_two_levels(int8, chunks, 5)
     assert not traffic.fits_two_levels(int8, [(8,), (9,)], 2)

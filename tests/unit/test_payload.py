@@ -58,12 +58,12 @@ def test_split_undoes_join():
 
 
 def test_take_finds_the_parts_of_all_pieces():
-    pieces = [tensors(seed) for seed in range(3)]
-    joined = payload.join([part for parts in pieces for part in parts])
+    chunks = [tensors(seed) for seed in range(3)]
+    joined = payload.join([part for parts in chunks for part in parts])
     for padding in (0, 3):
         padded = tf.concat([joined, tf.zeros([padding], tf.uint8)], 0)
-        found = payload.take(padded, [specs_of(parts) for parts in pieces])
-        for parts, again in zip(pieces, found):
+        found = payload.take(padded, [specs_of(parts) for parts in chunks])
+        for parts, again in zip(chunks, found):
             for part, same in zip(parts, again):
                 assert_equal(part, same)
 

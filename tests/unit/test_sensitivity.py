@@ -101,7 +101,7 @@ class LeastSquares:
 def top(x, ratio):
     """What is left of `x` when its largest are taken out."""
     flat = x.ravel().copy()
-    flat[np.argsort(-np.abs(flat))[: reference.kept(ratio, x.size)]] = 0
+    flat[np.argsort(-np.abs(flat))[: reference.num_kept(ratio, x.size)]] = 0
     return flat.reshape(x.shape)
 
 

@@ -94,8 +94,8 @@ def test_buckets_are_those_of_training():
             assert found.sent == plan.bytes_sent()[0]
             assert found.plain == plan.bytes_sent()[1]
             expected = [4 * bucket.numel for bucket in plan.dense] + [
-                4 * sum(math.prod(s) for s in section.layout.shapes[p.start : p.stop])
-                for section, p in plan.buckets
+                4 * sum(math.prod(s) for s in param_group.layout.shapes[p.start : p.stop])
+                for param_group, p in plan.buckets
             ]
             assert sorted(size for size, _ in found.chosen) == sorted(expected)
 

@@ -50,7 +50,7 @@ class BroadcastGlobalVariablesCallback(Callback):
             ValueError: if `root_rank` is no rank, or `local_variables` holds anything but variables.
         """
         super().__init__()
-        self.root_rank = checks.whole("root_rank", root_rank, 0)
+        self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
         self.broadcast_done = False
         self._local: set[Any] = set()

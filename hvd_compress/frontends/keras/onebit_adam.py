@@ -152,7 +152,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         )
         self.beta_1, self.beta_2 = (_share(n, b) for n, b in (("beta_1", beta_1), ("beta_2", beta_2)))
         self.epsilon = checks.number("epsilon", epsilon, 0.0)
-        self.freeze_step = None if freeze_step is None else checks.whole("freeze_step", freeze_step, 1)
+        self.freeze_step = None if freeze_step is None else checks.integer("freeze_step", freeze_step, 1)
         reduction = Settings(
             compressor=OneBitLater(),
             name="OneBitAdam",

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 
 from ...auto.report import CompressionReport
 from ...common import checks
-from ...common.error_text import shown
+from ...common.error_text import error_text
 from ...compressors.registry import CompressionLike, policies, resolve
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings
@@ -110,7 +110,7 @@ def DistributedOptimizer(
         )
     base = type(optimizer)
     mixin = _mixin(optimizer)
-    backward_passes_per_step = checks.whole("backward_passes_per_step", backward_passes_per_step, 0)
+    backward_passes_per_step = checks.integer("backward_passes_per_step", backward_passes_per_step, 0)
     if backward_passes_per_step == 0:
         raise ValueError("backward_passes_per_step must be > 0")
     average_aggregated_gradients = checks.flag("average_aggregated_gradients", average_aggregated_gradients)
@@ -246,6 +246,6 @@ def _mixin(optimizer: Any) -> Any:
 
             return Keras2Mixin
     raise TypeError(
-        f"optimizer must be an instance of a Keras optimizer, got {shown(optimizer)}: "
+        f"optimizer must be an instance of a Keras optimizer, got {error_text(optimizer)}: "
         "for example keras.optimizers.Adam(1e-3)"
     )
