@@ -8,7 +8,6 @@ import numbers
 from typing import Union
 
 from ..compressors import Compressor
-from ..compressors.base import BuiltinCompressor
 
 Policy = dict[str, Union[str, Compressor]]
 
@@ -79,7 +78,7 @@ class Sensitivity:
             chosen.setdefault(pattern, "none")
             if row.loss_increase <= tolerance and row.wire_bytes < fewest.get(row.path, 4 * row.elements):
                 fewest[row.path] = row.wire_bytes
-                own = not isinstance(row.compressor, BuiltinCompressor)
+                own = not row.compressor.pure
                 chosen[pattern] = row.compressor if own else row.compressor.spec
         return chosen
 

@@ -11,39 +11,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ..compressors import PowerSGD
-from ..engine.grouping import Shape
-from ..kernels import subspace as low_rank
-
-
-def lost_of_noise(compressor: PowerSGD, shapes: Sequence[Shape]) -> float:
-    """The expected share of the energy of white noise that tensors of these shapes lose, from a random start.
-
-    With a Gaussian matrix M of m x n and a start Q of r columns, all of M's part in the span of Q gets through, r m of
-    m n; the rest of M is independent of M Q, whose span lets r of its m dimensions through: r (n - r).
-    """
-    through = 0
-    for shape in shapes:
-        matrix = compressor.matrix(shape)
-        if matrix is None:
-            through += math.prod(shape)
-        else:
-            through += compressor.rank * (matrix.rows + matrix.columns - compressor.rank)
-    return 1.0 - through / sum(map(math.prod, shapes))
-
-
-def lost_alone(compressor: PowerSGD, x: tf.Tensor) -> tf.Tensor:
-    """The share of its energy that a tensor by itself would lose from the random start, a float32 scalar."""
-    shape = tuple(x.shape.as_list())
-    matrix = compressor.matrix(shape)
-    if matrix is None:
-        return tf.constant(0.0)
-    x = tf.reshape(x, matrix)
-    n = compressor.rank * matrix.columns
-    # A number depends on its position only: compiled for each power of two, not for each shape.
-    start = low_rank.start(tf.constant(0), 2 ** math.ceil(math.log2(n)))[:n]
-    return 1.0 - low_rank.through(x, tf.reshape(start, [compressor.rank, matrix.columns]))
-
 
 def of_model(lost: tf.Tensor, nbytes: tf.Tensor, whole: Sequence[bool]) -> tf.Tensor:
     """`lost` [B, C] with the mean over the buckets, by their bytes [B], for candidates that are `whole` [C]."""

@@ -11,7 +11,6 @@ import tensorflow as tf
 from ..compressors import Auto
 from ..compressors.base import no_seeds
 from ..kernels.compile import compiled
-from . import model_wide as all_at_once
 
 
 class Sample(NamedTuple):
@@ -44,7 +43,7 @@ def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
     def measure_one() -> tf.Tensor:
         kind = [shapes.index(sample.shape) for sample in some]
         found = switch(tf.gather(kind, turn), [functools.partial(measure, members) for members in alike])
-        if any(auto.model_wide):
+        if any(auto.model_wide_candidates):
             shares = switch(turn, [functools.partial(_shares_of_gradient, auto, sample) for sample in some])
             found += shares * found[-1]
         return found
@@ -54,7 +53,7 @@ def energies(auto: Auto, turn: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
 
 def _of_chunk(auto: Auto, chunk: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
     lost = []
-    for candidate, is_whole in zip(auto.candidates, auto.model_wide):
+    for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates):
         left = None if is_whole else candidate.encode(chunk, no_seeds(), kept, 1.0, True).residual
         lost.append(tf.constant(0.0) if is_whole else _energy(left, None))
     return tf.stack([*lost, _energy(chunk, kept)])
@@ -64,8 +63,8 @@ def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
     """What candidates lose that see the gradient whole, [C + 1]; zeros for the others."""
     gradient = sample.whole()
     lost = [
-        all_at_once.lost_alone(candidate, gradient) if is_whole else tf.constant(0.0)
-        for candidate, is_whole in zip(auto.candidates, auto.model_wide)
+        candidate.lost_share(gradient) if is_whole else tf.constant(0.0)
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates)
     ]
     return tf.stack([*lost, tf.constant(0.0)])
 

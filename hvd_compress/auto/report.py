@@ -99,7 +99,10 @@ def of_selector(selector: AutoSelector, step: int) -> list[BucketReport]:
     seconds = (policy.predicted(selector.costs, state.link) * state.bias).numpy()
     lost = policy.shares(state, selector.prior).numpy()
     target = selector.auto.target_at(step)
-    specs, whole = [candidate.spec for candidate in selector.auto.candidates], selector.auto.model_wide
+    specs, whole = (
+        [candidate.spec for candidate in selector.auto.candidates],
+        selector.auto.model_wide_candidates,
+    )
     if any(whole):
         lost = all_at_once.of_model(lost, tf.constant(selector.nbytes, tf.float32), whole).numpy()
     # Of all buckets, with each candidate alone and with those that are chosen.
@@ -155,8 +158,8 @@ def log_switches(selector: AutoSelector, state: policy.State, chosen: tf.Tensor,
         old, new = tf.gather(specs, state.choice), tf.gather(specs, chosen)
         table, measured = policy.predicted(selector.costs, state.link) * state.bias, state.measured
         unit: list[Any] = [" ms"] * len(names)
-        if any(selector.auto.model_wide):
-            whole = tf.constant(selector.auto.model_wide)
+        if any(selector.auto.model_wide_candidates):
+            whole = tf.constant(selector.auto.model_wide_candidates)
             table = tf.where(whole, tf.reduce_sum(table, 0), table)
             measured = tf.where(tf.gather(whole, state.choice), tf.reduce_sum(measured), measured)
             units = tf.where(whole, " ms" + _OF_ALL, " ms")

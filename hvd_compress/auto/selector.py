@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
-from ..compressors import Auto, Compressor, NoCompression
+from ..compressors import Auto, Compressor
 from ..engine import clock
 from . import policy, probe, report
 from .probe import Sample, switch
@@ -61,10 +61,10 @@ class AutoSelector:
         self.nbytes = list(nbytes)
         self._ranks, self._rank = process_set.size(), process_set.rank()
         self._average = op == hvd.Average
-        self._plain = [isinstance(candidate, NoCompression) for candidate in auto.candidates]
+        self._plain = [candidate.uncompressed for candidate in auto.candidates]
         # Candidates that are for all buckets at once, and the others.
-        self._whole = [c for c, is_whole in enumerate(auto.model_wide) if is_whole]
-        self._flat = [c for c, is_whole in enumerate(auto.model_wide) if not is_whole]
+        self._whole = [c for c, is_whole in enumerate(auto.model_wide_candidates) if is_whole]
+        self._flat = [c for c, is_whole in enumerate(auto.model_wide_candidates) if not is_whole]
         b, c = len(self.nbytes), len(auto.candidates)
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
@@ -235,7 +235,14 @@ class AutoSelector:
             target = tf.where(step >= first, value, target)
         lost, nbytes = policy.shares(state, self.prior), tf.constant(self.nbytes, tf.float32)
         return policy.propose(
-            state, self.costs, self._plain, lost, nbytes, target, self.auto.max_slowdown, self.auto.model_wide
+            state,
+            self.costs,
+            self._plain,
+            lost,
+            nbytes,
+            target,
+            self.auto.max_slowdown,
+            self.auto.model_wide_candidates,
         )
 
     def _pack(

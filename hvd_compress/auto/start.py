@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from ..compressors import Auto, Compressor, NoCompression
-from ..compressors.base import no_seeds
+from ..compressors import Auto, Compressor
 from ..cost import Calibration
 from ..cost.calibrate import calibrate
 from ..engine import agreement
@@ -19,7 +17,6 @@ from ..engine.grouping import Shape
 from ..engine.settings import Settings
 from ..exchange import choice
 from ..exchange import volume as traffic
-from . import model_wide as all_at_once
 from . import policy
 from .selector import AutoSelector
 
@@ -45,8 +42,8 @@ def selector(
     nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
     costs = _costs(auto, found, shapes, whole, nbytes, pattern)
     lost = [
-        all_at_once.lost_of_noise(candidate, whole) if is_whole else _lost(candidate, shapes[0][0])
-        for candidate, is_whole in zip(auto.candidates, auto.model_wide)
+        candidate.noise_loss(whole if is_whole else shapes[0])
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates)
     ]
     return AutoSelector(auto, settings.process_set, settings.op, nbytes, costs, lost)
 
@@ -97,7 +94,7 @@ def _costs(
     model = calibration.model()
     rows = []
     for b, (bucket, size) in enumerate(zip(shapes, nbytes)):
-        for candidate, is_whole in zip(auto.candidates, auto.model_wide):
+        for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates):
             if is_whole and b < len(shapes) - 1:  # with the last one, see `all_at_once`
                 rows.append((0.0, 0.0, 0.0, 0.0))
                 continue
@@ -113,16 +110,3 @@ def _costs(
             rows.append((found.encode + found.inside, found.latency, transfer, found.decode))
     table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)
     return policy.Costs(*np.moveaxis(table, 2, 0))
-
-
-def _lost(candidate: Compressor, chunk: Shape) -> float:
-    """The share of the energy of white noise that a candidate loses: of gradients it loses less."""
-    if isinstance(candidate, NoCompression):
-        return 0.0
-    noise = tf.random.stateless_normal(chunk, [1, 2])
-
-    @tf.function(autograph=False)  # with a residual, as training: compiled once for both
-    def encode() -> tf.Tensor:
-        return candidate.encode(noise, no_seeds(), tf.zeros(chunk), 1.0, True).residual
-
-    return float(tf.reduce_sum(tf.square(encode())) / tf.reduce_sum(tf.square(noise)))

@@ -14,8 +14,7 @@ from ..formats import Part
 from ..formats.base import Shape, check_integer
 from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
 from .base import BuiltinCompressor, Compressor, Encoded, Seeds
-from .dgc import DGC
-from .power_sgd import PowerSGD
+from .cast import NoCompression
 
 # The target while `warmup_steps` last: what quantizers of 4 bits and more reach, and sparse compressors do not.
 WARMUP_TARGET = 0.95
@@ -44,7 +43,8 @@ class Auto(BuiltinCompressor):
     """
 
     name: ClassVar[str] = "auto"
-    candidates: Sequence[Any] = CANDIDATES
+    automatic = True
+    candidates: Sequence[Any] = CANDIDATES  # type: ignore[assignment]
     target: float = TARGET
     warmup_steps: int = 0
     phases: Sequence[Any] = ()
@@ -64,14 +64,14 @@ class Auto(BuiltinCompressor):
         if not chosen:
             raise ValueError("auto: candidates must name at least one compressor, such as 'int8'")
         for compressor in chosen:
-            if isinstance(compressor, Auto):
+            if compressor.automatic:
                 raise ValueError("auto: candidates must be compressors, and auto itself is none")
-            if isinstance(compressor, DGC):
+            if compressor.momentum_settings is not None:
                 raise ValueError(
                     f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
                     "its place, or use dgc alone"
                 )
-            if compressor.per_tensor and not isinstance(compressor, PowerSGD):
+            if compressor.per_tensor and not compressor.model_wide:
                 raise ValueError(
                     f"auto: {compressor.spec} needs each gradient in its own shape and cannot share buckets with "
                     "others: leave it out of candidates"
@@ -93,9 +93,15 @@ class Auto(BuiltinCompressor):
         return any(candidate.error_feedback for candidate in self.candidates)
 
     @property
-    def model_wide(self) -> list[bool]:
-        """Which candidates see gradients in their own shapes, and are for all buckets at once."""
-        return [isinstance(candidate, PowerSGD) for candidate in self.candidates]
+    def model_wide_candidates(self) -> list[bool]:
+        """For each candidate, whether all gradients of the model are exchanged at once with it."""
+        return [candidate.model_wide for candidate in self.candidates]
+
+    def for_rows(self) -> Compressor:
+        """The candidate with the most bits per value below 32; no compression if there is none."""
+        candidates = [candidate.for_rows() for candidate in self.candidates]
+        compressed = [candidate for candidate in candidates if not candidate.uncompressed]
+        return max(compressed, key=lambda candidate: candidate.value_bits, default=NoCompression())
 
     def targets(self) -> list[tuple[int, float]]:
         """From which step on which target holds."""

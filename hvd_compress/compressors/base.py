@@ -11,7 +11,7 @@ import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
 
 from ..formats import Format
-from ..formats.base import Shape, as_shape
+from ..formats.base import Shape, Traits, as_shape
 from . import error_feedback as _residual
 from . import payload as _payload
 from .payload import Payload
@@ -30,6 +30,14 @@ def no_seeds() -> Seeds:
     return Seeds(tf.constant(0, tf.int32), tf.constant(0, tf.int32))
 
 
+class MomentumSettings(NamedTuple):
+    """Momentum in front of the compressor (Lin et al. 2018, DGC)."""
+
+    momentum: float  # the factor
+    clipnorm: float | None  # at which local gradients are clipped
+    steps_per_epoch: int | None  # for a warm-up by epochs
+
+
 class Encoded(NamedTuple):
     """One tensor, encoded."""
 
@@ -39,7 +47,7 @@ class Encoded(NamedTuple):
     finite: tf.Tensor  # bool scalar: whether the tensor had neither infinities nor NaN
 
 
-class Compressor(horovod_compression.Compressor):
+class Compressor(Traits, horovod_compression.Compressor):
     """The base of all compressors, yours too.
 
     To write one, subclass and define `compress` and `decompress`:
@@ -64,27 +72,58 @@ class Compressor(horovod_compression.Compressor):
             gradient. That needs a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to
             False for an unbiased compressor with large variance.
         summable: Whether the payload is one tensor of floats that may be summed before it is
-            decompressed; it then crosses in a plain allreduce.
+            decompressed; it is then exchanged in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
         per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
-        alignment: Pieces whose size is a multiple of this are encoded without padding; others too.
+        alignment: Chunks whose size is a multiple of this are encoded without padding; others too.
     """
 
     error_feedback: bool = True
-    summable: bool = False
-    sparse: bool = False
-    per_tensor: bool = False
-    alignment: int = 16
-
-    @property
-    def stages(self) -> tuple[Any, ...]:
-        """What it is in the course of training, one after the other; most compressors are always the same."""
-        return (self,)
 
     def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
         """Which of `stages` holds when training has come so far (float64 scalar, see `Plan.progress`); int32 scalar."""
         del progress
         return tf.constant(0)
+
+    @property
+    def momentum_settings(self) -> MomentumSettings | None:
+        """The momentum that it brings to each rank's gradients; None for compressors that bring none."""
+        return None
+
+    def for_rows(self) -> Compressor:
+        """The compressor for single rows of embeddings where dense gradients get this one."""
+        from .cast import NoCompression
+
+        return NoCompression()
+
+    def stateless(self) -> Compressor:
+        """The compressor to use where neither residuals nor velocities can be kept."""
+        return self
+
+    def initial_factors(self, shapes: Sequence[Shape]) -> tf.Tensor | None:
+        """State that is the same on all ranks and that the collective takes and returns; None where there is none.
+
+        Args:
+            shapes: Of the tensors that are exchanged together.
+        """
+        del shapes
+        return None
+
+    def noise_loss(self, shapes: Sequence[Shape]) -> float:
+        """The share of the energy of white noise that is lost; of gradients, less is lost.
+
+        Args:
+            shapes: Of the tensors that are exchanged together; flat chunks are all alike, and the first one counts.
+        """
+        if self.uncompressed:
+            return 0.0
+        noise = tf.random.stateless_normal(shapes[0], [1, 2])
+
+        @tf.function(autograph=False)  # with a residual, as in training: compiled once for both
+        def encode() -> tf.Tensor:
+            return self.encode(noise, no_seeds(), tf.zeros(shapes[0]), 1.0, True).residual
+
+        return float(tf.reduce_sum(tf.square(encode())) / tf.reduce_sum(tf.square(noise)))
 
     @property
     def spec(self) -> str:
@@ -183,6 +222,8 @@ class BuiltinCompressor(Format, Compressor):
 
     The context is the tensor's shape, with whatever the compressor adds.
     """
+
+    pure = True
 
     def layout(self, shape: Shape) -> list[tf.TensorSpec]:
         """The static shapes and dtypes of the parts that `encode` makes of such a tensor."""

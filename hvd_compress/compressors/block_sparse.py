@@ -34,8 +34,6 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         block: The side of a block, at least 1.
     """
 
-    sparse = True
-
     def encode(
         self,
         gradient: tf.Tensor,

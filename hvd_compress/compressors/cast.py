@@ -11,7 +11,7 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Encoded, Seeds
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 from .payload import WideSum
 
 
@@ -19,6 +19,10 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
     """Sends each value as `wire_dtype`. The rounding error is not kept."""
 
     error_feedback = False
+
+    def for_rows(self) -> Compressor:
+        """The same: rows are cast alike."""
+        return self
 
     @property
     def wire_dtype(self) -> tf.DType:

@@ -8,7 +8,7 @@ import math
 import tensorflow as tf
 
 from .. import formats
-from .base import Compressor
+from .base import MomentumSettings
 from .sparse import TopK
 
 # Sums of 1 / steps_per_epoch fall short of whole epochs by much less, and a step is much longer.
@@ -47,6 +47,15 @@ class DGC(formats.DGC, TopK):
         steps_per_epoch: Steps of the optimizer per epoch on each rank. None: epochs are Keras's.
     """
 
+    @property
+    def momentum_settings(self) -> MomentumSettings:
+        """The momentum, the norm to clip at, and the steps per epoch."""
+        return MomentumSettings(self.momentum, self.clipnorm, self.steps_per_epoch)
+
+    def stateless(self) -> TopK:
+        """`topk`: momentum needs state."""
+        return TopK(self.ratio)
+
     def local_limit(self, ranks: int, averaged: bool) -> float:
         """The norm that a rank's own gradients may have; `clipnorm` must be set.
 
@@ -62,8 +71,3 @@ class DGC(formats.DGC, TopK):
             return tf.constant(0)
         done = tf.floor(progress / self.epochs_per_stage + _ROUNDING)
         return tf.cast(tf.minimum(done, float(last)), tf.int32)
-
-
-def without_state(compressor: Compressor) -> Compressor:
-    """What is left of a compressor where neither residuals nor velocities can be kept."""
-    return TopK(compressor.ratio) if isinstance(compressor, DGC) else compressor

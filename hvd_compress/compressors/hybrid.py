@@ -10,13 +10,13 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
-from .base import BuiltinCompressor, Encoded, Seeds
-from .quantize import decode_blocks, encode_blocks
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .quantize import Quantize, decode_blocks, encode_blocks
 from .sparse import select_strided
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(formats.Hybrid, BuiltinCompressor):  # type: ignore[override]
+class Hybrid(formats.Hybrid, BuiltinCompressor):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
     Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
@@ -31,7 +31,9 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):  # type: ignore[override]
         bits: 1 to 8.
     """
 
-    sparse = True
+    def for_rows(self) -> Compressor:
+        """`quantize` with as many bits: gradients of embeddings are sparse by rows already."""
+        return Quantize(self.bits)
 
     def encode(
         self,

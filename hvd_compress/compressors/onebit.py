@@ -30,6 +30,10 @@ class OneBit(formats.OneBit, BuiltinCompressor):
     magnitude are exact (a last block that is not full: to float32 rounding); zero blocks too.
     """
 
+    def for_rows(self) -> Compressor:
+        """The same: each row has blocks of its own."""
+        return self
+
     def encode(
         self,
         gradient: tf.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -36,6 +37,37 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     Attributes:
         rank: Vectors in each factor, 1 to 32.
     """
+
+    def initial_factors(self, shapes: Sequence[Shape]) -> tf.Tensor:
+        """The right factors of the first step, of all matrices end to end; float32, the same on all ranks."""
+        sizes = [len(members) * rank * matrix.columns for members, matrix, rank in self.batches(shapes)]
+        return low_rank.start(tf.constant(0), sum(sizes))
+
+    def noise_loss(self, shapes: Sequence[Shape]) -> float:
+        """The expected share of the energy of white noise that is lost from a random start.
+
+        With a Gaussian matrix M of m x n and a start Q of r columns, all of M's part in the span of Q gets through, r m
+        of m n; the rest of M is independent of M Q, whose span lets r of its m dimensions through: r (n - r).
+        """
+        through = 0
+        for shape in shapes:
+            matrix = self.matrix(shape)
+            if matrix is None:
+                through += math.prod(shape)
+            else:
+                through += self.rank * (matrix.rows + matrix.columns - self.rank)
+        return 1.0 - through / sum(map(math.prod, shapes))
+
+    def lost_share(self, x: tf.Tensor) -> tf.Tensor:
+        """The share of its energy that a tensor by itself loses from the random start, a float32 scalar."""
+        matrix = self.matrix(tuple(x.shape.as_list()))
+        if matrix is None:
+            return tf.constant(0.0)
+        x = tf.reshape(x, matrix)
+        n = self.rank * matrix.columns
+        # A number depends on its position only: compiled for each power of two, not for each shape.
+        start = low_rank.start(tf.constant(0), 2 ** math.ceil(math.log2(n)))[:n]
+        return 1.0 - low_rank.through(x, tf.reshape(start, [self.rank, matrix.columns]))
 
     def encode(
         self,

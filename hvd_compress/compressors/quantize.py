@@ -13,7 +13,7 @@ from ..formats.quantize import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled, fed_back
 from . import error_feedback as _residual
-from .base import BuiltinCompressor, Encoded, Seeds
+from .base import BuiltinCompressor, Compressor, Encoded, Seeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Quantize(formats.Quantize, BuiltinCompressor):
     def error_feedback(self) -> bool:  # type: ignore[override]
         """True with nearest rounding."""
         return self.rounding == "nearest"
+
+    def for_rows(self) -> Compressor:
+        """The same: each row has blocks of its own."""
+        return self
 
     def encode(
         self,

@@ -16,36 +16,14 @@ from ..formats.quantize import BLOCK, SIGN_BLOCK
 from ..formats.rows import blocks_of, index_bytes, row_bytes
 from ..kernels import bitpack, blocks, noise
 from ..kernels.compile import compiled
-from .auto import Auto
-from .base import Compressor, Seeds
-from .cast import BFloat16, Float16, NoCompression
-from .hybrid import Hybrid
+from .base import Seeds
+from .cast import NoCompression
 from .onebit import OneBit
 from .quantize import Quantize, clip_to_percentile, decode_matrix, encode_matrix
 
 # Compiled kernels see so many rows or twice, four times, ... as many: each number of rows is compiled anew.
 _FEWEST = 64
 _STEPS = [_FEWEST * 2**i for i in range(40)]
-
-
-def for_rows(compressor: Compressor) -> Compressor:
-    """How rows are compressed where dense gradients are compressed with `compressor`.
-
-    Quantizers, signs and casts: alike. `hybrid`: with its bits. Those that only select elements, and what users
-    write: not at all. `auto`: as its candidate with the most bits per value below 32; not at all if there is none.
-    """
-    if isinstance(compressor, Auto):
-        found = [for_rows(candidate) for candidate in compressor.candidates]
-        return max((c for c in found if not isinstance(c, NoCompression)), key=_bits, default=NoCompression())
-    if isinstance(compressor, Hybrid):
-        return Quantize(compressor.bits)
-    if isinstance(compressor, (NoCompression, Float16, BFloat16, Quantize, OneBit)):
-        return compressor
-    return NoCompression()
-
-
-def _bits(compressor: Any) -> int:
-    return {"fp16": 16, "bf16": 16, "onebit": 1}.get(compressor.name) or int(compressor.bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +36,7 @@ class Rows:
     Error: that of the compressor, with a row's blocks as its blocks.
 
     Attributes:
-        compressor: One that `for_rows` returns.
+        compressor: One that `Compressor.for_rows` returns.
         table: How many rows the table has.
         columns: Elements of a row.
         dtype: Of values that are sent as they are.

@@ -30,8 +30,6 @@ class TopK(formats.TopK, BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    sparse = True
-
     def encode(
         self,
         gradient: tf.Tensor,
@@ -54,7 +52,7 @@ class TopK(formats.TopK, BuiltinCompressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockTopK(formats.BlockTopK, BuiltinCompressor):  # type: ignore[override]
+class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     Block j holds elements j, j + k, j + 2 k, ...: B = ceil(n / k) of them, spread over the whole vector, so
@@ -69,8 +67,6 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):  # type: ignore[override]
     Attributes:
         ratio: The share that is kept, above 0 and at most 1.
     """
-
-    sparse = True
 
     def encode(
         self,
@@ -92,7 +88,7 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):  # type: ignore[override]
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK(formats.RandomK, BuiltinCompressor):  # type: ignore[override]
+class RandomK(formats.RandomK, BuiltinCompressor):
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
     All ranks draw the same elements from a shared seed, another choice each step, so no index is sent
@@ -110,8 +106,6 @@ class RandomK(formats.RandomK, BuiltinCompressor):  # type: ignore[override]
         unbiased: Scale up what is sent, and keep no residual.
         seed: From which the choice is drawn.
     """
-
-    sparse = True
 
     @property
     def error_feedback(self) -> bool:  # type: ignore[override]

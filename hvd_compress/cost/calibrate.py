@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import host_memory
-from ..compressors import Compressor, NoCompression, PowerSGD
+from ..compressors import Compressor
 from ..compressors import payload as _payload
 from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
@@ -247,7 +247,7 @@ def _time_kernels(
 
     With payloads of `ranks` ranks, as the exchange decodes them, so that no kernel is compiled only for this.
     """
-    if isinstance(compressor, NoCompression):
+    if compressor.uncompressed:
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
     rows = min(512, math.isqrt(elements))
     shape = (rows, elements // rows) if compressor.per_tensor else (elements,)
@@ -277,7 +277,7 @@ def _time_kernels(
         seconds = _time_of(lambda: decode(gradients[0], residuals[0], several))
         return max(0.0, seconds - call - encoding / _PIECES)
 
-    if isinstance(compressor, PowerSGD):  # whose factors are summed before
+    if compressor.model_wide:  # whose factors are summed before
         return call, encoding / nbytes, decoding(1) / nbytes, 0.0
     several = min(max(ranks, 2), common.AT_ONCE)
     seconds = decoding(several)

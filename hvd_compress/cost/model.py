@@ -106,7 +106,7 @@ class CostModel:
     def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
         chosen = _parse(compressor)
-        if isinstance(chosen, formats.PowerSGD):
+        if chosen.model_wide:
             return ("low_rank",)
         if is_summed(chosen, [(1,)]):
             return ("allreduce",)
@@ -155,7 +155,7 @@ class CostModel:
             )
         if payload is None:
             payload = chosen.wire_bytes(_shape(chosen, max(1, round(nbytes / 4)))) if nbytes else 0
-        if form == "k_bit" and not isinstance(chosen, formats.PowerSGD):  # has neither headers nor indices
+        if form == "k_bit" and not chosen.model_wide:  # has neither headers nor indices
             payload = round(nbytes / 32 * bits_per_element(chosen))
         some = [pattern] if pattern else possible
         found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
@@ -222,9 +222,7 @@ class CostModel:
 def bits_per_element(compressor: str | Format | Compressor) -> float:
     """The bits of values that a compressor sends per element of the gradient, with neither headers nor indices."""
     chosen: Any = _parse(compressor)
-    known = {"onebit": 1, "fp16": 16, "bf16": 16}
-    bits = getattr(chosen, "bits", known.get(getattr(chosen, "name", ""), 32))
-    return float(bits * getattr(chosen, "ratio", 1.0))
+    return float(chosen.value_bits * getattr(chosen, "ratio", 1.0))
 
 
 def _coding(cost: KernelCost, nbytes: float, pattern: str, n: int) -> tuple[float, float]:
@@ -251,7 +249,7 @@ def _parse(compressor: str | Format | Compressor) -> Any:
 
 def _shape(compressor: Any, elements: int) -> tuple[int, ...]:
     """As what a bucket of so many elements is taken where its shape is not known."""
-    if not isinstance(compressor, formats.PowerSGD):
+    if not compressor.model_wide:
         return (elements,)
     side = max(1, round(elements**0.5))
     return (side, math.ceil(elements / side))

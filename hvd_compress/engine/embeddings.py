@@ -8,7 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..compressors import NoCompression, Seeds
+from ..compressors import Seeds
 from ..exchange import rows_gather as slices
 from ..exchange.common import Group
 from ..monitor import recorder
@@ -98,7 +98,7 @@ class SparseGradients:
         """For the recorder: see `recorder.norms_of`; the gradient's is that of its rows."""
         found = []
         for param_group, merged, reduced in zip(self._plan.embeddings, self._merged, self._found):
-            if isinstance(param_group.compressor, NoCompression):
+            if param_group.compressor.uncompressed:
                 found.append(recorder.nothing_lost(due))
                 continue
 

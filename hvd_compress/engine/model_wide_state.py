@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from ..common import tracing
-from ..compressors import Auto, PowerSGD
-from ..exchange import factor_allreduce as low_rank
 from .grouping import Shape, TensorGroup
 from .packing import PerTensorPacking
 from .state import ParamGroup
@@ -49,9 +47,9 @@ def of_sections(param_groups: Sequence[ParamGroup], name: str, device: str) -> M
         name: With which the variables' names begin.
         device: Where they are.
     """
-    mine = [param_group for param_group in param_groups if isinstance(param_group.compressor, Auto)]
+    mine = [param_group for param_group in param_groups if param_group.compressor.automatic]
     candidates = mine[0].compressor.candidates if mine else ()
-    found = {c: each for c, each in enumerate(candidates) if isinstance(each, PowerSGD)}
+    found = {c: each for c, each in enumerate(candidates) if each.model_wide}
     if not found:
         return None
     buckets = [param_group.layout.tensors for param_group in mine]
@@ -61,7 +59,7 @@ def of_sections(param_groups: Sequence[ParamGroup], name: str, device: str) -> M
     )
     with tf.device(device):
         factors = {
-            c: tracing.variable(low_rank.start(each, layout.shapes), f"{name}_factors")
+            c: tracing.variable(each.initial_factors(layout.shapes), f"{name}_factors")
             for c, each in found.items()
         }
     return ModelWide(layout, mine, factors)

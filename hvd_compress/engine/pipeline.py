@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..common.names import plain_name
-from ..compressors import Auto, Compressor
+from ..compressors import Compressor
 from ..compressors import error_feedback as residual
 from ..exchange.common import LocalInput, Reduction
 from ..exchange.send_order import next_turn
@@ -49,7 +49,7 @@ def cross(context: Context, bucket: BucketInput, begun: Sequence[tf.Tensor]) -> 
         begun: When that was there; empty if nobody wants to know.
     """
     compressor = context.plan.buckets[bucket.number][0].compressor
-    if isinstance(compressor, Auto):
+    if compressor.automatic:
         return _choose(context, bucket, begun[0])
     if len(compressor.stages) > 1:
         return _cross_in_stage(context, bucket, compressor, begun)

@@ -16,11 +16,9 @@ from ..auto.report import BucketReport
 from ..auto.selector import AutoSelector
 from ..common import checks, tracing
 from ..common.names import path_of
-from ..compressors import Auto, Compressor, NoCompression, PowerSGD
-from ..compressors.rows import for_rows
+from ..compressors import Auto, Compressor, NoCompression
 from ..cost.calibrate import calibrate
 from ..exchange import choice, hosts, uncompressed
-from ..exchange import factor_allreduce as low_rank
 from ..exchange import volume as traffic
 from ..exchange.rows_gather import Table
 from ..monitor.recorder import Recorder
@@ -86,9 +84,7 @@ class Plan:
         groups = _positions(settings.groups, variables)
         self.param_groups = []
         # In the order of the variables, but `auto` last.
-        for compressor in sorted(
-            _distinct([compressors[i] for i in chosen]), key=lambda c: isinstance(c, Auto)
-        ):
+        for compressor in sorted(_distinct([compressors[i] for i in chosen]), key=lambda c: c.automatic):
             # Without groups all go end to end, and buckets end where a chunk does.
             members = [i for i in chosen if compressors[i] == compressor]
             for bucket in buckets.assign(self.shapes, members, sys.maxsize, groups):
@@ -114,7 +110,7 @@ class Plan:
             seen = tf.zeros([len(self.embeddings), 3], tf.int64)
             self.slices = tracing.variable(seen, f"{name}_slices") if self.embeddings else None
         self.chosen = [
-            b for b, (param_group, _) in enumerate(self.buckets) if isinstance(param_group.compressor, Auto)
+            b for b, (param_group, _) in enumerate(self.buckets) if param_group.compressor.automatic
         ]
         self.has_foreign_residual = self._new_flags()
         self._choose_levels()
@@ -161,9 +157,7 @@ class Plan:
         """Compares one level and two for compressors that are not chosen automatically, if it is ours to choose."""
         if self.hosts is None or self.settings.hierarchical != "auto":
             return
-        fixed = [
-            param_group for param_group in self.param_groups if not isinstance(param_group.compressor, Auto)
-        ]
+        fixed = [param_group for param_group in self.param_groups if not param_group.compressor.automatic]
         candidates = [
             (s.compressor, [s.layout.shapes[p.start : p.stop] for other, p in self.buckets if other is s])
             for s in fixed
@@ -182,7 +176,7 @@ class Plan:
     def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
         """Of the tensors that cross with a bucket: the whole model's with the last one if it crosses at once."""
         param_group, chunks = self.buckets[b]
-        if isinstance(param_group.compressor, Auto) and isinstance(compressor, PowerSGD):
+        if param_group.compressor.automatic and (compressor is not None and compressor.model_wide):
             assert self.model_wide is not None
             return self.model_wide.shapes if b == self.chosen[-1] else []
         return param_group.layout.shapes[chunks.start : chunks.stop]
@@ -205,7 +199,7 @@ class Plan:
     def _table(self, i: int) -> EmbeddingGroup:
         shape, path = self.shapes[i], self.paths[i]
         wanted = self.settings.compressor_of(path)
-        compressor = for_rows(wanted) if self._is_compressed(i, wanted) else NoCompression()
+        compressor = wanted.for_rows() if self._is_compressed(i, wanted) else NoCompression()
         layout = PerTensorPacking(TensorGroup((i,), (shape,)))
         limit = self._limit(layout.tensors)
         table = Table(shape, self.dtypes[i], compressor, self.settings.process_set.size(), limit)
@@ -214,7 +208,7 @@ class Plan:
 
     def _limit(self, members: TensorGroup, compressor: Compressor | None = None) -> int:
         """Bytes of float32 that cross at once at most."""
-        if self.settings.groups is not None or isinstance(compressor, PowerSGD):
+        if self.settings.groups is not None or (compressor is not None and compressor.model_wide):
             return sys.maxsize
         return geometry.bucket_limit(self.settings.bucket_bytes, members.numel)
 
@@ -222,7 +216,7 @@ class Plan:
         """The chunks in which the compressor sees these gradients."""
         if compressor.per_tensor:
             return PerTensorPacking(members)
-        candidates = compressor.candidates if isinstance(compressor, Auto) else (compressor,)
+        candidates = compressor.candidates
         ranks = self.settings.process_set.size()
         limit = self._limit(members)
         workers = self.hosts.workers if self.hosts is not None else 1
@@ -230,7 +224,7 @@ class Plan:
         return FlatPacking(flat.tensors, flat.multiple, flat.alignment, flat.largest)
 
     def _is_compressed(self, i: int, compressor: Compressor) -> bool:
-        if isinstance(compressor, NoCompression) or not self.dtypes[i].is_floating:
+        if compressor.uncompressed or not self.dtypes[i].is_floating:
             return False
         return geometry.is_compressed(self.shapes[i], self.settings.min_compress_size)
 
@@ -251,11 +245,11 @@ class Plan:
     def _new_factors(
         self, compressor: Compressor, layout: FlatPacking | PerTensorPacking
     ) -> list[tf.Variable]:
-        if not isinstance(compressor, PowerSGD):
+        factors = compressor.initial_factors(layout.shapes)
+        if factors is None:
             return []
         with tf.device(self.settings.device_dense):
-            start = low_rank.start(compressor, layout.shapes)
-            return [tracing.variable(start, f"{self.name}_factors")]
+            return [tracing.variable(factors, f"{self.name}_factors")]
 
     def _new_flags(self) -> dict[int, tf.Variable]:
         if self.hosts is None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..compressors import DGC
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -72,7 +71,9 @@ def start(reducer: Reducer, plan: Plan) -> None:
     if plan.progress is not None and reducer.epoch is not None:
         plan.progress.assign(max(reducer.epoch, float(plan.progress)))
     dgcs = [
-        param_group.compressor for param_group in plan.param_groups if isinstance(param_group.compressor, DGC)
+        param_group.compressor
+        for param_group in plan.param_groups
+        if param_group.compressor.momentum_settings is not None
     ]
     if dgcs and reducer.settings.process_set.rank() == 0:
         print(f"hvd_compress: {_described(dgcs[0], plan)}", file=sys.stderr, flush=True)
@@ -91,7 +92,7 @@ def warn_alone(settings: Settings) -> None:
 
 def _is_told(settings: Settings) -> bool:
     """Whether it is Keras's epochs that count."""
-    dgcs = [c for c in settings.compressors if isinstance(c, DGC) and len(c.stages) > 1]
+    dgcs = [c for c in settings.compressors if c.momentum_settings is not None and len(c.stages) > 1]
     return any(dgc.steps_per_epoch is None for dgc in dgcs)
 
 
@@ -101,7 +102,7 @@ def _put(reducer: Reducer, epoch: float) -> None:
             plan.progress.assign(epoch)
 
 
-def _described(dgc: DGC, plan: Plan) -> str:
+def _described(dgc: Any, plan: Plan) -> str:
     *warmup, last = [f"{100 * density:.3g}%" for density in dgc.densities]
     if not warmup or plan.progress is None:
         return f"dgc sends {last} of each gradient, without a warm-up"

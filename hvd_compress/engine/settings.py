@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ..common import checks
 from ..common.error_text import error_text
-from ..compressors import DGC, Auto, Compressor, NoCompression
+from ..compressors import Compressor
 from ..exchange import hosts
 from . import nonfinite
 from .layout import BUCKET_BYTES as BUCKET_BYTES
@@ -89,7 +89,7 @@ class Settings:
             spared = (
                 self.dgc is not None or compressor is not self.compressor
             )  # dgc has momentum for these, too
-            plain = isinstance(compressor, NoCompression) and spared
+            plain = compressor.uncompressed and spared
             if (
                 self.momentum_correction
                 and not plain
@@ -101,7 +101,7 @@ class Settings:
                     f"{compressor.spec} sends every element every step or keeps no residual"
                 )
 
-        autos = [compressor for compressor in compressors if isinstance(compressor, Auto)]
+        autos = [compressor for compressor in compressors if compressor.automatic]
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
 
@@ -130,11 +130,11 @@ class Settings:
         return (self.compressor, *(compressor for _, compressor in self.policy))
 
     @property
-    def _dgcs(self) -> list[DGC]:
-        return [compressor for compressor in self.compressors if isinstance(compressor, DGC)]
+    def _dgcs(self) -> list[Any]:
+        return [compressor for compressor in self.compressors if compressor.momentum_settings is not None]
 
     @property
-    def dgc(self) -> DGC | None:
+    def dgc(self) -> Any:
         """Deep Gradient Compression, if it is used for any variables: the first one."""
         return next(iter(self._dgcs), None)
 
@@ -155,7 +155,7 @@ class Settings:
 
     def feeds_back(self, compressor: Compressor) -> bool:
         """Whether residuals are kept of what this compressor loses."""
-        if isinstance(compressor, NoCompression):
+        if compressor.uncompressed:
             return False
         return compressor.error_feedback if self.error_feedback is None else self.error_feedback
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ..auto import samples
 from ..common import tracing
-from ..compressors import Auto
 from ..compressors import error_feedback as residual
 from ..exchange import uncompressed
 from ..monitor import tuning
@@ -239,7 +238,7 @@ class Step:
             if b == chosen[-1]:
                 after = [*after, *before_last]
             begun: list[tf.Tensor] = []
-            if isinstance(param_group.compressor, Auto) or self._recorder is not None:
+            if param_group.compressor.automatic or self._recorder is not None:
                 last = members[param_group.layout.reaching_into(chunks)[-1]]
                 with tf.control_dependencies(after):
                     begun = [clock.stamp([self._gradients[last]])]

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from ..compressors import Compressor, Seeds
 from ..compressors import payload as _payload
-from ..compressors.base import BuiltinCompressor
 from . import common
 from .common import LocalInput, Shape
 
@@ -70,7 +69,7 @@ def decode(
 
 def _is_shared(compressor: Compressor) -> bool:
     """Whether the same function may serve several buckets: what users write may keep something from call to call."""
-    return isinstance(compressor, BuiltinCompressor)
+    return compressor.pure
 
 
 def _encode(

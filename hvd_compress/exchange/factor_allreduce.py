@@ -24,14 +24,9 @@ from ..compressors import error_feedback as residual
 from ..formats.power_sgd import Batch
 from ..kernels import subspace as low_rank
 from . import common
-from .common import Group, LocalInput, Reduction, Shape
+from .common import Group, LocalInput, Reduction
 from .send_order import at_once, next_turn
 from .volume import low_rank as bytes_sent  # noqa: F401  (what each rank sends)
-
-
-def start(compressor: PowerSGD, shapes: Sequence[Shape]) -> tf.Tensor:
-    """The right factors of the first step, the same on all ranks; float32 [elements of all of them]."""
-    return low_rank.start(tf.constant(0), sum(_sizes(compressor.batches(shapes), "columns")))
 
 
 def reduce(compressor: PowerSGD, share: LocalInput, scale: float, group: Group) -> Reduction:
@@ -40,7 +35,7 @@ def reduce(compressor: PowerSGD, share: LocalInput, scale: float, group: Group) 
     batches = compressor.batches(shapes)
     order = [i for batch in batches for i in batch.members]
     whole = sorted(set(range(len(shapes))) - set(order))
-    factors = start(compressor, shapes) if share.factors is None else share.factors
+    factors = compressor.initial_factors(shapes) if share.factors is None else share.factors
     old = _cut(factors, batches, "columns")
 
     brought = [share.sum(i) for i in range(len(shapes))]

@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..compressors import NoCompression, Seeds
+from ..compressors import Seeds
 from ..compressors.rows import Rows
 from ..engine.grouping import TensorGroup
 from ..engine.layout import flat
@@ -41,7 +41,7 @@ class Table:
     Attributes:
         shape: Of the variable; rows first.
         dtype: Of its gradient's values.
-        compressor: Of its rows; one that `compressors.rows.for_rows` returns.
+        compressor: Of its rows; one that `Compressor.for_rows` returns.
         ranks: How many there are.
         limit: Bytes of float32 of a dense gradient that cross at once at most.
     """
@@ -72,7 +72,7 @@ class Table:
     @functools.cached_property
     def dense_bytes(self) -> int:
         """What each rank sends of the dense gradient."""
-        if isinstance(self.compressor, NoCompression):
+        if self.compressor.uncompressed:
             size = 4 if self.dtype == tf.bfloat16 else self.dtype.size  # summed as float32
             return uncompressed.bytes_sent(math.prod(self.shape) * size, self.ranks)
         sent = 0
@@ -95,7 +95,7 @@ class Table:
         """In which dtype rows are summed: where they are compressed, and 16-bit floats, as float32."""
         if not self.dtype.is_floating:
             return tf.int64
-        plain = isinstance(self.compressor, NoCompression)
+        plain = self.compressor.uncompressed
         return self.dtype if plain and self.dtype.size > 2 else tf.float32
 
     def is_dense(self, counts: tf.Tensor) -> tf.Tensor:
@@ -263,7 +263,7 @@ class _Mine(NamedTuple):
         table, (rows, values, _) = self.table, self.merged
         every = tf.range(table.shape[0], dtype=tf.int64)
         dense = tf.scatter_nd(rows[:, None], values, [table.shape[0], table.columns])
-        if isinstance(table.compressor, NoCompression):
+        if table.compressor.uncompressed:
             (total,) = uncompressed.reduce([tf.cast(dense, table.dtype)], op, predivide, group).tensors
             norms = tf.stack([_norm(dense), 0.0])
             return RowsReduction(every, tf.cast(total, table.wide), every[:0], values[:0], norms)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..formats.base import Shape, is_summed
-from ..formats.power_sgd import PowerSGD
 
 # Scatter-reduce takes one more collective than an allgather: a few milliseconds of Horovod's scheduling, in
 # which a link of 1 Gbit/s sends about this many bytes.
@@ -98,7 +97,7 @@ PATTERNS: dict[str, Callable[[Any, Sequence[Shape], int], int]] = {
 
 def choose(compressor: Any, shapes: Sequence[Shape], ranks: int) -> str:
     """The pattern for chunks of these shapes: the one in which a rank sends least."""
-    if isinstance(compressor, PowerSGD):
+    if compressor.model_wide:
         return "low_rank"
     distinct = list(dict.fromkeys(shapes))
     if is_summed(compressor, distinct):

@@ -28,20 +28,51 @@ class Part(NamedTuple):
         return math.prod(self.shape) * _SIZES[self.dtype]
 
 
-class Format:
+class Traits:
+    """What the exchange, the cost model and the engine need to know of a compressor.
+
+    Attributes:
+        summable: Whether the payload is one tensor of floats that may be summed before it is decompressed; it is then
+            exchanged in a plain allreduce.
+        sparse: Whether most elements decode to zero, so that momentum correction makes sense.
+        per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
+        model_wide: Whether all gradients of the model are exchanged at once, as `powersgd` does.
+        uncompressed: Whether gradients are left as they are, for Horovod's own allreduce.
+        automatic: Whether it stands for a choice among `candidates` in each step.
+        pure: Whether `encode` depends on nothing but its arguments, so that buckets of one shape share a function.
+        value_bits: The bits of each value that is sent.
+        alignment: Chunks whose size is a multiple of this are encoded without padding; others too.
+    """
+
+    summable: bool = False
+    sparse: bool = False
+    per_tensor: bool = False
+    model_wide: bool = False
+    uncompressed: bool = False
+    automatic: bool = False
+    pure: bool = False
+    value_bits: int = 32
+    alignment: int = 16
+
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        """The compressors that it is in the course of training, in their order; most are always the same."""
+        return (self,)
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The compressors that a bucket may get: itself, unless it is `automatic`."""
+        return (self,)
+
+
+class Format(Traits):
     """A built-in compressor's arguments and sizes.
 
     Attributes:
-        name: With which its spec string begins.
-        summable: See `hvdc.Compressor`, here and below.
-        per_tensor: Whether it needs each gradient in its own shape.
-        alignment: Of chunks.
+        name: The first word of its spec string.
     """
 
     name: ClassVar[str]
-    summable: bool = False
-    per_tensor: bool = False
-    alignment: int = 16
 
     def parts(self, shape: Shape) -> list[Part]:
         """What a tensor of this shape, with at least one element, becomes."""
@@ -51,11 +82,6 @@ class Format:
         """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
         shape = as_shape(shape)
         return sum(part.nbytes for part in self.parts(shape)) if size_of(shape) else 0
-
-    @property
-    def stages(self) -> tuple[Any, ...]:
-        """What it is in the course of training, one after the other."""
-        return (self,)
 
     @property
     def spec(self) -> str:

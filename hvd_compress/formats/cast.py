@@ -14,6 +14,11 @@ class Cast(Format):
     summable = True
     wire_type: ClassVar[str]
 
+    @property
+    def value_bits(self) -> int:  # type: ignore[override]
+        """The bits of `wire_type`."""
+        return 8 * Part((1,), self.wire_type).nbytes
+
     def parts(self, shape: Shape) -> list[Part]:
         """One part: the values."""
         return [Part((size_of(shape),), self.wire_type)]
@@ -24,6 +29,7 @@ class NoCompression(Cast):
     """All as it is."""
 
     name: ClassVar[str] = "none"
+    uncompressed = True
     wire_type: ClassVar[str] = "float32"
 
 

@@ -33,6 +33,7 @@ class PowerSGD(Format):
 
     name: ClassVar[str] = "powersgd"
     per_tensor = True
+    model_wide = True
     rank: int
 
     def __post_init__(self) -> None:

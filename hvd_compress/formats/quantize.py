@@ -43,6 +43,11 @@ class Quantize(Format):
             object.__setattr__(self, "clip", self.clip if isinstance(self.clip, int) else float(self.clip))
         object.__setattr__(self, "seed", check_seed(self.seed, self.name))
 
+    @property
+    def value_bits(self) -> int:  # type: ignore[override]
+        """The same as `bits`."""
+        return self.bits
+
     def parts(self, shape: Shape) -> list[Part]:
         """Step and base of each block, then the packed codes, a part per field of the width."""
         return block_parts(size_of(shape), self.bits)
@@ -61,6 +66,7 @@ class OneBit(Format):
     """Signs, and a magnitude per block."""
 
     name: ClassVar[str] = "onebit"
+    value_bits = 1
     alignment = SIGN_BLOCK
 
     def parts(self, shape: Shape) -> list[Part]:

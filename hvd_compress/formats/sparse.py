@@ -17,6 +17,7 @@ class TopK(Format):
     """The largest elements, and where they are."""
 
     name: ClassVar[str] = "topk"
+    sparse = True
     ratio: float
 
     def __post_init__(self) -> None:
@@ -94,6 +95,11 @@ class Hybrid(Strided):
         object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
         object.__setattr__(self, "bits", check_integer(self.bits, "bits", self.name, 8))
 
+    @property
+    def value_bits(self) -> int:  # type: ignore[override]
+        """The same as `bits`."""
+        return self.bits
+
     def parts(self, shape: Shape) -> list[Part]:
         """Each block's row, then the parts of the quantized values."""
         rows = self.rows_of(size_of(shape))
@@ -105,6 +111,7 @@ class BlockSparse(Format):
     """The blocks of matrices with the largest norms."""
 
     name: ClassVar[str] = "block_sparse"
+    sparse = True
     per_tensor = True
     ratio: float
     block: int

@@ -11,7 +11,6 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from ..common import checks
 from ..common.error_text import error_text
-from ..compressors import NoCompression
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
 from ..compressors.registry import CompressionLike, resolve
 from ..engine.reducer import check_not_in_xla
@@ -195,6 +194,6 @@ def _kind(tensor: Any) -> str:
 
 
 def _is_compressible(tensor: Any, compressor: Any) -> bool:
-    if isinstance(compressor, NoCompression) or isinstance(tensor, tf.IndexedSlices):
+    if compressor.uncompressed or isinstance(tensor, tf.IndexedSlices):
         return False
     return bool(tensor.dtype.is_floating) and tensor.shape.num_elements() != 0

@@ -18,7 +18,6 @@ import tensorflow as tf
 from ..checkpoint import files, plan_state, resume
 from ..checkpoint.plan_state import PlanState
 from ..common import checks
-from ..compressors import DGC
 from ..engine import agreement
 from ..engine.reducer import Reducer
 from ..engine.settings import Settings
@@ -199,7 +198,9 @@ def _steps_of(reducer: Reducer) -> int:
 def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:
     """The settings that say what residuals there are and in which unit."""
     compressor = settings.compressor
-    if isinstance(compressor, DGC):  # on another number of ranks, an epoch has another number of steps
+    if (
+        compressor.momentum_settings is not None
+    ):  # on another number of ranks, an epoch has another number of steps
         compressor = dataclasses.replace(compressor, steps_per_epoch=None)
     return {
         "compression": compressor.spec,

@@ -14,7 +14,6 @@ from ..auto.report import CompressionReport
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors import Compressor
-from ..compressors.dgc import without_state
 from ..compressors.registry import CompressionLike, policies, resolve
 from ..engine import nonfinite
 from ..engine.reducer import Reducer, scale_local_gradient
@@ -194,8 +193,8 @@ def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
         # Tensors come and go: nothing to keep a residual for.
         bare = dataclasses.replace(
             settings,
-            compressor=without_state(settings.compressor),
-            policy=tuple((pattern, without_state(compressor)) for pattern, compressor in settings.policy),
+            compressor=settings.compressor.stateless(),
+            policy=tuple((pattern, compressor.stateless()) for pattern, compressor in settings.policy),
             error_feedback=False,
             momentum_correction=0.0,
         )

@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
-from ..compressors import Auto, Compressor, NoCompression
-from ..compressors.base import BuiltinCompressor
+from ..compressors import Compressor
 from ..exchange import uncompressed
 from ..exchange.common import LocalInput
 
@@ -229,9 +228,9 @@ def norms_of(
     """
 
     def lost() -> tf.Tensor:
-        if isinstance(compressor, NoCompression):
+        if compressor.uncompressed:
             return tf.constant(0.0)
-        if not isinstance(compressor, BuiltinCompressor):  # may keep something from call to call
+        if not compressor.pure:  # may keep something from call to call
             return tf.constant(math.nan)
         again = share._replace(keep=True)
         return norm_of([again.encode(compressor, i).residual for i in range(len(share.chunks))])
@@ -261,7 +260,7 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     found = []
     for b, (param_group, chunks) in enumerate(plan.buckets):
         auto = param_group.compressor
-        compressors = auto.candidates if isinstance(auto, Auto) else auto.stages
+        compressors = auto.candidates if auto.automatic else auto.stages
         shapes = [plan.shapes_of(b, c) for c in compressors]
         sent = tuple(plan.pattern(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
         # Without what chunks are filled up with.

@@ -36,7 +36,7 @@ def residuals_of(reducer):
     found = [np.zeros(shape, np.float32) for shape in SHAPES]
     for param_group in plan.param_groups:
         chunks, state = param_group.layout, param_group.state
-        members = chunks.bucket.members
+        members = chunks.tensors.members
         if not state.residuals:
             continue
         joined = chunks.join([r.value() for r in state.residuals], [tf.float32] * len(members))

@@ -10,7 +10,6 @@ from reference import index_bytes
 import hvd_compress as hvdc
 from hvd_compress import formats
 from hvd_compress.compressors import error_feedback as residual
-from hvd_compress.compressors.dgc import without_state
 from hvd_compress.engine.settings import Settings
 
 dgc, parse = hvdc.Compression.dgc, hvdc.Compression.parse
@@ -110,8 +109,8 @@ def test_settings_take_its_momentum():
 
 
 def test_without_state_it_is_top_k():
-    assert without_state(dgc(0.25)) == hvdc.Compression.topk(0.25)
-    assert without_state(parse("int8")) == parse("int8")
+    assert dgc(0.25).stateless() == hvdc.Compression.topk(0.25)
+    assert parse("int8").stateless() == parse("int8")
 
 
 def test_clipping_scales_all_gradients_together():

@@ -8,7 +8,7 @@ import hvd_compress as hvdc
 from hvd_compress import formats
 from hvd_compress.compressors import rows
 from hvd_compress.compressors.base import Seeds
-from hvd_compress.compressors.rows import Rows, for_rows
+from hvd_compress.compressors.rows import Rows
 from hvd_compress.formats.rows import row_bytes
 
 SEEDS = Seeds(tf.constant(3), tf.constant(5))
@@ -164,7 +164,7 @@ def test_bytes_of_a_row():
     ],
 )  # fmt: skip
 def test_what_rows_are_compressed_with(spec, expected):
-    assert for_rows(hvdc.Compression.parse(spec)) == hvdc.Compression.parse(expected)
+    assert hvdc.Compression.parse(spec).for_rows() == hvdc.Compression.parse(expected)
 
 
 def test_a_users_compressor_leaves_rows_as_they_are():
@@ -175,7 +175,7 @@ def test_a_users_compressor_leaves_rows_as_they_are():
         def decompress(self, payload, ctx):
             return payload
 
-    assert for_rows(Half()) == hvdc.Compression.none
+    assert Half().for_rows() == hvdc.Compression.none
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows():
