@@ -13,7 +13,8 @@ from ..common.names import path_of
 from ..compressors import Compressor, Seeds
 from ..compressors.registry import CompressionLike, resolve
 from ..engine.grouping import TensorGroup
-from ..engine.packing import FlatPacking, PerTensorPacking
+from ..engine.layout import FlatLayout, Layout, PerTensorLayout
+from ..engine.packing import pack, unpack
 from ..engine.settings import MIN_COMPRESS_SIZE
 from ..kernels import noise
 from .evaluation import Batch, Objective, Restored, batches_of
@@ -167,10 +168,8 @@ class _Channel:
     def __init__(self, compressor: Compressor, shape: tuple[int, ...]) -> None:
         bucket = TensorGroup((0,), (shape,))
         self._compressor = compressor
-        self._layout: FlatPacking | PerTensorPacking = (
-            PerTensorPacking(bucket)
-            if compressor.per_tensor
-            else FlatPacking(bucket, 1, compressor.alignment)
+        self._layout: Layout = (
+            PerTensorLayout(bucket) if compressor.per_tensor else FlatLayout(bucket, 1, compressor.alignment)
         )
         self._missing = [tf.zeros(chunk) for chunk in self._layout.shapes]
 
@@ -183,14 +182,14 @@ class _Channel:
         """Compresses one step's gradient."""
         shared = noise.fold(tf.constant(step), 0)
         seeds = Seeds(shared, noise.fold(shared, 1))
-        for i, chunk in enumerate(self._layout.cut([gradient], range(len(self._missing)))):
+        for i, chunk in enumerate(pack(self._layout, [gradient], range(len(self._missing)))):
             residual = self._missing[i] if self._compressor.error_feedback else None
             left = self._compressor.encode(chunk, seeds._replace(chunk=i), residual, 1.0, True).residual
             self._missing[i] = left if residual is not None else self._missing[i] + left
 
     def missing(self) -> tf.Tensor:
         """The sum of all gradients less the sum of all that was sent, float32 in the variable's shape."""
-        return self._layout.join(self._missing, [tf.float32])[0]
+        return unpack(self._layout, self._missing, [tf.float32])[0]
 
 
 class _Descent:

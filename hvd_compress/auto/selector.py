@@ -1,17 +1,17 @@
-"""What `auto` keeps and measures from step to step.
+"""`AutoSelector`: what `auto` keeps and measures from step to step.
 
 In step t each rank measures how long its exchanges take, and every so often how much each candidate would let
-through. In step t + 1 these numbers cross with the uncompressed gradients; all ranks then know the same, follow
-the link with it, and work out the best choice. Rank 0's crosses in step t + 2 and holds from step
-t + 3 on: ranks whose processors round differently need not find the same.
+through. In step t + 1 these numbers are reduced with the uncompressed gradients; all ranks then know the same, follow
+the link with it, and work out the best choice. Rank 0's choice is sent in step t + 2 and holds from step t + 3 on:
+ranks whose processors round differently need not find the same.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -20,191 +20,174 @@ import tensorflow as tf
 from ..common import tracing
 from ..compressors import Auto, Compressor
 from ..engine import clock
-from . import policy, probe, report
-from .probe import Sample, switch
+from ..engine.clock import Timestamps
+from ..engine.compression_report import BucketReport
+from ..engine.model_layout import ModelLayout
+from ..engine.model_selector import ModelSelector
+from ..engine.observer import StepMeasurement
+from ..engine.selector import switch_case
+from ..engine.state import State
+from . import policy, probe, report, samples
 
-# Among how many ranks' waiting times the shortest is looked for; beyond, some share a place.
+Result = TypeVar("Result")
+
+# The shortest waiting time is looked for among so many ranks; beyond, some share a place.
 _PLACES = 16
-# The times of the first steps tell nothing: what is left to compile is compiled, connections are made.
+# The times of the first steps tell nothing: kernels are compiled, connections are made.
 _UNTIMED = 2
 
 
-class AutoSelector:
-    """Chooses for the buckets of one plan.
+class AutoSelector(ModelSelector):
+    """Chooses for the buckets of `auto`; `start.selector` makes it.
 
     Attributes:
-        auto: The settings.
-        nbytes: Of each bucket, as float32.
+        auto: The compressor `auto`.
+        nbytes: Bytes of each bucket, as float32.
+        costs: Predicted costs of each bucket and candidate.
+        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
         state: What the choice rests on: a `policy.State` of tf.Variables on the host.
     """
 
     def __init__(
         self,
-        auto: Auto,
+        layout: ModelLayout,
+        state: State,
         process_set: Any,
         op: Any,
-        nbytes: Sequence[int],
+        residual_decay: float,
         costs: policy.Costs,
-        lost: Sequence[float],
+        prior: tf.Tensor,
+        choice: tf.Tensor,
     ) -> None:
-        """Makes the first choice; rank 0's numbers decide.
+        """Begins with a choice.
 
         Args:
-            auto: The settings.
-            process_set: The ranks; all of them must make the selector.
-            op: hvd.Average or hvd.Sum, with which the agreed numbers are reduced.
-            nbytes: Of each bucket, as float32.
-            costs: Predicted, float [B, C].
-            lost: [C], the share of the energy of noise that each candidate does not let through.
+            layout: How gradients are divided.
+            state: The plan's variables.
+            process_set: The ranks.
+            op: hvd.Average or hvd.Sum, with which the numbers are reduced.
+            residual_decay: Multiplies residuals.
+            costs: Predicted, float32 [B, C] each.
+            prior: float32 [B, C].
+            choice: The position of each bucket's candidate, int32 [B].
         """
-        self.auto = auto
-        self.nbytes = list(nbytes)
+        self.auto: Auto = layout.auto
+        self.nbytes = nbytes_of(layout)
+        self.costs, self.prior = costs, prior
+        self._layout, self._plan_state, self._decay = layout, state, residual_decay
+        self._place = {b: place for place, b in enumerate(layout.auto_buckets)}
         self._ranks, self._rank = process_set.size(), process_set.rank()
-        self._average = op == hvd.Average
-        self._plain = [candidate.uncompressed for candidate in auto.candidates]
+        self._averages = op == hvd.Average
+        self._uncompressed = uncompressed_candidates(self.auto)
+        model_wide = self.auto.model_wide_candidates
         # Candidates that are for all buckets at once, and the others.
-        self._whole = [c for c, is_whole in enumerate(auto.model_wide_candidates) if is_whole]
-        self._flat = [c for c, is_whole in enumerate(auto.model_wide_candidates) if not is_whole]
-        b, c = len(self.nbytes), len(auto.candidates)
+        self._model_wide = [c for c, is_model_wide in enumerate(model_wide) if is_model_wide]
+        self._per_bucket = [c for c, is_model_wide in enumerate(model_wide) if not is_model_wide]
+        b, c = len(self.nbytes), len(self.auto.candidates)
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
             "votes": (b,), "trial": (), "energy": (c + 1,), "wire": (places,), "span": (), "exchange": (b,),
-            "waits": (b,), **({"whole": (2,)} if self._whole else {}),
+            "waits": (b,), **({"model_wide": (2,)} if self._model_wide else {}),
         }  # fmt: skip
-        root = process_set.ranks[0]
         with tf.device("CPU"):
-            table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, lost)]), tf.float32)
-            table = hvd.broadcast(table, root, name="hvdc_costs", process_set=process_set).numpy()
-            self.costs = policy.Costs(*(tf.constant(x) for x in table[: 4 * b * c].reshape(4, b, c)))
-            self.prior = tf.constant(np.broadcast_to(table[4 * b * c :], (b, c)))
-            first = policy.initial(tf.zeros([b], tf.int32), c)
-            # Without hesitation.
-            first = first._replace(evidence=tf.constant(math.inf))
-            _, choice, _ = self._proposal(first, tf.constant(0))
-            choice = hvd.broadcast(choice, root, name="hvdc_first_choice", process_set=process_set)
             self.state = policy.State(*map(_variable, policy.initial(choice, c)))
-            self._outgoing = _variable(tf.zeros([sum(map(math.prod, self._fields.values()))]))
-        if self._rank == 0:
-            report.log_start(self)
+            self._numbers = _variable(tf.zeros([sum(map(math.prod, self._fields.values()))]))
 
-    # One step
+    # Selector
 
-    def outgoing(self) -> tf.Tensor:
-        """What this rank tells the others in this step, float32 [S]: to be reduced with `op`."""
+    def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
+        """The exchange with the candidate that is chosen for this bucket alone."""
         with tf.device("CPU"):
-            return self._outgoing.read_value()
+            index = self.state.now.read_value()[self._place[bucket]]
+            if self._model_wide:
+                index = self._place_of(index, self._per_bucket)
+        branches = [functools.partial(exchange, self.auto.candidates[c]) for c in self._per_bucket]
+        return switch_case(index, branches)
 
-    def chosen(self) -> list[Compressor]:
-        """The compressor of each bucket."""
-        return [self.auto.candidates[c] for c in self.state.choice.numpy()]
-
-    def choices(self) -> tf.Tensor:
-        """Which candidate each bucket has in this step, int32 [B]."""
+    def choice(self, bucket: int) -> tf.Tensor:
+        """The position of the bucket's candidate in this step."""
         with tf.device("CPU"):
-            return self.state.now.read_value()
+            return self.state.now.read_value()[self._place[bucket]]
 
-    @property
-    def may_be_idle(self) -> bool:
-        """Whether no compression is among the candidates."""
-        return any(self._plain)
+    def current(self, bucket: int) -> Compressor:
+        """The bucket's chosen candidate."""
+        candidate: Compressor = self.auto.candidates[self.state.choice.numpy()[self._place[bucket]]]
+        return candidate
 
-    def is_idle(self) -> tf.Tensor:
-        """Whether nothing is compressed and no residual is left; a bool scalar."""
+    # ModelSelector
+
+    def numbers(self) -> tf.Tensor:
+        """What this rank measured in the step before, float32 [S]."""
         with tf.device("CPU"):
-            both = tf.stack([self.state.now.read_value(), self.state.before.read_value()])
-            return tf.reduce_all(tf.gather(tf.constant(self._plain), both))
+            return self._numbers.read_value()
 
-    def switch(self, bucket: int, branch: Callable[[Any], Any]) -> Any:
-        """What `branch(compressor)` returns for the compressor that is chosen for this bucket alone."""
-        with tf.device("CPU"):
-            index = self.state.now.read_value()[bucket]
-            if self._whole:
-                index = self._place_of(index, self._flat)
-        return switch(index, [functools.partial(branch, self.auto.candidates[c]) for c in self._flat])
-
-    def switch_all(
-        self, compressed: Callable[[], Any], plain: Callable[[], Any], whole: Callable[[int], Any]
-    ) -> Any:
-        """What that one returns which holds for all buckets in this step.
-
-        Args:
-            compressed: Exchanges each with its own candidate, see `switch`.
-            plain: Exchanges all as they are; see `is_idle`.
-            whole: Exchanges all at once with this candidate.
-        """
-        if not self._whole:
-            return tf.cond(self.is_idle(), plain, compressed) if self.may_be_idle else compressed()
-        branches: list[Callable[[], Any]] = [functools.partial(whole, c) for c in self._whole]
-        branches += [compressed] if self._flat else []
-        with tf.device("CPU"):
-            index = self._place_of(self.state.now.read_value()[0], self._whole)
-            if self.may_be_idle:
-                branches.append(plain)
-                index = tf.where(self.is_idle(), len(branches) - 1, index)
-        return switch(index, branches)
-
-    def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
-        """The candidate's position in a list; the list's length if it is not there."""
-        places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
-        return tf.gather(tf.constant(places), candidate)
-
-    def nothing_in_use(self) -> Any:
-        """In place of what a candidate for all buckets at once lost, [2]; nothing where there are none of these."""
-        return tf.zeros([2]) if self._whole else ()
-
-    def is_probed(self, step: tf.Tensor) -> tf.Tensor:
-        """Whether candidates are tried in this step; a bool scalar."""
-        return self._turn(step)[1]
-
-    def probe(self, step: tf.Tensor, some: Sequence[Sample]) -> tf.Tensor:
+    def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> tf.Tensor:
         """Tries all candidates on a chunk of one bucket, if it is time to.
-
-        Args:
-            step: int64 scalar.
-            some: One of each bucket.
 
         Returns:
             [C + 1]: the energy that each candidate loses, and that of the chunk; zeros if it is not time to.
         """
-        turn, due = self._turn(step)
+        of_buckets = [
+            samples.of_bucket(self._layout, self._plan_state, gradients, b, self._decay) for b in self._place
+        ]
+        index, is_due = self._probe_index(step)
         nothing = tf.zeros([len(self.auto.candidates) + 1])
-        return tf.cond(due, lambda: probe.energies(self.auto, turn % len(some), some), lambda: nothing)
+        return tf.cond(
+            is_due, lambda: probe.energies(self.auto, index % len(of_buckets), of_buckets), lambda: nothing
+        )
 
-    def _turn(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """How many probes were made before this step, and whether one is due in it."""
-        with tf.device("CPU"):
-            step = tf.cast(step, tf.int32)
-            # Each bucket once at the beginning, and then in turn.
-            early, every = len(self.nbytes), self.auto.probe_every
-            turn = tf.where(step < early, step, early + (step - early) // every)
-            return turn, (step < early) | ((step - early) % every == 0)
-
-    def learn(
+    def switch_model(
         self,
+        per_bucket: Callable[[], Any],
+        uncompressed: Callable[[], Any],
+        model_wide: Callable[[int, tf.Tensor], Any],
         step: tf.Tensor,
-        agreed: tf.Tensor,
-        stamps: Sequence[clock.Stamps],
-        energy: tf.Tensor,
-        in_use: Any,
-        committed: tf.Tensor,
-    ) -> None:
-        """Takes in what was measured in the step before, and prepares what crosses in the next one.
+    ) -> Any:
+        """The exchange that holds for all buckets; see `ModelSelector.switch_model`."""
+        may_be_idle = any(self._uncompressed)
+        if not self._model_wide:
+            return tf.cond(self._is_idle(), uncompressed, per_bucket) if may_be_idle else per_bucket()
+        branches: list[Callable[[], Any]] = [
+            functools.partial(lambda c: model_wide(c, self._probe_index(step)[1]), c)
+            for c in self._model_wide
+        ]
+        branches += [per_bucket] if self._per_bucket else []
+        with tf.device("CPU"):
+            index = self._place_of(self.state.now.read_value()[0], self._model_wide)
+            if may_be_idle:
+                branches.append(uncompressed)
+                index = tf.where(self._is_idle(), len(branches) - 1, index)
+        return switch_case(index, branches)
 
-        Args:
-            step: int64 scalar: of this step, from 0 on.
-            agreed: [S], the reduced `outgoing`.
-            stamps: Of this step's buckets, in the order in which they crossed.
-            energy: Of this step's `probe`.
-            in_use: [2], the energies of the residuals and of gradients + residuals, if a candidate for all buckets at
-                once was in use and candidates were tried; else `nothing_in_use`.
-            committed: Whether this step's residuals were kept; if not, its times are not looked at.
-        """
+    def no_loss(self) -> Any:
+        """In place of what a candidate for all buckets at once lost, [2]; () where there are none of these."""
+        return tf.zeros([2]) if self._model_wide else ()
+
+    def replicated_state(self) -> dict[str, tf.Variable]:
+        """The variables, by the names that checkpoints use."""
+        return {f"auto_{name}": variable for name, variable in self.state._asdict().items()}
+
+    def report(self, step: int) -> list[BucketReport]:
+        """What is known of each bucket after so many steps."""
+        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
+        return report.of_buckets(self.auto, self.nbytes, self.costs, self.prior, state, step)
+
+    # Observer
+
+    def wants_times(self, bucket: int) -> bool:
+        """For its own buckets."""
+        return bucket in self._place
+
+    def observe(self, measurement: StepMeasurement) -> None:
+        """Takes in the numbers of the step before, and prepares those of this step for the next one."""
+        step, committed = measurement.step, measurement.committed
+        assert measurement.agreed is not None
         with tf.device("CPU"):
             state = policy.State(*(variable.read_value() for variable in self.state))
-            fields = self._unpack(agreed if self._average else agreed / self._ranks)
-            probed, _ = self._turn(step - 1)
-            seen = policy.Measured(
+            fields = self._unpack(measurement.agreed if self._averages else measurement.agreed / self._ranks)
+            probed, _ = self._probe_index(step - 1)
+            measured = policy.Measured(
                 # The ranks that were there last did not wait for others.
                 tf.reduce_min(fields["wire"] * (self._ranks / self._members)),
                 fields["span"],
@@ -212,59 +195,70 @@ class AutoSelector:
                 fields["waits"],
                 probed % len(self.nbytes),
                 fields["energy"],
-                fields.get("whole"),
+                fields.get("model_wide"),
             )
-            state = policy.follow(state, seen, self.costs)
+            state = policy.follow(state, measured, self.costs)
             votes, trial = (self._voted(fields[name]) for name in ("votes", "trial"))
             chosen = tf.where(votes >= 0, votes, state.choice)
-            report.log_switches(self, state, chosen, show=self._rank == 0)
+            report.log_switches(self.auto, self.nbytes, self.costs, state, chosen, show=self._rank == 0)
             switched = policy.in_step(state, chosen, trial, committed)
-            switched, proposal, tried = self._proposal(switched, tf.cast(step, tf.int32))
+            shares, nbytes = policy.shares(switched, self.prior), tf.constant(self.nbytes, tf.float32)
+            switched, proposal, tried = propose(
+                self.auto, switched, self.costs, shares, nbytes, tf.cast(step, tf.int32)
+            )
             for variable, value in zip(self.state, switched):
                 variable.assign(value)
+            # Times of steps that were not committed are not looked at.
             timed = committed & (step >= _UNTIMED)
-            lost = [tf.where(committed, in_use, tf.zeros([2]))] if self._whole else []
-            self._outgoing.assign(self._pack(proposal, tried, stamps, energy, timed, lost))
+            loss = measurement.model_wide_loss
+            lost = [tf.where(committed, loss, tf.zeros([2]))] if self._model_wide else []
+            buckets = (measurement.buckets[b] for b in self._place)
+            timestamps = [bucket.timestamps for bucket in buckets if bucket is not None]
+            self._numbers.assign(self._pack(proposal, tried, timestamps, measurement.probe, timed, lost))
+
+    def _is_idle(self) -> tf.Tensor:
+        """Whether nothing is compressed and no residual is left; a bool scalar."""
+        with tf.device("CPU"):
+            both = tf.stack([self.state.now.read_value(), self.state.before.read_value()])
+            return tf.reduce_all(tf.gather(tf.constant(self._uncompressed), both))
+
+    def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
+        """The candidate's position in a list; the list's length if it is not there."""
+        places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
+        return tf.gather(tf.constant(places), candidate)
+
+    def _probe_index(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The number of probes before this step, and whether one is due in it."""
+        with tf.device("CPU"):
+            step = tf.cast(step, tf.int32)
+            # Each bucket once at the beginning, and then in turn.
+            early, every = len(self.nbytes), self.auto.probe_every
+            index = tf.where(step < early, step, early + (step - early) // every)
+            return index, (step < early) | ((step - early) % every == 0)
 
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
-
-    def _proposal(self, state: policy.State, step: tf.Tensor) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
-        target = tf.constant(0.0)
-        for first, value in self.auto.targets():
-            target = tf.where(step >= first, value, target)
-        lost, nbytes = policy.shares(state, self.prior), tf.constant(self.nbytes, tf.float32)
-        return policy.propose(
-            state,
-            self.costs,
-            self._plain,
-            lost,
-            nbytes,
-            target,
-            self.auto.max_slowdown,
-            self.auto.model_wide_candidates,
-        )
 
     def _pack(
         self,
         proposal: tf.Tensor,
         tried: tf.Tensor,
-        stamps: Sequence[clock.Stamps],
+        timestamps: Sequence[Timestamps],
         energy: tf.Tensor,
         timed: tf.Tensor,
         lost: Sequence[tf.Tensor],
     ) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`."""
-        begun, sent, arrived, done = clock.since_first(stamps)
-        encoded = tf.concat([begun[:1], sent[:-1]], 0)  # when the bucket before was
+        ready, encoded, received, decoded = clock.since_first(timestamps)
+        before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
         # Horovod may send several at once, which then arrive together.
-        free = tf.concat([sent[:1], policy.running_max(arrived)[:-1]], 0)  # when the wire is
-        wire = tf.nn.relu(arrived - tf.maximum(sent, free))
-        exchange = wire + tf.nn.relu(sent - begun) + tf.nn.relu(done - arrived)
+        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is
+        wire = tf.nn.relu(received - tf.maximum(encoded, free))
+        exchange = wire + tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received)
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
         votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in (proposal, tried)]
-        times = [own * tf.reduce_sum(wire), tf.reduce_max(done), exchange, tf.nn.relu(begun - encoded)]
+        times = [own * tf.reduce_sum(wire), tf.reduce_max(decoded), exchange, tf.nn.relu(ready - before)]
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
         flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times, *lost)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
@@ -273,6 +267,27 @@ class AutoSelector:
         sizes = [math.prod(shape) for shape in self._fields.values()]
         parts = tf.split(tf.ensure_shape(flat, [sum(sizes)]), sizes)
         return {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
+
+
+def propose(
+    auto: Auto, state: policy.State, costs: policy.Costs, lost: tf.Tensor, nbytes: tf.Tensor, step: tf.Tensor
+) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
+    """See `policy.propose`, with the target that holds in a step."""
+    target = tf.constant(0.0)
+    for first, value in auto.targets():
+        target = tf.where(step >= first, value, target)
+    uncompressed, model_wide = uncompressed_candidates(auto), auto.model_wide_candidates
+    return policy.propose(state, costs, uncompressed, lost, nbytes, target, auto.max_slowdown, model_wide)
+
+
+def uncompressed_candidates(auto: Auto) -> list[bool]:
+    """For each candidate, whether it does not compress."""
+    return [candidate.uncompressed for candidate in auto.candidates]
+
+
+def nbytes_of(layout: ModelLayout) -> list[int]:
+    """Bytes of each bucket of `auto`, as float32."""
+    return [4 * sum(shape[0] for shape in layout.shapes_of(b)) for b in layout.auto_buckets]
 
 
 def _variable(value: tf.Tensor) -> tf.Variable:

@@ -5,47 +5,68 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
+import tensorflow as tf
 
 from ..compressors import Auto, Compressor
 from ..cost import Calibration
 from ..cost.calibrate import calibrate
 from ..engine import agreement
 from ..engine.grouping import Shape
+from ..engine.model_layout import ModelLayout
 from ..engine.settings import Settings
+from ..engine.state import State
 from ..exchange import choice
 from ..exchange import volume as traffic
-from . import policy
-from .selector import AutoSelector
+from ..exchange.collective import Collective
+from . import policy, report
+from .selector import AutoSelector, nbytes_of, propose
 
 
 def selector(
-    auto: Auto,
+    layout: ModelLayout,
+    state: State,
     settings: Settings,
-    shapes: Sequence[Sequence[Shape]],
-    whole: Sequence[Shape],
-    found: Calibration,
-    pattern: Callable[[Compressor, Sequence[Shape]], Any],
+    calibrated: Calibration,
+    collective: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> AutoSelector:
-    """A selector for buckets of chunks of these shapes, which cross in these patterns. A collective call.
+    """A selector for the buckets of `auto`, with its first choice. All ranks call it together; rank 0's numbers decide.
 
     Args:
-        auto: The settings.
+        layout: How gradients are divided.
+        state: The plan's variables.
         settings: How gradients are reduced.
-        shapes: Of each bucket's chunks.
-        whole: Of all gradients in them.
-        found: What the link and the kernels cost.
-        pattern: In which chunks, or gradients, of such shapes cross.
+        calibrated: What the link and the kernels cost.
+        collective: The collective for chunks, or gradients, of these shapes.
     """
-    nbytes = [4 * sum(shape[0] for shape in bucket) for bucket in shapes]
-    costs = _costs(auto, found, shapes, whole, nbytes, pattern)
-    lost = [
-        candidate.noise_loss(whole if is_whole else shapes[0])
-        for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates)
-    ]
-    return AutoSelector(auto, settings.process_set, settings.op, nbytes, costs, lost)
+    auto: Auto = layout.auto
+    shapes = [layout.shapes_of(b) for b in layout.auto_buckets]
+    every_gradient = layout.model_wide.shapes
+    nbytes = nbytes_of(layout)
+    costs = _costs(auto, calibrated, shapes, every_gradient, nbytes, collective)
+    lost = [c.noise_loss(every_gradient if c.model_wide else shapes[0]) for c in auto.candidates]
+    process_set, size = settings.process_set, len(nbytes) * len(auto.candidates)
+    root = process_set.ranks[0]
+    with tf.device("CPU"):
+        table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, lost)]), tf.float32)
+        table = hvd.broadcast(table, root, name="hvdc_costs", process_set=process_set).numpy()
+        costs = policy.Costs(
+            *(tf.constant(x) for x in table[: 4 * size].reshape(4, len(nbytes), len(auto.candidates)))
+        )
+        prior = tf.constant(np.broadcast_to(table[4 * size :], costs.encode.shape))
+        start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
+        start = start._replace(evidence=tf.constant(math.inf))  # without hesitation
+        shares = policy.shares(start, prior)
+        _, first, _ = propose(auto, start, costs, shares, tf.constant(nbytes, tf.float32), tf.constant(0))
+        first = hvd.broadcast(first, root, name="hvdc_first_choice", process_set=process_set)
+    chosen = AutoSelector(
+        layout, state, process_set, settings.op, settings.residual_decay, costs, prior, first
+    )
+    if process_set.rank() == 0:
+        report.log_start(chosen.report(0))
+    return chosen
 
 
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
@@ -86,27 +107,28 @@ def _costs(
     auto: Auto,
     calibration: Calibration,
     shapes: Sequence[Sequence[Shape]],
-    whole: Sequence[Shape],
+    every_gradient: Sequence[Shape],
     nbytes: Sequence[int],
-    pattern_of: Callable[[Compressor, Sequence[Shape]], Any],
+    collective: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> policy.Costs:
     """Predictions for each bucket and candidate, [B, C]."""
     model = calibration.model()
     rows = []
     for b, (bucket, size) in enumerate(zip(shapes, nbytes)):
-        for candidate, is_whole in zip(auto.candidates, auto.model_wide_candidates):
-            if is_whole and b < len(shapes) - 1:  # with the last one, see `all_at_once`
+        for candidate in auto.candidates:
+            if candidate.model_wide and b < len(shapes) - 1:  # with the last one, see `model_wide`
                 rows.append((0.0, 0.0, 0.0, 0.0))
                 continue
             payload = None
-            if is_whole:
-                bucket, size = whole, 4 * sum(map(math.prod, whole))
-                payload = traffic.payload_bytes(candidate, whole)
-            pattern = choice.name_of(pattern_of(candidate, bucket))
-            found = model.predict(candidate, size, pattern, payload=payload)
+            if candidate.model_wide:
+                bucket, size = every_gradient, 4 * sum(map(math.prod, every_gradient))
+                payload = traffic.payload_bytes(candidate, every_gradient)
+            name = choice.name_of(collective(candidate, bucket))
+            prediction = model.predict(candidate, size, name, payload=payload)
             # Without the burst, which passes but once in a step.
-            transfer = found.wire + found.burst - found.latency
+            transfer = prediction.wire + prediction.burst - prediction.latency
             # The link inside of a host does not change with the one between hosts.
-            rows.append((found.encode + found.inside, found.latency, transfer, found.decode))
+            encode = prediction.encode + prediction.inside
+            rows.append((encode, prediction.latency, transfer, prediction.decode))
     table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)
     return policy.Costs(*np.moveaxis(table, 2, 0))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from ..common.names import without_counters
-
-if TYPE_CHECKING:
-    from ..engine.packing import FlatPacking, PerTensorPacking
-    from ..engine.plan import Plan
-    from ..engine.reducer import Reducer
+from ..engine.grouping import TensorGroup
+from ..engine.layout import Layout, PerTensorLayout
+from ..engine.packing import pack, unpack
+from ..engine.plan import Plan
+from ..engine.reducer import Reducer
+from ..engine.state import GroupState
 
 
 class Member(NamedTuple):
@@ -83,18 +84,17 @@ def state_of(plan: Plan) -> PlanState:
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
     with tf.init_scope(), tf.device("CPU"):
-        for param_group in plan.stateful_groups:
-            layout = param_group.layout
+        for layout, state in _stateful_groups(plan):
             members = layout.tensors.members
-            for field, variables in vars(param_group.state).items():
+            for field, variables in vars(state).items():
+                outside = [np.zeros(0, np.float32)]
                 if variables:
-                    pieces = [variable.numpy() for variable in variables]
+                    chunks = [variable.numpy() for variable in variables]
                     dtype = variables[0].dtype
-                    joined = layout.join([tf.constant(p, dtype) for p in pieces], [dtype] * len(members))
-                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, joined))
-                    outside = [chunk[free] for chunk, free in zip(pieces, _free(layout))]
-                else:
-                    outside = [np.zeros(0, np.float32)]
+                    constants = [tf.constant(chunk, dtype) for chunk in chunks]
+                    of_members = unpack(layout, constants, [dtype] * len(members))
+                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, of_members))
+                    outside = [chunk[free] for chunk, free in zip(chunks, _free(layout))]
                 padding.setdefault(field, []).append(np.concatenate(outside))
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
     padding = {field: padding[field] for field in tensors}
@@ -107,47 +107,43 @@ def restore(plan: Plan, state: PlanState) -> None:
     Raises:
         ValueError: The plan keeps something else than what the state holds.
     """
+    groups, replicated = _stateful_groups(plan), plan.replicated_state
     own = {
         (field, i)
-        for param_group in plan.stateful_groups
-        for field, variables in vars(param_group.state).items()
+        for layout, of_group in groups
+        for field, variables in vars(of_group).items()
         if variables
-        for i in param_group.layout.tensors.members
+        for i in layout.tensors.members
     }
-    found = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
-    for field, i in sorted(own ^ found):
-        where = "the checkpoint" if (field, i) in found else "this run"
+    saved = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
+    for field, i in sorted(own ^ saved):
+        where = "the checkpoint" if (field, i) in saved else "this run"
         raise ValueError(f"only {where} has {field} of {state.members[i].path}: use the settings of the save")
-    if set(plan.replicated_state) != set(state.named):
+    if set(replicated) != set(state.named):
         raise ValueError(
             f"the checkpoint holds the state {sorted(state.named)}, and this run needs "
-            f"{sorted(plan.replicated_state)}: use the settings of the save"
+            f"{sorted(replicated)}: use the settings of the save"
         )
     same_chunks = state.pieces == _pieces(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for number, param_group in enumerate(plan.stateful_groups):
-            layout = param_group.layout
-            for field, variables in vars(param_group.state).items():
+        for number, (layout, of_group) in enumerate(groups):
+            for field, variables in vars(of_group).items():
                 if not variables:
                     continue
                 tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
-                # Copies: what cut returns may be memory that is only read.
-                cut = [np.array(chunk) for chunk in layout.cut(tensors, range(len(variables)))]
+                # Copies: the result of `pack` may be memory that is only read.
+                chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
                 if same_chunks:
-                    _fill_padding(cut, _free(layout), state.padding[field][number])
-                for variable, chunk in zip(variables, cut):
+                    _fill_padding(chunks, _free(layout), state.padding[field][number])
+                for variable, chunk in zip(variables, chunks):
                     variable.assign(tf.cast(chunk, variable.dtype))
-        for variable in plan.has_foreign_residual.values():
+        for variable in plan.state.has_foreign_residual.values():
             variable.assign(True)
         # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
-        anew = {
-            name
-            for name, variable in plan.replicated_state.items()
-            if variable.shape != state.named[name].shape
-        }
+        anew = {name for name, variable in replicated.items() if variable.shape != state.named[name].shape}
         anew |= {"auto_known"} if "auto_choice" in anew else set()
-        for name in set(plan.replicated_state) - anew:
-            plan.replicated_state[name].assign(state.named[name])
+        for name in set(replicated) - anew:
+            replicated[name].assign(state.named[name])
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
@@ -213,12 +209,25 @@ def take_pending(reducer: Reducer, plan: Plan) -> None:
     reducer.pending.remove(state)
 
 
-def _members(plan: Plan) -> list[Member]:
-    kinds = [
-        "sparse" if i in plan.sparse else "none" if dtype is None else "dense"
-        for i, dtype in enumerate(plan.dtypes)
+def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
+    """What has state to be saved: all parameter groups, and embeddings with a residual."""
+    layout, state = plan.layout, plan.state
+    groups: list[tuple[Layout, GroupState]] = [
+        (group.layout, of_group) for group, of_group in zip(layout.param_groups, state.groups)
     ]
-    return [Member(*member) for member in zip(plan.paths, plan.shapes, kinds)]
+    for i, table, of_table in zip(layout.sparse, layout.embeddings, state.embeddings):
+        if of_table.residuals:
+            groups.append((PerTensorLayout(TensorGroup((i,), (table.shape,))), of_table))
+    return groups
+
+
+def _members(plan: Plan) -> list[Member]:
+    layout = plan.layout
+    kinds = [
+        "sparse" if i in layout.sparse else "none" if dtype is None else "dense"
+        for i, dtype in enumerate(layout.dtypes)
+    ]
+    return [Member(*member) for member in zip(layout.paths, layout.shapes, kinds)]
 
 
 def _fits(state: PlanState, plan: Plan) -> bool:
@@ -226,14 +235,14 @@ def _fits(state: PlanState, plan: Plan) -> bool:
 
 
 def _pieces(plan: Plan) -> list[Any]:
-    layouts = [param_group.layout for param_group in plan.stateful_groups]
+    layouts = [layout for layout, _ in _stateful_groups(plan)]
     return [[list(layout.tensors.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
 
 
-def _free(layout: FlatPacking | PerTensorPacking) -> list[np.ndarray]:
+def _free(layout: Layout) -> list[np.ndarray]:
     """For each chunk, which of its elements belong to no gradient; bool, in the chunk's shape."""
     ones = [tf.ones(shape) for shape in layout.tensors.shapes]
-    return [chunk.numpy() == 0.0 for chunk in layout.cut(ones, range(len(layout.shapes)))]
+    return [chunk.numpy() == 0.0 for chunk in pack(layout, ones, range(len(layout.shapes)))]
 
 
 def _fill_padding(pieces: Sequence[np.ndarray], free: Sequence[np.ndarray], padding: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from ..compressors import payload as _payload
 from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
 from ..compressors.registry import CompressionLike, resolve
-from ..engine.packing import LARGEST
+from ..engine.layout import LARGEST
 from ..exchange import common, hosts
 from ..exchange import within_host as inside
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels

@@ -1,4 +1,4 @@
-"""Taking the time inside the graph."""
+"""Time stamps inside the graph."""
 
 from __future__ import annotations
 
@@ -7,45 +7,68 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ..exchange.common import Reduction
 
-class Stamps(NamedTuple):
-    """When what happened to a bucket, by this rank's clock; float64 scalars."""
 
-    begun: tf.Tensor  # its gradients are there, and the bucket before it is encoded
-    sent: tf.Tensor  # it is encoded
-    arrived: tf.Tensor  # the others' payloads are there
-    done: tf.Tensor  # the sum is decoded
+class Timestamps(NamedTuple):
+    """The times of a bucket's phases, by this rank's clock; float64 scalars, seconds since the epoch."""
+
+    ready: tf.Tensor  # its gradients are there, and the bucket before it is encoded
+    encoded: tf.Tensor
+    received: tf.Tensor  # the other ranks' payloads are there
+    decoded: tf.Tensor
+
+
+def all_at(time: tf.Tensor) -> Timestamps:
+    """The timestamps of a bucket for which nothing happens at this time."""
+    return Timestamps(time, time, time, time)
 
 
 def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
     """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host.
 
-    Not before the stamp `after` was taken: TensorFlow may look at the clock later than it could. Something else must
-    use `tensors`, too: what only a stamp waits for is never computed.
+    Not before the stamp `after`: TensorFlow may read the clock later than it could. Something else must use `tensors`,
+    too: TensorFlow does not compute tensors that only a stamp waits for.
     """
-    # tf.timestamp has a side effect, and TensorFlow runs what has one in the order in which it was traced: one bucket
-    # after the other, nothing of them at once. A call that claims to have none only waits for what it is told to.
+    # tf.timestamp has a side effect, and TensorFlow runs operations with side effects in the order in which they were
+    # traced, so that buckets would no longer overlap. A call without side effects waits for its control inputs only.
     if tf.config.list_logical_devices("GPU"):
-        return _when_on_host(tensors, after)
-    # Identities, since of a tensor that a function returns TensorFlow takes nothing but the call to be waited for, once
-    # it has dissolved the function in the graph. This one it dissolves to a single operation; a call takes 20 us.
+        return _stamp_on_gpu(tensors, after)
+    # When TensorFlow inlines a function, a control input on one of the function's results becomes one on the whole
+    # call; an identity keeps it on the result. TensorFlow inlines this call to a single operation; otherwise it would
+    # take 20 us.
     with tf.device("CPU"):
-        seen = [tf.identity(tensor) for tensor in (*tensors, *([] if after is None else [after]))]
-        with tf.control_dependencies(seen):
+        inputs = [tf.identity(tensor) for tensor in (*tensors, *([] if after is None else [after]))]
+        with tf.control_dependencies(inputs):
             (now,) = tf.raw_ops.PartitionedCall(
                 args=[], Tout=[tf.float64], f=_timestamp.get_concrete_function()
             )
     return now
 
 
-def _when_on_host(tensors: Sequence[tf.Tensor], after: tf.Tensor | None) -> tf.Tensor:
-    """On a GPU a tensor is there once an element of it can be read on the host: kernels are only enqueued before."""
-    firsts = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
+def timestamps_of(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """The times when a bucket was encoded, received and decoded.
+
+    Encoding between two exchanges counts as if it had happened before the first one.
+    """
+    last = encoded = stamp([reduction.outgoing])
+    if reduction.between is not None:
+        first_received = stamp([reduction.between[0]], encoded)
+        last = stamp([reduction.between[1]], first_received)
+        with tf.device("CPU"):
+            encoded += last - first_received
+    received = stamp([reduction.incoming], last)
+    return encoded, received, stamp(reduction.chunks, received)
+
+
+def _stamp_on_gpu(tensors: Sequence[tf.Tensor], after: tf.Tensor | None) -> tf.Tensor:
+    """On a GPU, kernels are only enqueued: a tensor is there once the host can read an element of it."""
+    elements = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
     with tf.device("CPU"):
-        firsts += [] if after is None else [tf.reshape(after, [1])]
-        seen = tf.concat([tf.cast(first, tf.float32) for first in firsts], 0)
+        elements += [] if after is None else [tf.reshape(after, [1])]
+        inputs = tf.concat([tf.cast(element, tf.float32) for element in elements], 0)
         (now,) = tf.raw_ops.PartitionedCall(
-            args=[seen], Tout=[tf.float64], f=_timestamp_after.get_concrete_function()
+            args=[inputs], Tout=[tf.float64], f=_timestamp_after.get_concrete_function()
         )
         return now
 
@@ -55,18 +78,18 @@ def _timestamp() -> tf.Tensor:
     return tf.timestamp()
 
 
-# Were it dissolved in the graph around it, it would wait for nothing.
+# Inlined, it would wait for nothing.
 @tf.function(
     input_signature=[tf.TensorSpec([None], tf.float32)],
     autograph=False,
     experimental_attributes={"_noinline": True},
 )
-def _timestamp_after(seen: tf.Tensor) -> tf.Tensor:
-    del seen  # waited for by the call
+def _timestamp_after(inputs: tf.Tensor) -> tf.Tensor:
+    del inputs  # the call waits for them
     return tf.timestamp()
 
 
-def since_first(stamps: Sequence[Stamps]) -> list[tf.Tensor]:
-    """The stamps of some buckets, field by field, float32 [B] each: seconds since the first one's `begun`."""
-    times = tf.stack([tf.stack(list(stamp)) for stamp in stamps], 1)
+def since_first(timestamps: Sequence[Timestamps]) -> list[tf.Tensor]:
+    """The timestamps of B buckets, field by field, float32 [B] each: seconds since the first one's `ready`."""
+    times = tf.stack([tf.stack(list(of_bucket)) for of_bucket in timestamps], 1)
     return tf.unstack(tf.cast(times - times[0, 0], tf.float32))

@@ -1,118 +1,334 @@
-"""The IndexedSlices of one step: summed by row, exchanged, and what stays of them for the next."""
+"""Gradients of embeddings (IndexedSlices), whose rows differ from rank to rank and from step to step.
+
+1. Each rank sums its values for the same row (`merge`).
+2. The ranks learn how many rows each has, with the uncompressed gradients (`pack_counts`, `unpack_counts`).
+3. Rows are exchanged in an allgather, each compressed by itself (`compressors.rows`). Where all ranks together have
+   so many rows that it is less to send, the dense gradient is exchanged instead. All ranks know the same numbers,
+   and so choose alike.
+4. Each rank sums the rows, rank after rank. The order is the same on all ranks, on a GPU, too, since no rank sends a
+   row twice.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from ..compressors import Seeds
-from ..exchange import rows_gather as slices
+from ..exchange import choice, uncompressed
 from ..exchange.common import Group
-from ..monitor import recorder
-from .plan import Plan
+from ..kernels import noise
+from . import norms
+from .embedding_table import EmbeddingTable
+from .layout import FlatLayout
+from .packing import pack, unpack
+from .pipeline import BucketInput, StepContext, reduce_bucket
+from .selector import FixedSelector
+from .settings import Settings
+from .state import BucketState, GroupState
+from .transforms import Predivide, Transform
+
+# Counts are sent as two float32, each of which holds less than 24 bits exactly.
+_LOW = 4096
 
 
-class SparseGradients:
-    """What a `Step` does with the IndexedSlices of its plan.
+class Merged(NamedTuple):
+    """A rank's slices of one embedding."""
+
+    rows: tf.Tensor  # int64 [n], each of them once
+    values: tf.Tensor  # [n, columns], the sums, of `EmbeddingTable.sum_dtype`
+    given: tf.Tensor  # int64, the number of slices before
+
+
+class RowsReduction(NamedTuple):
+    """The reduced gradient of one embedding."""
+
+    rows: tf.Tensor  # int64 [m], each of them once
+    values: tf.Tensor  # [m, columns], scaled sums; both the same on all ranks
+    residual_rows: tf.Tensor  # int64 [k], the rows whose residuals change
+    residuals: tf.Tensor  # [k, columns], their new residuals
+    norms: tf.Tensor  # float32 [2], of gradient + residual on this rank, and of what compression lost of that
+
+
+def merge(table: EmbeddingTable, slices: tf.IndexedSlices) -> Merged:
+    """Sums the values of each row."""
+    indices = tf.cast(slices.indices, tf.int64)
+    # A row that does not exist stays one, for the optimizer to refuse or to ignore as without this package.
+    missing = tf.constant(table.shape[0], tf.int64)
+    indices = tf.where((indices >= 0) & (indices < missing), indices, missing)
+    rows, place = tf.unique(indices, tf.int64)
+    values = tf.reshape(tf.cast(slices.values, table.sum_dtype), [-1, table.columns])
+    sums = tf.math.unsorted_segment_sum(values, place, tf.size(rows))
+    return Merged(rows, sums, tf.size(indices, out_type=tf.int64))
+
+
+def pack_counts(merged: Sequence[Merged], group: Group) -> tf.Tensor:
+    """The number of this rank's rows of each embedding, to be summed; float32 [2 * embeddings * ranks]."""
+    counts = tf.stack([tf.size(m.rows, out_type=tf.int64) for m in merged])
+    halves = tf.cast(tf.stack([counts // _LOW, counts % _LOW]), tf.float32)
+    place = np.zeros(group.size, np.float32)
+    place[group.rank] = 1.0
+    return tf.reshape(halves[:, :, None] * place, [-1])
+
+
+def unpack_counts(packed: tf.Tensor, embeddings: int, group: Group, averaged: bool) -> tf.Tensor:
+    """The counts of all ranks, int64 [embeddings, ranks], of the reduced `pack_counts`."""
+    halves = tf.reshape(packed * float(group.size) if averaged else packed, [2, embeddings, group.size])
+    high, low = tf.unstack(tf.cast(tf.round(halves), tf.int64))
+    return high * _LOW + low
+
+
+@dataclasses.dataclass(frozen=True)
+class _Embedding:
+    """One embedding in one step, on this rank.
 
     Attributes:
-        outgoing: What this rank tells the others before; to be summed over the ranks, or averaged where the
-            gradients are. Empty where there are no IndexedSlices.
-        bytes_sent: In this step: sent, and sent by stock Horovod, float64 [tables, 2]; once they are reduced.
+        table: What is known of it.
+        merged: This rank's rows.
+        residual: A variable in the table's shape; None without error feedback.
+        decay: Of the residual.
+        seeds: For stochastic rounding.
+        settings: How gradients are reduced.
+    """
+
+    table: EmbeddingTable
+    merged: Merged
+    residual: tf.Variable | None
+    decay: float
+    seeds: Seeds
+    settings: Settings
+
+    @property
+    def scale(self) -> float:
+        """The sum over the ranks is multiplied by it."""
+        return self.settings.scale
+
+    def nothing(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """In place of `encode`, where the dense gradient is exchanged."""
+        payload = tf.zeros([0, self.table.rows.nbytes], tf.uint8)
+        return payload, tf.zeros([0, self.table.columns], self.table.sum_dtype), tf.zeros([2])
+
+    def encode(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The rows as bytes, their new residuals, and the norms of `RowsReduction`."""
+        rows, values, _ = self.merged
+        predivide = self.settings.gradient_predivide_factor
+        if predivide != 1.0:
+            values = values / predivide
+        if self.residual is not None:
+            residuals = tf.cast(tf.gather(self.residual, rows), tf.float32)
+            residuals = tf.reshape(residuals, [-1, self.table.columns])
+            values += residuals if self.decay == 1.0 else self.decay * residuals
+        payload, new_residuals = self.table.rows.encode(rows, values, self.seeds)
+        return payload, new_residuals, tf.stack([_norm(values), _norm(new_residuals)])
+
+    def in_rows(
+        self, gathered: tf.Tensor, residuals: tf.Tensor, norms_: tf.Tensor, counts: tf.Tensor
+    ) -> RowsReduction:
+        """The sum of the gathered rows, rank after rank."""
+        payload = tf.ensure_shape(gathered, [None, self.table.rows.nbytes])
+        rows, values = self.table.rows.decode(payload)
+        distinct, place = tf.unique(rows, tf.int64)
+        values = tf.cast(values, self.table.sum_dtype)
+        total = tf.zeros([tf.size(distinct), self.table.columns], self.table.sum_dtype)
+        with tf.device("CPU"):
+            ends = tf.unstack(tf.cumsum(counts))
+        for begin, end in zip([tf.zeros_like(ends[0]), *ends], ends):
+            total = tf.tensor_scatter_nd_add(total, place[begin:end, None], values[begin:end])
+        if self.scale != 1.0:
+            exact = tf.float64 if total.dtype.is_integer else total.dtype
+            total = tf.cast(tf.cast(total, exact) * self.scale, total.dtype)
+        return RowsReduction(distinct, total, self.merged.rows, residuals, norms_)
+
+    def as_dense(self, group: Group) -> RowsReduction:
+        """The sum of the dense gradients that all ranks' slices stand for."""
+        table, (rows, values, _) = self.table, self.merged
+        every_row = tf.range(table.shape[0], dtype=tf.int64)
+        dense = tf.scatter_nd(rows[:, None], values, [table.shape[0], table.columns])
+        predivide = self.settings.gradient_predivide_factor
+        if table.compressor.uncompressed:
+            cast = tf.cast(dense, table.dtype)
+            (total,) = uncompressed.reduce([cast], self.settings.op, predivide, group).tensors
+            lost = tf.stack([_norm(dense), 0.0])
+            return RowsReduction(every_row, tf.cast(total, table.sum_dtype), every_row[:0], values[:0], lost)
+        layout, everything = table.layout, range(table.layout.count)
+        residuals: list[Any] = [None] * layout.count  # new ones are wanted for the norms
+        if self.residual is not None:
+            residuals = pack(layout, [self.residual.read_value()], everything)
+        transforms = Transform() if predivide == 1.0 else Predivide(predivide)
+        step = StepContext(
+            self.scale, functools.partial(choice.choose, ranks=group.size), transforms, self.decay
+        )
+        totals: list[tf.Tensor] = []
+        new_residuals: list[tf.Tensor] = []
+        for b, chunks in enumerate(layout.in_buckets(table.limit)):
+            result = self._reduce_chunks(dense, chunks, residuals, step, b, group)
+            totals += result.chunks
+            new_residuals += result.new_state.residuals
+        added = dense if predivide == 1.0 else dense / predivide
+        if self.residual is not None:
+            added += self.decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)
+        total, lost = (self._dense(layout, some) for some in (totals, new_residuals))
+        return RowsReduction(every_row, total, every_row, lost, tf.stack([_norm(added), _norm(lost)]))
+
+    def _reduce_chunks(
+        self, dense: tf.Tensor, chunks: range, residuals: list[Any], step: StepContext, b: int, group: Group
+    ) -> Any:
+        seeds = Seeds(*(noise.fold(seed, b) for seed in (self.seeds.shared, self.seeds.local)))
+        own = dataclasses.replace(group, name=group.name and f"{group.name}_{b}")
+        bucket = BucketInput(
+            self.table.layout,
+            chunks,
+            FixedSelector(self.table.compressor),
+            seeds,
+            lambda compressor: own,
+            BucketState(residuals[chunks.start : chunks.stop], [], [], []),
+        )
+        return reduce_bucket(bucket, [dense], step)
+
+    def _dense(self, layout: FlatLayout, chunks: Sequence[tf.Tensor]) -> tf.Tensor:
+        (tensor,) = unpack(layout, chunks, [tf.float32])
+        return tf.reshape(tensor, [self.table.shape[0], self.table.columns])
+
+
+class Embeddings:
+    """The IndexedSlices of one step.
+
+    Attributes:
+        counts: What this rank tells the others, [] without IndexedSlices; to be reduced with the gradients' op.
+        bytes_sent: In this step: sent, and sent by stock Horovod, float64 [embeddings, 2]; after `reduce`.
     """
 
     def __init__(
-        self, plan: Plan, gradients: Sequence[Any], group: Group, seeds: Callable[[int], Seeds]
+        self,
+        tables: Sequence[EmbeddingTable],
+        states: Sequence[GroupState],
+        slices: Sequence[tf.IndexedSlices],
+        group: Group,
+        settings: Settings,
     ) -> None:
-        """Sums what is for the same row.
-
-        Args:
-            plan: The plan.
-            gradients: All of them.
-            group: For the collectives.
-            seeds: Of a bucket's number; tables come after the buckets.
-        """
-        self._plan, self._group, self._seeds = plan, group, seeds
-        self._given = [gradients[i] for i in plan.sparse]
-        self._tables = [param_group.table for param_group in plan.embeddings]
-        self._found: list[slices.RowsReduction] = []
-        with tf.device(plan.settings.device_sparse):
-            self._merged = [slices.merge(*pair) for pair in zip(self._tables, self._given)]
-            self.outgoing = [slices.tell(self._merged, group)] if self._merged else []
+        """Sums the values of each row."""
+        self._tables, self._states, self._slices = tables, states, slices
+        self._group, self._settings = group, settings
+        self._reductions: list[RowsReduction] = []
+        with tf.device(settings.device_sparse):
+            self._merged = [merge(*pair) for pair in zip(tables, slices)]
+            self.counts = [pack_counts(self._merged, group)] if self._merged else []
         self.bytes_sent = tf.zeros([0, 2], tf.float64)
 
-    def reduce(self, told: Sequence[tf.Tensor]) -> list[tf.IndexedSlices]:
-        """The reduced gradients, in the order of `plan.sparse`; `told`: of `outgoing`, reduced."""
-        if not told:
+    def reduce(
+        self, counts: Sequence[tf.Tensor], seeds: Callable[[int], Seeds], seen: tf.Variable | None
+    ) -> list[tf.IndexedSlices]:
+        """The reduced gradients.
+
+        Args:
+            counts: The reduced `counts`.
+            seeds: For each embedding, by its position.
+            seen: `State.embedding_counts`, which is assigned.
+        """
+        if not counts:
             return []
-        plan, settings = self._plan, self._plan.settings
+        settings = self._settings
         averaged = settings.op == hvd.Average
         with tf.device(settings.device_sparse):
             with tf.device("CPU"):  # sizes, which TensorFlow needs there
-                counts = slices.heard(told[0], len(self._tables), self._group, averaged)
-            feedback = [
-                slices.Feedback(
-                    param_group.state.residuals[0] if param_group.state.residuals else None,
+                of_ranks = unpack_counts(counts[0], len(self._tables), self._group, averaged)
+            embeddings = [
+                _Embedding(
+                    table,
+                    merged,
+                    state.residuals[0] if state.residuals else None,
                     settings.residual_decay,
-                    self._seeds(len(plan.buckets) + t),
+                    seeds(t),
+                    settings,
                 )
-                for t, param_group in enumerate(plan.embeddings)
+                for t, (table, merged, state) in enumerate(zip(self._tables, self._merged, self._states))
             ]
-            predivide = settings.gradient_predivide_factor
-            exchanged = (self._tables, self._merged, feedback, counts)
-            self._found = slices.reduce(*exchanged, settings.op, predivide, self._group)
-            rows = zip(self._tables, self._given, self._found)
-            reduced = [_like(own, table.shape, found) for table, own, found in rows]
+            self._reductions = _reduce(embeddings, of_ranks, self._group)
+            rows = zip(self._tables, self._slices, self._reductions)
+            reduced = [_like(own, table.shape, reduction) for table, own, reduction in rows]
         with tf.device("CPU"):
-            self._count(counts)
+            self._count(of_ranks, seen)
         return reduced
 
-    def _count(self, counts: tf.Tensor) -> None:
-        """Remembers what the step cost."""
+    def _count(self, counts: tf.Tensor, seen: tf.Variable | None) -> None:
         dense = [tf.cast(t.is_dense(c), tf.int64) for t, c in zip(self._tables, tf.unstack(counts))]
-        seen = tf.stack(
+        now = tf.stack(
             [tf.reduce_sum(counts, 1), tf.stack(dense), tf.stack([m.given for m in self._merged])], 1
         )
-        assert self._plan.slices is not None
-        self._plan.slices.assign(seen)
-        rows = zip(self._tables, tf.unstack(seen))
+        assert seen is not None
+        seen.assign(now)
+        rows = zip(self._tables, tf.unstack(now))
         sent = [tf.stack(table.bytes_sent(*tf.unstack(row))) for table, row in rows]
         self.bytes_sent = tf.cast(tf.stack(sent), tf.float64)
 
     @property
     def has_residuals(self) -> bool:
-        """Whether there is anything for `keep` to do."""
-        return any(param_group.state.residuals for param_group in self._plan.embeddings)
+        """Whether `assign_residuals` has anything to do."""
+        return any(state.residuals for state in self._states)
 
-    def keep(self) -> None:
-        """Puts the new residuals in place of the old ones, of the rows that were sent."""
-        for param_group, found in zip(self._plan.embeddings, self._found):
-            for variable in param_group.state.residuals:
-                left = tf.reshape(tf.cast(found.kept, variable.dtype), [-1, *variable.shape[1:]])
-                variable.scatter_nd_update(found.kept_rows[:, None], left)
+    def assign_residuals(self) -> None:
+        """Assigns the new residuals of the rows that were sent."""
+        for state, reduction in zip(self._states, self._reductions):
+            for variable in state.residuals:
+                new = tf.reshape(tf.cast(reduction.residuals, variable.dtype), [-1, *variable.shape[1:]])
+                variable.scatter_nd_update(reduction.residual_rows[:, None], new)
 
-    def norms(self, due: tf.Tensor) -> list[tf.Tensor]:
-        """For the recorder: see `recorder.norms_of`; the gradient's is that of its rows."""
-        found = []
-        for param_group, merged, reduced in zip(self._plan.embeddings, self._merged, self._found):
-            if param_group.compressor.uncompressed:
-                found.append(recorder.nothing_lost(due))
-                continue
-
-            def take(
-                merged: Any = merged, reduced: Any = reduced, state: Any = param_group.state
-            ) -> tf.Tensor:
-                owed = recorder.norm_of(state.residuals)
-                return tf.concat([[recorder.norm_of([merged.values])], reduced.norms, [owed]], 0)
-
-            found.append(tf.cond(due, take, recorder.not_measured))
-        return found
+    def norms(self, sample: tf.Tensor) -> list[tf.Tensor]:
+        """Of each embedding, see `norms.of_bucket`; the gradient's norm is that of its rows."""
+        return [
+            norms.lossless(sample)
+            if table.compressor.uncompressed
+            else tf.cond(sample, functools.partial(_norms, *row), norms.not_sampled)
+            for table, row in zip(self._tables, zip(self._merged, self._reductions, self._states))
+        ]
 
 
-def _like(own: tf.IndexedSlices, shape: Sequence[int], found: slices.RowsReduction) -> tf.IndexedSlices:
-    """What was found, in the dtypes of this rank's own slices of a table of this shape."""
-    values = tf.cast(tf.reshape(found.values, [-1, *shape[1:]]), own.dtype)
-    return tf.IndexedSlices(values, tf.cast(found.rows, own.indices.dtype), own.dense_shape)
+def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -> list[RowsReduction]:
+    """Sums the rows of all ranks; `counts`: how many rows each rank has, int64 [embeddings, ranks]."""
+    with tf.device("CPU"):
+        dense = [e.table.is_dense(count) for e, count in zip(embeddings, tf.unstack(counts))]
+    encoded = [_either(d, e.table, e.nothing, e.encode) for d, e in zip(dense, embeddings)]
+    gathered = hvd.grouped_allgather(
+        [
+            tf.ensure_shape(payload, [None, e.table.rows.nbytes])
+            for e, (payload, *_) in zip(embeddings, encoded)
+        ],
+        **group.keywords("_rows"),
+    )
+    reductions = []
+    for t, (e, payload, (_, residuals, lost)) in enumerate(zip(embeddings, gathered, encoded)):
+        own = dataclasses.replace(group, name=group.name and f"{group.name}_dense_{t}")
+        as_dense = functools.partial(e.as_dense, own)
+        in_rows = functools.partial(e.in_rows, payload, residuals, lost, counts[t])
+        reductions.append(RowsReduction(*_either(dense[t], e.table, as_dense, in_rows)))
+    return reductions
+
+
+def _either(
+    dense: tf.Tensor, table: EmbeddingTable, as_dense: Callable[[], Any], in_rows: Callable[[], Any]
+) -> Any:
+    """The branch that holds in this step; no branch in the graph where the dense one is impossible."""
+    # One row more than the table has: see `merge`.
+    possible = table.most_rows < table.ranks * (table.shape[0] + 1)
+    return tf.cond(dense, as_dense, in_rows) if possible else in_rows()
+
+
+def _like(own: tf.IndexedSlices, shape: Sequence[int], reduction: RowsReduction) -> tf.IndexedSlices:
+    """The reduction in the dtypes of this rank's own slices of an embedding of this shape."""
+    values = tf.cast(tf.reshape(reduction.values, [-1, *shape[1:]]), own.dtype)
+    return tf.IndexedSlices(values, tf.cast(reduction.rows, own.indices.dtype), own.dense_shape)
+
+
+def _norms(merged: Merged, reduction: RowsReduction, state: GroupState) -> tf.Tensor:
+    gradient, residual = norms.norm_of([merged.values]), norms.norm_of(state.residuals)
+    return tf.concat([[gradient], reduction.norms, [residual]], 0)
+
+
+def _norm(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.sqrt(2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)))

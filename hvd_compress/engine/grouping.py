@@ -1,4 +1,4 @@
-"""Many gradients in few buckets, each of which crosses the network at once."""
+"""Gradients that are exchanged together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorGroup:
-    """Which gradients travel together.
+    """Some of a list of gradients.
 
     Attributes:
-        members: Positions in the list of gradients.
+        members: Their positions in the list.
         shapes: Their shapes.
     """
 
@@ -23,59 +23,58 @@ class TensorGroup:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each member."""
+        """The elements of each member."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def numel(self) -> int:
-        """Elements of all members."""
+        """The elements of all members."""
         return sum(self.sizes)
 
 
 def assign(
     shapes: Sequence[Shape],
     members: Sequence[int],
-    bucket_bytes: int,
+    limit: int,
     groups: int | Sequence[Sequence[int]] | None = None,
 ) -> list[TensorGroup]:
-    """Divides gradients into buckets, last layers first: their gradients are ready first.
+    """Divides gradients into groups, the last layers first: their gradients are ready first.
 
     Args:
         shapes: The shapes of all gradients.
-        members: Positions of those that go into buckets.
-        bucket_bytes: A bucket is closed before it exceeds this many bytes of float32; a larger
-            gradient has a bucket to itself.
-        groups: As Horovod's: a number of buckets, or lists of positions, each of which becomes a bucket
-            (what is in none of them has a bucket to itself). Overrides `bucket_bytes`.
+        members: Positions of the gradients to divide.
+        limit: The largest size of a group in bytes of float32; a larger gradient has a group to itself.
+        groups: As Horovod's `groups`: a number of groups, or lists of positions; a gradient in none of the lists has a
+            group to itself. Overrides `limit`.
 
     Returns:
-        The buckets, in the order in which they should be exchanged.
+        The groups, in the order in which they should be exchanged.
     """
     order = sorted(members, reverse=True)
     if groups is None:
         sizes = [4 * math.prod(shapes[i]) for i in order]
-        member_lists = [order[run.start : run.stop] for run in runs(sizes, bucket_bytes)]
+        lists = [order[run.start : run.stop] for run in runs(sizes, limit)]
     elif isinstance(groups, int):
-        member_lists = _evenly(order, groups)
+        lists = _evenly(order, groups)
     else:
-        known = set(order)
-        chosen = [[i for i in group if i in known] for group in groups]
-        grouped = {i for group in chosen for i in group}
-        member_lists = [group for group in chosen if group] + [[i] for i in order if i not in grouped]
-    return [TensorGroup(tuple(positions), tuple(shapes[i] for i in positions)) for positions in member_lists]
+        wanted = set(order)
+        named = [[i for i in group if i in wanted] for group in groups]
+        grouped = {i for group in named for i in group}
+        lists = [group for group in named if group] + [[i] for i in order if i not in grouped]
+    return [TensorGroup(tuple(positions), tuple(shapes[i] for i in positions)) for positions in lists]
 
 
 def runs(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive positions whose sizes add up to `limit` at most; what is larger stands alone."""
-    found: list[range] = []
+    """Consecutive positions whose sizes add up to at most `limit`; a larger size stands alone."""
+    ranges: list[range] = []
     room = 0
     for i, size in enumerate(sizes):
-        if not found or size > room:
-            found.append(range(i, i))
+        if not ranges or size > room:
+            ranges.append(range(i, i))
             room = limit
-        found[-1] = range(found[-1].start, i + 1)
+        ranges[-1] = range(ranges[-1].start, i + 1)
         room -= size
-    return found
+    return ranges
 
 
 def _evenly(order: Sequence[int], count: int) -> list[list[int]]:

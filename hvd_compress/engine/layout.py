@@ -1,10 +1,9 @@
-"""Where gradients lie in the chunks that a compressor sees, and which chunks cross at once: numbers only.
+"""How gradients lie in the chunks that a compressor sees, and which chunks form a bucket: numbers only.
 
-Compressors work on flat chunks of at most 2**20 elements, 4 MB: what one kernel writes, the next one finds in
-the processor's cache, and memory of that size is reused from step to step, where the kernel of the operating
-system would hand out, and clear, larger blocks anew each time. Measured on one core, residual + int8 over 25M
-elements took 163 ms in one chunk and 41 ms in 24. All chunks have the same size, so that each kernel is
-compiled once for the whole model.
+Compressors work on flat chunks of at most 2**20 elements, 4 MB. The output of one kernel is still in the processor's
+cache when the next kernel reads it. Memory of that size is also reused from step to step, where larger blocks go back
+to the operating system, which clears them. Measured on one core, residual + int8 over 25M elements took 163 ms in one
+chunk and 41 ms in 24. All chunks have the same size, so that each kernel is compiled once for the whole model.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Union
 
-from ..exchange import volume as traffic
+from ..exchange import volume
 from ..formats.quantize import BLOCK
 from .grouping import Shape, TensorGroup, runs
 
@@ -24,29 +23,43 @@ BUCKET_BYTES = 25 * 2**20
 MIN_COMPRESS_SIZE = 1024
 
 LARGEST = 2**20
-# Where small buckets are asked for, chunks are not cut smaller than this.
+# Small buckets do not make chunks smaller than this.
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
-# By how much chunks may become larger in order to be aligned.
+# The share by which chunks may grow in order to be aligned.
 _ADDED = 1 / 64
-# Gradients of fewer elements lie close together, and are cut out of a chunk all at once.
+# Gradients of fewer elements lie close together, and are split out of a chunk all at once.
 SMALL = 1024
-# Pieces of each owner in a full bucket: the first bucket, with one for each, can be smaller then (`int8` between four
-# hosts at 1 Gbit/s: 545 ms with three, 580 with one). Not for many ranks, where each bucket costs much latency.
+# Chunks of each owner in a full bucket: the first bucket, with one for each, can then be smaller (`int8` between four
+# hosts at 1 Gbit/s: 545 ms with three, 580 with one). With many ranks each bucket costs much latency.
 _CHUNKS_OF_OWNER = 3
 _FEW_RANKS = 16
-# Into how many buckets a model is divided at least, unless they became smaller than so many bytes of float32.
+# A model has at least this many buckets, unless they would be smaller than this many bytes of float32.
 _BUCKETS = 4
 _SMALL_BUCKET = 2**20
 
 
+class Span(NamedTuple):
+    """A part of a gradient that lies in one chunk."""
+
+    chunk: int
+    begin: int  # position in the chunk
+    first: int  # of the gradient's elements
+    last: int  # exclusive
+
+    @property
+    def end(self) -> int:
+        """The position in the chunk behind the last element."""
+        return self.begin + self.last - self.first
+
+
 @dataclasses.dataclass(frozen=True)
 class PerTensorLayout:
-    """Pieces that are the gradients themselves, for compressors that need their shapes.
+    """Each gradient is a chunk of its own, for compressors that need the gradients' shapes.
 
     Attributes:
-        bucket: Whose gradients.
+        tensors: The gradients.
     """
 
     tensors: TensorGroup
@@ -57,28 +70,32 @@ class PerTensorLayout:
         return list(self.tensors.shapes)
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
-        """Which chunks cross at once: consecutive ones of up to `bucket_bytes`, but at least one."""
+        """The chunks of each bucket: consecutive ones of up to `bucket_bytes`, but at least one."""
         return runs([4 * size for size in self.tensors.sizes], bucket_bytes)
 
-    def reaching_into(self, chosen: range) -> list[int]:
-        """Which gradients lie in the chosen chunks, at least in part."""
-        return list(chosen)
+    def reaching_into(self, chunks: range) -> list[int]:
+        """The gradients of which at least a part lies in these chunks."""
+        return list(chunks)
 
-    def elements_in(self, chosen: range) -> dict[int, int]:
-        """How many elements of which gradient (by its position in the whole list) lie in the chosen chunks."""
-        return {self.tensors.members[i]: self.tensors.sizes[i] for i in chosen}
+    def elements_in(self, chunks: range) -> dict[int, int]:
+        """The number of elements in these chunks of each gradient, by its position in the list of all gradients."""
+        return {self.tensors.members[i]: self.tensors.sizes[i] for i in chunks}
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """All gradients laid end to end, cut into chunks of the same size; the last ends with zeros.
+    """All gradients end to end, divided into chunks of one size; the last chunk ends with zeros.
 
     Attributes:
-        bucket: Whose gradients.
+        tensors: The gradients.
         multiple: The number of chunks is a multiple of this.
-        alignment: The size of chunks is a multiple of this if that adds less than 2% to it; or of a half, a fourth, ...
-            of this that still is one of 256; or of 256, or of 16, with which slices copy nothing.
-        largest: Elements of a chunk at most, but for the alignment.
+        alignment: The size of chunks is a multiple of this if that adds less than 2% to it; otherwise of a half, a
+            fourth, ... of it that still is a multiple of 256; otherwise of 256, or of 16, with which slices copy
+            nothing.
+        largest: The largest size of a chunk in elements, without the alignment.
+
+    Raises:
+        ValueError: The alignment is below 1.
     """
 
     tensors: TensorGroup
@@ -101,11 +118,11 @@ class FlatLayout:
     def size(self) -> int:
         """The elements of each chunk."""
         size = math.ceil(self._offsets[-1] / self.count)
-        numbers = [self.alignment]
-        while numbers[-1] % (2 * BLOCK) == 0:
-            numbers.append(numbers[-1] // 2)
-        rounded = (number * math.ceil(size / number) for number in (*numbers, BLOCK, _CELL))
-        return next((found for found in rounded if found <= (1 + _ADDED) * size), size)
+        alignments = [self.alignment]
+        while alignments[-1] % (2 * BLOCK) == 0:
+            alignments.append(alignments[-1] // 2)
+        aligned = (number * math.ceil(size / number) for number in (*alignments, BLOCK, _CELL))
+        return next((candidate for candidate in aligned if candidate <= (1 + _ADDED) * size), size)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -113,23 +130,22 @@ class FlatLayout:
         return [(self.size,)] * self.count
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
-        """Which chunks cross at once: consecutive ones of up to `bucket_bytes`, but at least `multiple`.
+        """The chunks of each bucket: consecutive ones of up to `bucket_bytes`, but at least `multiple`.
 
-        Of several buckets the first is the smallest, as in PyTorch's DistributedDataParallel, and each next
-        one at most twice as large: the link has something to carry sooner, and what it carries lasts until
-        the next bucket is encoded.
+        The first of several buckets is the smallest, as in PyTorch's DistributedDataParallel, and each next one is at
+        most twice as large: the link has work sooner, and each bucket's transfer lasts until the next one is encoded.
         """
         largest = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
-        found: list[range] = []
-        first, take = 0, self.multiple if self.count > largest else largest
+        buckets: list[range] = []
+        first, length = 0, self.multiple if self.count > largest else largest
         while first < self.count:
-            found.append(range(first, min(first + take, self.count)))
-            first, take = first + take, min(2 * take, largest)
-        return found
+            buckets.append(range(first, min(first + length, self.count)))
+            first, length = first + length, min(2 * length, largest)
+        return buckets
 
     @functools.cached_property
     def _offsets(self) -> list[int]:
-        """Where each gradient begins, and the end of the last."""
+        """The position of each gradient, and the end of the last."""
         cell = _CELL if self.tensors.numel >= 100 * _CELL else 1
         offsets, end = [], 0
         for size in self.tensors.sizes:
@@ -139,74 +155,77 @@ class FlatLayout:
             end += size
         return [*offsets, end]
 
-    def reaching_into(self, chosen: range) -> list[int]:
-        """Which gradients lie in the chosen chunks, at least in part."""
-        return [i for i, spans in enumerate(self.spans) if any(span[0] in chosen for span in spans)]
+    def reaching_into(self, chunks: range) -> list[int]:
+        """The gradients of which at least a part lies in these chunks."""
+        return [i for i, spans in enumerate(self.spans) if any(span.chunk in chunks for span in spans)]
 
-    def elements_in(self, chosen: range) -> dict[int, int]:
-        """How many elements of which gradient (by its position in the whole list) lie in the chosen chunks."""
-        found: dict[int, int] = {}
-        for i, spans in zip(self.tensors.members, self.spans):
-            elements = sum(last - first for chunk, _, first, last in spans if chunk in chosen)
-            if elements:
-                found[i] = elements
-        return found
+    def elements_in(self, chunks: range) -> dict[int, int]:
+        """The number of elements in these chunks of each gradient, by its position in the list of all gradients."""
+        elements = {
+            member: sum(span.last - span.first for span in spans if span.chunk in chunks)
+            for member, spans in zip(self.tensors.members, self.spans)
+        }
+        return {member: count for member, count in elements.items() if count}
 
-    def beginning_in(self, chosen: range) -> list[int]:
-        """Which gradients begin in the chosen chunks."""
-        return [i for i, spans in enumerate(self.spans) if spans and spans[0][0] in chosen]
+    def beginning_in(self, chunks: range) -> list[int]:
+        """The gradients whose first element lies in these chunks."""
+        return [i for i, spans in enumerate(self.spans) if spans and spans[0].chunk in chunks]
 
     @functools.cached_property
-    def spans(self) -> list[list[tuple[int, int, int, int]]]:
-        """Where each gradient lies: chunk, position in it, first and last element (exclusive) there."""
-        size, spans = self.size, []
+    def spans(self) -> list[list[Span]]:
+        """The parts of each gradient."""
+        spans = []
         for offset, numel in zip(self._offsets, self.tensors.sizes):
-            here, first = [], 0
+            of_gradient, first = [], 0
             while first < numel:
-                chunk, begin = divmod(offset + first, size)
-                last = min(numel, first + size - begin)
-                here.append((chunk, begin, first, last))
+                chunk, begin = divmod(offset + first, self.size)
+                last = min(numel, first + self.size - begin)
+                of_gradient.append(Span(chunk, begin, first, last))
                 first = last
-            spans.append(here)
+            spans.append(of_gradient)
         return spans
 
 
-def bucket_limit(bucket_bytes: int, numel: int) -> int:
-    """Bytes of float32 that cross at once at most, of so many elements.
+Layout = Union[FlatLayout, PerTensorLayout]
 
-    Small models are divided, too, so that their last layers cross while the backward pass is at the first.
+
+def bucket_limit(bucket_bytes: int, numel: int) -> int:
+    """The largest size of a bucket, in bytes of float32, for this many elements.
+
+    Small models are divided, too, so that the buckets of the last layers are exchanged during the backward pass.
     """
-    # A little more than a quarter, for what chunks are filled up with.
+    # A little more than a quarter, for the padding of chunks.
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
 
 
-def flat(
-    bucket: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1
+def flat_layout(
+    tensors: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1
 ) -> FlatLayout:
     """The flat chunks of some gradients.
 
     Args:
-        bucket: The gradients.
-        candidates: Compressors or formats, any of which may be used; in each of their stages. Pieces suit all of them;
-            where that would take too large ones, none has to add to a chunk. That copies the chunk, where
-            quantizers with blocks that do not fill 64 bytes copy codes only.
-        limit: Bytes of float32 that cross at once.
-        ranks: Between how many.
-        workers: On each host, where the exchange may have two levels.
+        tensors: The gradients.
+        candidates: Compressors or formats that the chunks must suit, in each of their stages. Where that would make
+            chunks too large, the chunks are padded when they are encoded; quantizers copy only codes for that.
+        limit: The largest size of a bucket, in bytes of float32.
+        ranks: The world size.
+        workers: The workers on each host, where the exchange may be hierarchical.
     """
     alignment = math.lcm(*(candidate.alignment for candidate in candidates))
 
-    def chunks_for(owners: int, each: int) -> FlatLayout:
-        # So that as many fit into a bucket, aligned, too.
-        size = max(SMALLEST, min(LARGEST, int(limit // 4 // (owners * each) / (1 + _ADDED))))
-        return FlatLayout(bucket, owners, alignment, size)
+    def layout_for(owners: int, chunks_of_owner: int) -> FlatLayout:
+        # Aligned chunks of this size still fill a bucket.
+        size = max(SMALLEST, min(LARGEST, int(limit // 4 // (owners * chunks_of_owner) / (1 + _ADDED))))
+        return FlatLayout(tensors, owners, alignment, size)
 
-    shared = chunks_for(ranks, _CHUNKS_OF_OWNER if ranks <= _FEW_RANKS else 1)
-    largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
-    between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
-    stages = [stage for each in candidates for stage in each.stages]
-    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in stages for each in between)
-    return shared if scattered else chunks_for(workers, 1)
+    scattered = layout_for(ranks, _CHUNKS_OF_OWNER if ranks <= _FEW_RANKS else 1)
+    full_bucket = scattered.shapes[: max(map(len, scattered.in_buckets(limit)))]
+    share_of_worker = full_bucket[: len(full_bucket) // workers]
+    exchanges = (full_bucket, ranks), (share_of_worker, ranks // workers)
+    stages = [stage for candidate in candidates for stage in candidate.stages]
+    if any(volume.choose(stage, *exchange) == "scatter_reduce" for stage in stages for exchange in exchanges):
+        return scattered
+    return layout_for(workers, 1)
 
 
 def is_compressed(shape: Shape, min_compress_size: int) -> bool:

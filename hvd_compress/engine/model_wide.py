@@ -1,145 +1,171 @@
-"""All buckets of `auto` at once, with a candidate that sees gradients in their own shapes.
+"""All buckets of `auto` in one exchange, with a candidate that needs the gradients in their own shapes (`powersgd`).
 
-The residuals are those of the buckets: chunks are joined to tensors before and cut into chunks after, so that nothing
-is lost when the choice changes.
+The residuals are those of the buckets: chunks are unpacked to tensors before the exchange and packed again after it, so
+that nothing is lost when the choice changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..common.names import plain_name
-from ..exchange.common import LocalInput
-from ..monitor import recorder
-from . import clock
-from .clock import Stamps
-from .context import Context
-from .model_wide_state import ModelWide
-from .pipeline import stamps_of
+from ..compressors import Compressor, Seeds
+from ..exchange.common import Group, LocalInput
+from . import clock, norms
+from .clock import Timestamps
+from .model_layout import ModelLayout
+from .packing import pack, unpack
+from .pipeline import BucketInput, StepContext, reduce_bucket
+from .selector import FixedSelector
+from .state import BucketState, State
 
 
 class ModelWideResult(NamedTuple):
-    """All buckets of `auto` after their exchange."""
+    """All buckets of `auto` after one exchange."""
 
-    tensors: dict[int, tf.Tensor]  # reduced gradients, by position
+    gradients: dict[int, tf.Tensor]  # reduced, by position
     ok: tf.Tensor  # bool scalar, whether all of them were finite on all ranks
-    changes: list[tuple[tf.Variable, tf.Tensor]]  # what is kept of the step
-    stamps: list[Stamps]  # of each bucket; the whole exchange is the last one's
-    norms: list[Any]  # of each bucket; tensors while somebody watches
-    lost: tf.Tensor  # [2], energies of new residuals and of gradients + residuals; zeros where not measured
+    changes: list[tuple[tf.Variable, tf.Tensor]]  # to be assigned once all buckets are known to be finite
+    timestamps: list[Timestamps]  # of each bucket; those of the whole exchange are the last one's
+    norms: list[Any]  # of each bucket; tensors where norms are sampled
+    loss: tf.Tensor  # [2], energies of new residuals and of gradient + residual; zeros where not measured
 
 
-def cross(
-    context: Context, gradients: Sequence[Any], candidate: int, after: Sequence[tf.Tensor], measure: tf.Tensor
+def reduce_model(
+    layout: ModelLayout,
+    state: State,
+    gradients: Sequence[Any],
+    candidate: int,
+    step: StepContext,
+    seeds: Seeds,
+    group: Callable[[Compressor], Group],
+    after: Sequence[tf.Tensor],
+    probed: tf.Tensor,
+    sample_norms: tf.Tensor | None,
 ) -> ModelWideResult:
-    """Exchanges all buckets of `auto`.
+    """Reduces all gradients of `auto`.
 
     Args:
-        context: The step.
+        layout: How gradients are divided.
+        state: The plan's variables.
         gradients: All of the plan.
-        candidate: With which of `auto`'s, one that is `whole`.
-        after: What must be there before.
-        measure: Whether to measure what is lost, a bool scalar.
+        candidate: The position of a candidate that is `model_wide`.
+        step: What all exchanges share.
+        seeds: For random numbers.
+        group: The ranks, and the names of the collectives.
+        after: Tensors that must be there before.
+        probed: Whether the lost energy is measured in this step, a bool scalar.
+        sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
     """
-    plan = context.plan
-    settings, whole = plan.settings, plan.model_wide
-    assert plan.selector is not None and whole is not None
-    compressor = plan.selector.auto.candidates[candidate]
-    last = [_last_gradient(context, gradients, b) for b in plan.chosen]
-    ready = [clock.stamp([gradient]) for gradient in last[:-1]]
-    with tf.control_dependencies(after):
-        begun = clock.stamp(last[-1:])
+    compressor = layout.auto.candidates[candidate]
+    whole = layout.model_wide
+    last_gradients = [_last_gradient(layout, gradients, b) for b in layout.auto_buckets]
+    ready = [clock.stamp([gradient]) for gradient in last_gradients[:-1]]
+    factors = state.model_wide_factors[candidate]
+    keeps = step.feeds_back(compressor) and any(state.groups[g].residuals for g in layout.auto_groups)
 
-    members = whole.layout.tensors.members
-    everything = range(len(members))
-    with tf.control_dependencies([*after, begun]):
-        chunks = whole.layout.cut([gradients[i] for i in members], everything)
-    if settings.gradient_predivide_factor != 1.0:
-        chunks = [chunk / settings.gradient_predivide_factor for chunk in chunks]
-    keep = settings.feeds_back(compressor)
-    residuals = _residuals(whole) if keep else [None] * len(members)
-    seeds, start = context.seeds(plan.chosen[-1]), whole.factors[candidate]
-    share = LocalInput(chunks, residuals, settings.residual_decay, keep, seeds, start.value())
-    group = context.group(f"whole_{plain_name(compressor.spec)}")
-    found = plan.pattern(compressor, share.shapes).reduce(compressor, share, settings.scale, group)
+    def measure(_: Compressor, chunks: Sequence[tf.Tensor], local: LocalInput, residuals: Any) -> Any:
+        packed = []  # the new residuals of each parameter group
+        if residuals is not None:
+            for g, tensors in zip(layout.auto_groups, _by_group(layout, residuals)):
+                group_layout = layout.param_groups[g].layout
+                packed.append(pack(group_layout, tensors, range(len(group_layout.shapes))))
+        loss = tf.zeros([2])
+        if residuals is not None:
+            loss = tf.cond(probed, lambda: _energies(local, residuals), lambda: tf.zeros([2]))
+        return packed, loss, _norms(layout, chunks, local, packed, sample_norms)
 
-    changes = [(start, found.factors)]
-    kept: list[list[tf.Tensor]] = []  # of each param_group
-    for param_group, left in zip(whole.param_groups, whole.split(found.residuals)) if keep else ():
-        variables = param_group.state.residuals
-        kept.append(param_group.layout.cut(left, range(len(variables))))
-        changes += [(variable, tf.cast(new, variable.dtype)) for variable, new in zip(variables, kept[-1])]
-    with tf.device("CPU"):  # every rank has some of all chunks
-        changes += [
-            (plan.has_foreign_residual[b], tf.constant(keep))
-            for b in plan.chosen
-            if b in plan.has_foreign_residual
-        ]
+    bucket = BucketInput(
+        whole,
+        range(len(whole.shapes)),
+        FixedSelector(compressor),
+        seeds,
+        group,
+        BucketState(_residuals(layout, state) if keeps else [], [], [factors], []),
+        timed=True,
+        measure=measure,
+    )
+    result = reduce_bucket(bucket, [gradients[i] for i in whole.tensors.members], step, after)
+    new_residuals, loss, of_buckets = result.measured
 
-    tensors = whole.layout.join(found.chunks, [plan.dtypes[i] for i in members])
-    stamps = [Stamps(*[time] * len(Stamps._fields)) for time in ready]
-    stamps.append(Stamps(begun, *stamps_of(found)))
-    lost = tf.zeros([2])
-    if keep:
-        lost = tf.cond(measure, lambda: _energies(share, found.residuals), lambda: tf.zeros([2]))
+    changes = [(factors, result.new_state.factors[0])]
+    for g, residuals in zip(layout.auto_groups, new_residuals):
+        variables = state.groups[g].residuals
+        changes += [(variable, tf.cast(new, variable.dtype)) for variable, new in zip(variables, residuals)]
+    with tf.device("CPU"):  # every rank has a residual of every chunk
+        foreign = [state.has_foreign_residual.get(b) for b in layout.auto_buckets]
+        changes += [(variable, tf.constant(keeps)) for variable in foreign if variable is not None]
+    reduced = unpack(whole, result.chunks, [layout.dtypes[i] for i in whole.tensors.members])
     return ModelWideResult(
-        dict(zip(members, tensors)), found.ok, changes, stamps, _norms(context, whole, share, kept), lost
+        dict(zip(whole.tensors.members, reduced)),
+        result.ok,
+        changes,
+        [*map(clock.all_at, ready), result.timestamps],
+        of_buckets,
+        loss,
     )
 
 
-def _last_gradient(context: Context, gradients: Sequence[Any], b: int) -> tf.Tensor:
-    """That of a bucket which is there last."""
-    param_group, chunks = context.plan.buckets[b]
-    return gradients[param_group.layout.tensors.members[param_group.layout.reaching_into(chunks)[-1]]]
+def _last_gradient(layout: ModelLayout, gradients: Sequence[Any], b: int) -> tf.Tensor:
+    """The gradient of a bucket that is ready last."""
+    chunks, of_group = layout.buckets[b].chunks, layout.group_of(b).layout
+    return gradients[of_group.tensors.members[of_group.reaching_into(chunks)[-1]]]
 
 
-def _residuals(whole: ModelWide) -> list[tf.Tensor]:
-    """In the gradients' shapes, in the order of the layout."""
-    found: list[tf.Tensor] = []
-    for param_group in whole.param_groups:
-        dtypes = [param_group.state.residuals[0].dtype] * len(param_group.layout.tensors.members)
-        found += param_group.layout.join(
-            [variable.value() for variable in param_group.state.residuals], dtypes
-        )
-    return found
+def _residuals(layout: ModelLayout, state: State) -> list[tf.Tensor]:
+    """In the gradients' shapes, one parameter group after the other."""
+    residuals: list[tf.Tensor] = []
+    for g in layout.auto_groups:
+        variables, of_group = state.groups[g].residuals, layout.param_groups[g].layout
+        dtypes = [variables[0].dtype] * len(of_group.tensors.members)
+        residuals += unpack(of_group, [variable.value() for variable in variables], dtypes)
+    return residuals
 
 
-def _energies(share: LocalInput, left: Sequence[Any]) -> tf.Tensor:
-    brought = [share.sum(i) for i in range(len(share.chunks))]
-    return tf.square(tf.stack([recorder.norm_of(left), recorder.norm_of(brought)]))
+def _by_group(layout: ModelLayout, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """Tensors in the order of `ModelLayout.model_wide`, for each parameter group."""
+    rest = iter(tensors)
+    counts = [len(layout.param_groups[g].layout.tensors.members) for g in layout.auto_groups]
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+def _energies(local: LocalInput, residuals: Sequence[Any]) -> tf.Tensor:
+    summed = [local.sum(i) for i in range(len(local.chunks))]
+    return tf.square(tf.stack([norms.norm_of(residuals), norms.norm_of(summed)]))
 
 
 def _norms(
-    context: Context, whole: ModelWide, share: LocalInput, kept: Sequence[Sequence[tf.Tensor]]
+    layout: ModelLayout,
+    chunks: Sequence[tf.Tensor],
+    local: LocalInput,
+    residuals: Sequence[Sequence[tf.Tensor]],
+    sample: tf.Tensor | None,
 ) -> list[Any]:
-    """As `recorder.norms_of`, of each bucket; without a residual it is not known what was lost."""
-    plan = context.plan
-    if context.due is None:
-        return [()] * len(plan.chosen)
+    """As `norms.of_bucket`, of each bucket; without error feedback the loss is not known."""
+    if sample is None:
+        return [()] * len(layout.auto_buckets)
 
     def take() -> tf.Tensor:
-        brought = whole.split([share.sum(i) for i in range(len(share.chunks))])
-        parts: dict[int, tuple[Any, ...]] = {}
-        for s, (param_group, fresh, summed) in enumerate(
-            zip(whole.param_groups, whole.split(share.chunks), brought)
-        ):
-            everything = range(len(param_group.layout.shapes))
-            cut = [param_group.layout.cut(tensors, everything) for tensors in (fresh, summed)]
-            parts[id(param_group)] = (*cut, kept[s] if kept else None)
+        summed = [local.sum(i) for i in range(len(local.chunks))]
+        packed = {}
+        for place, g in enumerate(layout.auto_groups):
+            of_group = layout.param_groups[g].layout
+            everything = range(len(of_group.shapes))
+            both = (_by_group(layout, tensors)[place] for tensors in (chunks, summed))
+            packed[g] = [pack(of_group, tensors, everything) for tensors in both]
         rows = []
-        for param_group, chunks in (plan.buckets[b] for b in plan.chosen):
-            fresh_ones, summed_ones, left = parts[id(param_group)]
-            mine = slice(chunks.start, chunks.stop)
-            lost, residual = [tf.constant(math.nan), tf.constant(0.0)]
-            if left is not None:
-                lost = residual = recorder.norm_of(left[mine])
-            norms = recorder.norm_of(fresh_ones[mine]), recorder.norm_of(summed_ones[mine])
-            rows.append([*norms, lost, residual])
+        for bucket in (layout.buckets[b] for b in layout.auto_buckets):
+            gradients, sums = packed[bucket.group]
+            within = slice(bucket.chunks.start, bucket.chunks.stop)
+            lost, residual = tf.constant(math.nan), tf.constant(0.0)
+            if residuals:
+                left = residuals[layout.auto_groups.index(bucket.group)]
+                lost = residual = norms.norm_of(left[within])
+            rows.append([norms.norm_of(gradients[within]), norms.norm_of(sums[within]), lost, residual])
         return tf.reshape(tf.stack([norm for row in rows for norm in row]), [len(rows), -1])
 
-    unknown = [[math.nan] * len(recorder.NORMS)] * len(plan.chosen)
-    return tf.unstack(tf.cond(context.due, take, lambda: tf.constant(unknown)))
+    unknown = [[math.nan] * len(norms.NORMS)] * len(layout.auto_buckets)
+    return tf.unstack(tf.cond(sample, take, lambda: tf.constant(unknown)))

@@ -1,93 +1,106 @@
-"""How gradients become the tensors that a compressor sees, and back.
+"""Gradients packed into the chunks of a layout, and back.
 
-Where they lie in these is in `geometry`. Where a chunk lies within one gradient, or a gradient within one chunk,
-nothing is copied.
+Nothing is copied where a chunk lies within one gradient, or a gradient within one chunk.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from . import layout as geometry
-from .layout import LARGEST as LARGEST
+from .layout import SMALL, FlatLayout, Layout, PerTensorLayout, Span
 
 
-class PerTensorPacking(geometry.PerTensorLayout):
-    """The gradients themselves."""
+@functools.singledispatch
+def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
+    """The chunks of a layout, float32.
 
-    def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
-        """The chosen ones of the gradients as float32."""
-        return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chosen]
+    Args:
+        layout: The layout.
+        tensors: All gradients of the layout, in the order of its members.
+        chunks: Positions of the wanted chunks.
+    """
+    raise TypeError(f"no layout: {layout}")
 
-    def join(self, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-        """The inverse of `cut`."""
-        return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
+
+@functools.singledispatch
+def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    """The inverse of `pack` for all chunks: tensors of the gradients' shapes, in their `dtypes`."""
+    raise TypeError(f"no layout: {layout}")
 
 
-class FlatPacking(geometry.FlatLayout):
-    """All gradients laid end to end, cut into chunks of the same size; the last ends with zeros."""
+@pack.register(PerTensorLayout)
+def _(layout: PerTensorLayout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
+    return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chunks]
 
-    def cut(self, tensors: Sequence[tf.Tensor], chosen: range) -> list[tf.Tensor]:
-        """The chosen chunks, float32 [size] each."""
-        parts: dict[int, list[tf.Tensor]] = {chunk: [] for chunk in chosen}
-        ends = dict.fromkeys(chosen, 0)
 
-        def fill(chunk: int, upto: int) -> None:
-            if upto > ends[chunk]:
-                parts[chunk].append(tf.zeros([upto - ends[chunk]]))
-                ends[chunk] = upto
+@unpack.register(PerTensorLayout)
+def _(layout: PerTensorLayout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
 
-        for tensor, spans in zip(tensors, self.spans):
-            here = [span for span in spans if span[0] in chosen]
-            flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32) if here else None
-            for chunk, begin, first, last in here:
-                fill(chunk, begin)
-                parts[chunk].append(_slice(flat, first, last))
-                ends[chunk] = begin + last - first
-        for chunk in chosen:
-            fill(chunk, self.size)
-        return [_concat(parts[chunk]) for chunk in chosen]
 
-    def join(self, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-        """The inverse of `cut`: tensors of the gradients' shapes, in their `dtypes`."""
-        parts: list[list[tf.Tensor]] = [[] for _ in self.spans]
-        run: list[
-            tuple[int, int, int, int]
-        ] = []  # small ones that follow each other: gradient, chunk, begin, end
+@pack.register(FlatLayout)
+def _(layout: FlatLayout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
+    parts: dict[int, list[tf.Tensor]] = {chunk: [] for chunk in chunks}
+    filled = dict.fromkeys(chunks, 0)
 
-        def cut_run() -> None:
-            if run:
-                chunk, start = run[0][1:3]
-                ends = tf.split(
-                    _slice(chunks[chunk], start, run[-1][3]), [end - begin for *_, begin, end in run]
-                )
-                for (i, *_), part in zip(run, ends):
-                    parts[i].append(part)
-                run.clear()
+    def pad(chunk: int, end: int) -> None:
+        if end > filled[chunk]:
+            parts[chunk].append(tf.zeros([end - filled[chunk]]))
+            filled[chunk] = end
 
-        for i, spans in enumerate(self.spans):
-            for chunk, begin, first, last in spans:
-                end = begin + last - first
-                if self.tensors.sizes[i] >= geometry.SMALL:
-                    parts[i].append(_slice(chunks[chunk], begin, end))
-                    continue
-                if run and (run[-1][1], run[-1][3]) != (chunk, begin):
-                    cut_run()
-                run.append((i, chunk, begin, end))
-        cut_run()
-        joined = zip(parts, self.tensors.shapes, dtypes)
-        return [tf.cast(tf.reshape(_concat(found), shape), dtype) for found, shape, dtype in joined]
+    for tensor, spans in zip(tensors, layout.spans):
+        wanted = [span for span in spans if span.chunk in chunks]
+        flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32) if wanted else None
+        for span in wanted:
+            pad(span.chunk, span.begin)
+            parts[span.chunk].append(_slice(flat, span.first, span.last))
+            filled[span.chunk] = span.end
+    for chunk in chunks:
+        pad(chunk, layout.size)
+    return [_concat(parts[chunk]) for chunk in chunks]
 
-    def take(self, chunks: Sequence[Any], i: int) -> tf.Tensor:
-        """Gradient `i`, of those in the bucket, out of all chunks (tensors or variables), in its shape."""
-        parts = [
-            _slice(tf.convert_to_tensor(chunks[chunk]), begin, begin + last - first)
-            for chunk, begin, first, last in self.spans[i]
-        ]
-        return tf.reshape(_concat(parts), self.tensors.shapes[i])
+
+@unpack.register(FlatLayout)
+def _(layout: FlatLayout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    parts: list[list[tf.Tensor]] = [[] for _ in layout.spans]
+    neighbours: list[tuple[int, Span]] = []  # small gradients that follow each other in a chunk
+
+    def split_neighbours() -> None:
+        if neighbours:
+            first, last = neighbours[0][1], neighbours[-1][1]
+            joined = _slice(chunks[first.chunk], first.begin, last.end)
+            sizes = [span.end - span.begin for _, span in neighbours]
+            for (i, _), part in zip(neighbours, tf.split(joined, sizes)):
+                parts[i].append(part)
+            neighbours.clear()
+
+    for i, spans in enumerate(layout.spans):
+        for span in spans:
+            if layout.tensors.sizes[i] >= SMALL:
+                parts[i].append(_slice(chunks[span.chunk], span.begin, span.end))
+                continue
+            if neighbours:
+                before = neighbours[-1][1]
+                if (before.chunk, before.end) != (span.chunk, span.begin):
+                    split_neighbours()
+            neighbours.append((i, span))
+    split_neighbours()
+    return [
+        tf.cast(tf.reshape(_concat(of_gradient), shape), dtype)
+        for of_gradient, shape, dtype in zip(parts, layout.tensors.shapes, dtypes)
+    ]
+
+
+def unpack_one(layout: FlatLayout, chunks: Sequence[Any], i: int) -> tf.Tensor:
+    """The gradient at position `i` of the layout's members, out of all chunks (tensors or variables)."""
+    parts = [
+        _slice(tf.convert_to_tensor(chunks[span.chunk]), span.begin, span.end) for span in layout.spans[i]
+    ]
+    return tf.reshape(_concat(parts), layout.tensors.shapes[i])
 
 
 def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

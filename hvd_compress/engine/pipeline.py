@@ -1,160 +1,152 @@
-"""One bucket of a step: residual added, compressed, exchanged, decoded."""
+"""The way of a bucket through a step. Every compressed exchange is a call of `reduce_bucket`.
+
+The buckets of a model, all gradients at once (`model_wide`), an embedding's dense gradient (`embeddings`) and
+`hvdc.allreduce` differ in their `BucketInput` only.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..common.names import plain_name
-from ..compressors import Compressor
-from ..compressors import error_feedback as residual
-from ..exchange.common import LocalInput, Reduction
+from ..compressors import Compressor, Seeds
+from ..exchange.collective import Collective
+from ..exchange.common import Group, LocalInput, Reduction, Shape
 from ..exchange.send_order import next_turn
-from ..monitor import recorder
 from . import clock
-from .clock import Stamps
-from .context import Context
-from .state import GroupState
+from .clock import Timestamps
+from .layout import Layout
+from .packing import pack
+from .selector import Selector
+from .state import NO_STATE, BucketState
+from .transforms import LocalChunks, Transform, value_of
+
+# Measures a bucket, given its compressor, the gradients in chunks, what was encoded, and new residuals or None.
+Measure = Callable[[Compressor, Sequence[tf.Tensor], LocalInput, Any], Any]
+
+
+def no_measure(compressor: Compressor, gradients: Any, local: LocalInput, residuals: Any) -> tuple[()]:
+    """Measures nothing."""
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """What all exchanges of a step share.
+
+    Attributes:
+        scale: The sum over the ranks is multiplied by it.
+        collective: The collective for tensors of these shapes, encoded by this compressor.
+        transforms: What is done to gradients before they are encoded.
+        residual_decay: Multiplies residuals.
+        feeds_back: Whether this compressor's new residual is kept.
+    """
+
+    scale: float
+    collective: Callable[[Compressor, Sequence[Shape]], Collective]
+    transforms: Transform = dataclasses.field(default_factory=Transform)
+    residual_decay: float = 1.0
+    feeds_back: Callable[[Compressor], bool] = lambda compressor: True
 
 
 class BucketInput(NamedTuple):
-    """A bucket before its exchange."""
+    """What one rank brings to the exchange of a bucket."""
 
-    number: int  # in the plan
-    chunks: list[tf.Tensor]
-    state: GroupState  # of these
+    layout: Layout
+    chunks: range  # of the layout
+    selector: Selector
+    seeds: Seeds
+    group: Callable[[Compressor], Group]  # the ranks, and the names of the collectives
+    state: BucketState = NO_STATE  # variables or tensors
+    position: int = 0  # among the buckets of the plan
+    timed: bool = False  # whether timestamps are taken
+    measure: Measure = no_measure
 
 
 class BucketResult(NamedTuple):
-    """A bucket after its exchange."""
+    """What comes of the exchange of a bucket."""
 
-    chunks: list[tf.Tensor]  # reduced
-    ok: tf.Tensor  # bool scalar, whether all of it was finite on all ranks
-    kept: list[tf.Tensor]  # the new values of `Plan.changed_by`
-    outgoing: tf.Tensor  # there when this rank has encoded the bucket
-    early: tf.Tensor  # there when it may begin with the next one
-    stamps: Stamps | None = None  # of `auto`, and while somebody watches
-    norms: Any = ()  # a tensor while somebody watches
+    chunks: list[tf.Tensor]  # reduced; the same on all ranks
+    ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
+    new_state: BucketState  # tensors, to be assigned once all buckets are known to be finite
+    next_can_start: tf.Tensor  # there when the next bucket may be encoded
+    timestamps: Any  # Timestamps; () where not timed
+    measured: Any  # the result of `BucketInput.measure`
 
 
-def cross(context: Context, bucket: BucketInput, begun: Sequence[tf.Tensor]) -> BucketResult:
-    """Exchanges a bucket.
+def reduce_bucket(
+    bucket: BucketInput, gradients: Sequence[tf.Tensor], step: StepContext, after: Sequence[tf.Tensor] = ()
+) -> BucketResult:
+    """Reduces a bucket over the ranks, compressed on the way.
+
+    1. Pack: the gradients become float32 chunks.
+    2. Transform: predivide, momentum correction.
+    3. Select: the selector's tensor says which compressor holds in this step. Steps 4 to 6 are traced once for each
+       candidate, and return the same structure.
+    4. Exchange: the collective encodes chunk + residual, sends payloads, decodes and sums those of all ranks.
+    5. Update: what was not sent is the new residual; transforms take their state back.
+    6. Measure: what observers want to know.
 
     Args:
-        context: The step.
         bucket: What this rank brings.
-        begun: When that was there; empty if nobody wants to know.
+        gradients: Those of the layout's members, in their order.
+        step: What all buckets share.
+        after: Tensors that must be there before the bucket is packed.
     """
-    compressor = context.plan.buckets[bucket.number][0].compressor
-    if compressor.automatic:
-        return _choose(context, bucket, begun[0])
-    if len(compressor.stages) > 1:
-        return _cross_in_stage(context, bucket, compressor, begun)
-    crossed, found = _exchange(context, bucket, compressor)
-    stamps = stamps_of(found) if begun else ()
-    return crossed._replace(early=_early(found, stamps), stamps=Stamps(*begun, *stamps) if begun else None)
+    # 1. Pack
+    ready = []
+    if bucket.timed:
+        with tf.control_dependencies(after):
+            ready = [clock.stamp([gradients[bucket.layout.reaching_into(bucket.chunks)[-1]]])]
+    with tf.control_dependencies([*after, *ready]):
+        chunks = pack(bucket.layout, gradients, bucket.chunks)
 
+    # 2. Transform
+    state = bucket.state
+    residuals = state.residuals or [None] * len(chunks)
+    local = step.transforms.apply(LocalChunks(chunks, residuals, step.residual_decay, state.velocities))
 
-def _choose(context: Context, bucket: BucketInput, begun: tf.Tensor) -> BucketResult:
-    """The exchange with the compressor that is chosen for this bucket."""
-    plan = context.plan
-    assert plan.selector is not None
-
-    def exchange(compressor: Compressor) -> Any:
-        crossed, found = _exchange(context, bucket, compressor)
-        stamps = stamps_of(found)
-        return crossed.chunks, crossed.ok, crossed.kept, stamps, _early(found, stamps), crossed.norms
-
-    chosen = plan.selector.switch(plan.chosen.index(bucket.number), exchange)
-    found, ok, kept, stamps, early, norms = chosen
-    return BucketResult(found, ok, kept, stamps[0], early, Stamps(begun, *stamps), norms)
-
-
-def _cross_in_stage(
-    context: Context, bucket: BucketInput, compressor: Compressor, begun: Sequence[tf.Tensor]
-) -> BucketResult:
-    """The exchange in that of the compressor's stages which holds now."""
-
-    def exchange(stage: Compressor) -> Any:
-        crossed, found = _exchange(context, bucket, stage)
-        stamps = stamps_of(found) if begun else ()
-        # What is sent has another shape in each stage.
-        first = tf.cast(tf.reshape(crossed.outgoing, [-1])[0], tf.float32)
-        return crossed.chunks, crossed.ok, crossed.kept, first, stamps, _early(found, stamps), crossed.norms
-
-    branches = [functools.partial(exchange, stage) for stage in compressor.stages]
-    chosen = tf.switch_case(context.plan.stage(compressor), branches)
-    found, ok, kept, first, stamps, early, norms = chosen
-    return BucketResult(found, ok, kept, first, early, Stamps(*begun, *stamps) if begun else None, norms)
-
-
-def stamps_of(found: Reduction) -> tuple[tf.Tensor, ...]:
-    """When what crossed was encoded, had arrived, and was decoded.
-
-    What is encoded between two exchanges counts as if it had been before the first one.
-    """
-    last = sent = clock.stamp([found.outgoing])
-    if found.between is not None:
-        halfway = clock.stamp([found.between[0]], sent)
-        last = clock.stamp([found.between[1]], halfway)
+    def exchange(compressor: Compressor) -> BucketResult:
+        # 4. Exchange
+        keep = bool(state.residuals) and step.feeds_back(compressor)
+        residuals = [value_of(residual) for residual in local.residuals]
+        factors = value_of(state.factors[0]) if state.factors else None
         with tf.device("CPU"):
-            sent += last - halfway
-    arrived = clock.stamp([found.incoming], last)
-    return sent, arrived, clock.stamp(found.chunks, arrived)
+            foreign = value_of(state.has_foreign_residual[0]) if state.has_foreign_residual else None
+        sent = LocalInput(local.chunks, residuals, local.decay, keep, bucket.seeds, factors, foreign)
+        collective = step.collective(compressor, sent.shapes)
+        reduction = collective.reduce(compressor, sent, step.scale, bucket.group(compressor))
 
-
-def _early(found: Reduction, stamps: Sequence[tf.Tensor]) -> tf.Tensor:
-    """When the next bucket may begin: not before the time is taken when this one is encoded, if that is."""
-    if found.early is not None:
-        return next_turn(found.early)
-    return next_turn(stamps[0] if stamps and found.between is None else found.outgoing)
-
-
-def _exchange(
-    context: Context, bucket: BucketInput, compressor: Compressor
-) -> tuple[BucketResult, Reduction]:
-    """A bucket's exchange, and what it comes from."""
-    plan, (number, chunks, state) = context.plan, bucket
-    settings = plan.settings
-    predivide = settings.gradient_predivide_factor
-    if predivide != 1.0:
-        chunks = [chunk / predivide for chunk in chunks]
-    residuals: list[Any] = [variable.value() for variable in state.residuals] or [None] * len(chunks)
-    decay = settings.residual_decay
-    velocities: list[tf.Tensor] = []
-    if state.velocities:
-        velocities = [
-            residual.accelerate(chunk, variable.value(), settings.momentum_correction)
-            for chunk, variable in zip(chunks, state.velocities)
-        ]
-        # The sum itself is needed to see what was sent.
-        chunks = [residual.add(v, r, decay) for v, r in zip(velocities, residuals)]
-        residuals, decay = [None] * len(chunks), 1.0
-    keep = bool(state.residuals) and settings.feeds_back(compressor)
-    factors = plan.buckets[number][0].factors
-    start = factors[0].value() if factors else None
-    with tf.device("CPU"):
-        has_foreign_residual = (
-            plan.has_foreign_residual[number].value() if number in plan.has_foreign_residual else None
+        # 5. Update. Without error feedback for this compressor, the residual of another one was sent with the chunks.
+        unsent = reduction.residuals if keep else []
+        if not keep and (state.residuals or state.velocities):
+            unsent = [tf.zeros_like(chunk) for chunk in local.chunks]
+        with tf.device("CPU"):
+            foreign_after = [] if foreign is None else [tf.constant(keep and reduction.has_foreign_residual)]
+        new_state = BucketState(
+            [new if old is None else tf.cast(new, old.dtype) for old, new in zip(state.residuals, unsent)],
+            step.transforms.update(local, unsent) if state.velocities else [],
+            [reduction.factors] if state.factors else [],
+            foreign_after,
         )
-    share = LocalInput(chunks, residuals, decay, keep, context.seeds(number), start, has_foreign_residual)
-    group = context.group(f"bucket_{number}_{plain_name(compressor.spec)}")
-    pattern = plan.pattern(compressor, share.shapes)
-    found = pattern.reduce(compressor, share, settings.scale, group)
-    # Where others may feed back but this one does not, what is left is sent, and nothing kept.
-    left = found.residuals if keep else [tf.zeros_like(chunk) for chunk in chunks]
-    kept = [tf.cast(new, variable.dtype) for variable, new in zip(state.residuals, left)]
-    kept += [residual.mask(v, x - new) for v, x, new in zip(velocities, chunks, left)]
-    kept += [found.factors] if factors else []
-    if number in plan.has_foreign_residual:
-        with tf.device("CPU"):
-            kept.append(tf.constant(keep and found.has_foreign_residual))
-    crossed = BucketResult(found.chunks, found.ok, kept, found.outgoing, found.outgoing)
-    if context.due is not None:
-        fresh = velocities or chunks
-        norms = recorder.norms_of(context.due, compressor, fresh, share, left if keep else None)
-        crossed = crossed._replace(norms=norms)
-    return crossed, found
+
+        # 6. Measure
+        times = clock.timestamps_of(reduction) if bucket.timed else ()
+        gradients_in_chunks = local.velocities or local.chunks
+        measured = bucket.measure(compressor, gradients_in_chunks, sent, unsent if keep else None)
+        next_can_start = _next_can_start(reduction, times)
+        return BucketResult(reduction.chunks, reduction.ok, new_state, next_can_start, times, measured)
+
+    # 3. Select
+    result = bucket.selector.switch(bucket.position, exchange)
+    return result._replace(timestamps=Timestamps(*ready, *result.timestamps)) if bucket.timed else result
+
+
+def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
+    """There when the next bucket may be encoded: when this one was, and its time was taken."""
+    if reduction.early is not None:
+        return next_turn(reduction.early)
+    return next_turn(times[0] if times and reduction.between is None else reduction.outgoing)

@@ -1,28 +1,39 @@
-"""Lists of gradients, reduced over the ranks."""
+"""The object that frontends hold: it reduces lists of gradients over the ranks and keeps their plans."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
-from ..auto.report import CompressionReport
-from ..checkpoint import plan_state
 from ..common import checks, host_memory
 from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
-from ..monitor import tuning
-from ..monitor.recorder import Loss, Recorder, measure_link
-from . import agreement, progress
+from . import accounting, agreement, progress
+from .compression_report import CompressionReport
+from .observer import Observer
 from .plan import Plan
 from .settings import Settings
 from .step import Step
 
-_made = 0  # so many reducers
+_made = 0  # the number of reducers that this process has made
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+# Observers of the plans of all reducers, see `Reducer.watch`.
+watch_all: list[Callable[[Plan], Observer]] = []
+
+
+class SavedState(Protocol):
+    """What was loaded for a plan that is still to be made."""
+
+    named: dict[str, np.ndarray]  # of `Plan.replicated_state`
+
+
+# Makes a plan: (reducer, name, gradients, variables, whether any rank records steps). All ranks call it together.
+Build = Callable[["Reducer", str, Sequence[Any], Sequence[Any], bool], Plan]
 
 
 class Reducer:
@@ -34,24 +45,21 @@ class Reducer:
         settings: How gradients are reduced.
         plans: By the variables' identities and the gradients' kinds.
         pending: Loaded for plans that are still to be made.
-        epoch: That has begun last, None where nobody says so; see `progress`.
-        name: With which the names of its collectives begin.
-        watch_all: How many watch whatever reducer of this process makes a step.
+        epoch: The epoch that began last, None where nobody tells it; see `progress`.
+        name: The beginning of its collectives' names.
     """
 
-    watch_all: ClassVar[int] = 0
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, build: Build) -> None:
         self.settings = settings
+        self._build = build
         self.plans: dict[Any, Plan] = {}
         self._functions: dict[Any, Any] = {}  # each plan's step, for calls outside of a graph
-        self.pending: list[plan_state.PlanState] = []
-        # Horovod matches collectives by name: two reducers must not share theirs. All ranks make
-        # their reducers in the same order.
+        self.pending: list[Any] = []
+        # Horovod matches collectives by name: two reducers must not share theirs. All ranks make their reducers in the
+        # same order.
         self.name = f"hvdc_{made()}_{plain_name(settings.name)}"
         set_made(made() + 1)
-        self._watched = False
-        self._loss: Loss | None = None
+        self._watchers: list[Callable[[Plan], Observer]] = []
         self.epoch: float | None = None
         self._warned = False  # that a single rank exchanges nothing
         _alive.add(self)
@@ -65,12 +73,11 @@ class Reducer:
         Args:
             gradients: Tensors, IndexedSlices or None, one for each of `variables`.
             variables: What the gradients belong to. Residuals are kept for this list of variables.
-            so_far: What the plan's `progress` is to be from now on, float64 scalar, the same on all ranks; None leaves
-                it as it is.
+            so_far: The new value of the plan's progress, float64 scalar, the same on all ranks; None leaves it.
 
         Returns:
-            As `gradients`, in shape and dtype. On a rank outside of the process set, and where it has
-            only one rank, the gradients themselves.
+            As `gradients`, in shape and dtype. On a rank outside of the process set, and where that has only one rank,
+            the gradients themselves.
 
         Raises:
             ValueError: Horovod is not initialized, or ranks disagree on what they are to do.
@@ -93,61 +100,90 @@ class Reducer:
             for g, v in zip(gradients, variables)
         )
         if key not in self.plans:
-            host_memory.keep_freed_memory()
-            name, watched = self.agree(gradients, variables)
-            progress.check(self.settings, self.epoch)
-            with tf.init_scope():
-                plan = Plan(name, self.settings, gradients, variables)
-                plan.link = measure_link(process_set) if watched else None
-            plan_state.take_pending(self, plan)
-            with tf.init_scope():
-                progress.start(self, plan)
-            tuning.settings(self.settings)
-            self.plans[key] = plan
+            self.plans[key] = self._new_plan(gradients, variables)
         plan = self.plans[key]
-        if (self._watched or Reducer.watch_all) and plan.recorder is None:
-            plan.recorder = Recorder(plan, self._loss)
+        self._attach_watchers(plan)
         if not tf.executing_eagerly():
-            return Step(plan, gradients, so_far).run()
-        traced = (key, plan.recorder is not None)
+            return Step(plan, gradients).run(so_far)
+        traced = (key, len(plan.observers))
         if traced not in self._functions:
             self._functions[traced] = tf.function(
-                lambda gradients, so_far: Step(plan, gradients, so_far).run(), autograph=False
+                lambda gradients, so_far: Step(plan, gradients).run(so_far), autograph=False
             )
         return self._functions[traced](list(gradients), so_far)
 
-    def watch(self, loss: Loss | None = None) -> bool:
-        """Has the steps that are traced from now on record what they measure (see `monitor.recorder`).
+    def _new_plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
+        host_memory.keep_freed_memory()
+        name, watched = self.agree(gradients, variables)
+        progress.check(self.settings, self.epoch)
+        return self._build(self, name, gradients, variables, watched)
 
-        On this rank only, whatever others do: collectives stay as they are.
+    def _attach_watchers(self, plan: Plan) -> None:
+        if not any(observer.records_steps for observer in plan.observers):
+            plan.observers += [make(plan) for make in [*self._watchers, *watch_all][:1]]
+
+    def watch(self, make: Callable[[Plan], Observer]) -> bool:
+        """Has the steps that are traced from now on observed, on this rank only; collectives stay as they are.
+
+        A plan has one observer that records steps: the first one that was asked for.
 
         Args:
-            loss: Where the graph finds the loss, None if nowhere.
+            make: Makes the observer of a plan.
 
         Returns:
-            Whether steps were traced before that do not record: trace them anew.
+            Whether steps were traced before that it does not observe: trace them anew.
         """
-        self._watched = True
-        self._loss = loss
-        return any(plan.recorder is None for plan in self.plans.values())
+        self._watchers.append(make)
+        return any(
+            not any(observer.records_steps for observer in plan.observers) for plan in self.plans.values()
+        )
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
         """Asks whether the other ranks are about to reduce the same.
 
         Returns:
-            The next plan's name, and whether somebody watches the steps of any rank.
+            The next plan's name, and whether steps of any rank are watched.
 
         Raises:
             ValueError: They are not.
         """
         name, process_set = f"{self.name}_{len(self.plans)}", self.settings.process_set
-        watched = self._watched or bool(Reducer.watch_all)
+        watched = bool(self._watchers or watch_all)
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
                 watched = agreement.check(name, self.settings, gradients, variables, watched)
         return name, watched
 
-    def replan(self, states: Sequence[plan_state.PlanState]) -> None:
+    def begin_epoch(self, epoch: int) -> None:
+        """Says that an epoch begins; call it on all ranks, which agree on one number in a small allreduce.
+
+        Epochs never go back: a second `fit`, or one after an elastic reset, begins again with epoch 0.
+
+        Args:
+            epoch: Keras's number of the epoch, from 0 on. Without a warm-up by epochs, nothing happens.
+        """
+        group = self.settings.process_set
+        if not progress.follows_keras(self.settings) or not group.included() or group.size() == 1:
+            return
+        saved = [float(state.named.get("progress", 0.0)) for state in self.pending]
+        own = [float(p.state.progress) for p in self.plans.values() if p.state.progress is not None]
+        furthest = tf.constant(max([float(epoch), self.epoch or 0.0, *saved, *own]), tf.float64)
+        with tf.device("CPU"):
+            agreed = hvd.allreduce(furthest, op=hvd.Max, name="hvdc_epoch", process_set=group)
+        self.epoch = float(agreed)
+        self._set_progress(self.epoch)
+
+    def end_epoch(self) -> None:
+        """Says that the epoch that began last is over; may be called more than once."""
+        if self.epoch is not None:
+            self._set_progress(self.epoch + 1.0)
+
+    def _set_progress(self, epoch: float) -> None:
+        for plan in self.plans.values():
+            if plan.state.progress is not None:
+                plan.state.progress.assign(epoch)
+
+    def replan(self, states: Sequence[SavedState]) -> None:
         """Forgets the plans, made for other ranks; new ones, in graphs that are traced anew, take `states`."""
         self.plans.clear()
         self._functions.clear()
@@ -159,7 +195,15 @@ class Reducer:
         Raises:
             RuntimeError: There is none yet.
         """
-        return CompressionReport(tuple(self.last_plan("compression_report()").report()))
+        return CompressionReport(tuple(accounting.report(self.last_plan("compression_report()"))))
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """See `accounting.bytes_sent`, of the plan that was made last.
+
+        Raises:
+            RuntimeError: There is none yet.
+        """
+        return accounting.bytes_sent(self.last_plan("bytes_sent()"))
 
     def last_plan(self, who: str) -> Plan:
         """The plan that was made last.
@@ -183,7 +227,7 @@ def _tensor(gradient: Any, variable: Any) -> Any:
 
 
 def made() -> int:
-    """How many reducers this process has made, on which the next one's name depends."""
+    """The number of reducers that this process has made, on which the next one's name depends."""
     return _made
 
 

@@ -144,9 +144,14 @@ class Settings:
         return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
 
     @property
+    def averages(self) -> bool:
+        """Whether `op` is Average, and not Sum."""
+        return bool(self.op == hvd.Average)
+
+    @property
     def scale(self) -> float:
-        """What the sum over the ranks is multiplied by."""
-        return self.gradient_predivide_factor / self.process_set.size() if self.op == hvd.Average else 1.0
+        """The sum over the ranks is multiplied by it."""
+        return self.gradient_predivide_factor / self.process_set.size() if self.averages else 1.0
 
     def compressor_of(self, path: str) -> Compressor:
         """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""

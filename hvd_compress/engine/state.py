@@ -1,42 +1,160 @@
-"""Gradients that share a compressor, and what a rank keeps of them from step to step."""
+"""The variables that a plan keeps from step to step."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..common import tracing
 from ..compressors import Compressor
-from ..exchange.rows_gather import Table
-from .packing import FlatPacking, PerTensorPacking
+from .grouping import Shape
+from .model_layout import ModelLayout
+from .settings import Settings
+
+
+class BucketState(NamedTuple):
+    """What the exchange of a bucket reads and changes: variables before it, tensors of the same structure after it."""
+
+    # Of `residual_dtype`, in the chunks' shapes; empty without error feedback. None each: only new ones are wanted.
+    residuals: list[Any]
+    velocities: list[Any]  # float32, in the chunks' shapes; empty without momentum correction
+    factors: list[Any]  # of `factor_allreduce`, float32; one for all matrices, or none
+    has_foreign_residual: list[Any]  # bool on the host; one where the exchange may be hierarchical, or none
+
+
+NO_STATE = BucketState([], [], [], [])
 
 
 @dataclasses.dataclass
 class GroupState:
-    """What a rank keeps of a layout's chunks from step to step, in their shapes; never broadcast."""
+    """What a rank keeps of a parameter group's chunks, in their shapes; never broadcast.
 
-    residuals: list[tf.Variable]  # of `residual_dtype`; empty without error feedback
-    velocities: list[tf.Variable]  # float32; empty without momentum correction
+    Attributes:
+        residuals: Of `residual_dtype`; empty without error feedback.
+        velocities: float32; empty without momentum correction.
+    """
 
-    def part(self, chunks: range) -> GroupState:
-        """The state of some of the chunks."""
-        part = slice(chunks.start, chunks.stop)
-        return GroupState(self.residuals[part], self.velocities[part])
-
-
-@dataclasses.dataclass
-class ParamGroup:
-    """Gradients that share a compressor, as the chunks that it sees, and what is kept of these."""
-
-    compressor: Compressor
-    layout: FlatPacking | PerTensorPacking
-    state: GroupState
-    # Of `exchange.low_rank`, alike on all ranks: one variable for all matrices, or none.
-    factors: list[tf.Variable]
+    residuals: list[tf.Variable]
+    velocities: list[tf.Variable]
 
 
 @dataclasses.dataclass
-class EmbeddingGroup(ParamGroup):
-    """A variable whose gradient is IndexedSlices, and what is kept of its rows."""
+class State:
+    """All variables of a plan.
 
-    table: Table
+    Attributes:
+        step: The number of steps so far, int64.
+        groups: Of each parameter group.
+        factors: Right factors of each parameter group, the same on all ranks; one variable for all matrices, or none.
+        embeddings: Of each embedding; residuals in its shape.
+        has_foreign_residual: By the index of buckets whose exchange may be hierarchical: whether this rank may have
+            residuals other than zero of chunks that another worker of its host exchanges. True until the first
+            hierarchical exchange and after each flat one; not saved, but true after a restore.
+        velocities: Of momentum correction for uncompressed gradients, float32, by their positions; alike on all ranks.
+        progress: How far training is, float64, for compressors with stages; None without them.
+        embedding_counts: Of each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether
+            they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed; None
+            without embeddings.
+        model_wide_factors: Right factors of candidates of `auto` that are `model_wide`, by their position.
+    """
+
+    step: tf.Variable
+    groups: list[GroupState]
+    factors: list[list[tf.Variable]]
+    embeddings: list[GroupState]
+    has_foreign_residual: dict[int, tf.Variable]
+    velocities: dict[int, tf.Variable]
+    progress: tf.Variable | None
+    embedding_counts: tf.Variable | None
+    model_wide_factors: dict[int, tf.Variable]
+
+    def of_bucket(self, layout: ModelLayout, b: int) -> BucketState:
+        """The variables of one bucket."""
+        bucket = layout.buckets[b]
+        group = self.groups[bucket.group]
+        chunks = slice(bucket.chunks.start, bucket.chunks.stop)
+        foreign = [self.has_foreign_residual[b]] if b in self.has_foreign_residual else []
+        return BucketState(
+            group.residuals[chunks], group.velocities[chunks], self.factors[bucket.group], foreign
+        )
+
+    @property
+    def replicated(self) -> dict[str, tf.Variable]:
+        """The variables that are alike on all ranks, by the names that checkpoints use."""
+        factors = [variable for of_group in self.factors for variable in of_group]
+        return {
+            "step": self.step,
+            **{f"factors_{i}": variable for i, variable in enumerate(factors)},
+            **({} if self.progress is None else {"progress": self.progress}),
+            **{f"velocity_{i}": variable for i, variable in self.velocities.items()},
+            **{f"auto_factors_{c}": variable for c, variable in self.model_wide_factors.items()},
+        }
+
+
+def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
+    """The state before the first step.
+
+    Args:
+        name: The beginning of the variables' names.
+        settings: How gradients are reduced.
+        layout: The buckets.
+    """
+
+    def variable(value: tf.Tensor, what: str, device: str) -> tf.Variable:
+        with tf.device(device):
+            return tracing.variable(value, f"{name}_{what}")
+
+    def zeros(shapes: Sequence[Shape], what: str, dtype: str, device: str) -> list[tf.Variable]:
+        with tf.device(device):
+            return [tracing.variable(tf.zeros(shape, dtype), f"{name}_{what}") for shape in shapes]
+
+    def group_state(
+        compressor: Compressor, shapes: Sequence[Shape], device: str, momentum: float
+    ) -> GroupState:
+        feeds_back, dtype = settings.feeds_back(compressor), settings.residual_dtype
+        return GroupState(
+            zeros(shapes, "residual", dtype, device) if feeds_back else [],
+            zeros(shapes, "velocity", "float32", device) if momentum else [],
+        )
+
+    def factors(compressor: Compressor, shapes: Sequence[Shape]) -> list[tf.Variable]:
+        with tf.device(settings.device_dense):
+            initial = compressor.initial_factors(shapes)
+        return [] if initial is None else [variable(initial, "factors", settings.device_dense)]
+
+    groups = [
+        group_state(g.compressor, g.layout.shapes, settings.device_dense, settings.momentum_correction)
+        for g in layout.param_groups
+    ]
+    staged = any(len(g.compressor.stages) > 1 for g in layout.param_groups)
+    with_momentum = settings.dgc is not None and settings.momentum_correction
+    floats = [i for i in layout.uncompressed_members if layout.dtypes[i].is_floating] if with_momentum else []
+    counts = tf.zeros([len(layout.embeddings), 3], tf.int64)
+    candidates = enumerate(layout.auto.candidates) if layout.auto is not None else ()
+    return State(
+        step=tracing.variable(tf.constant(0, tf.int64), f"{name}_step"),
+        groups=groups,
+        factors=[factors(g.compressor, g.layout.shapes) for g in layout.param_groups],
+        embeddings=[
+            group_state(e.compressor, [e.shape], settings.device_sparse, 0.0) for e in layout.embeddings
+        ],
+        has_foreign_residual={
+            b: variable(tf.constant(True), "has_foreign_residual", "CPU")
+            for b, bucket in enumerate(layout.buckets)
+            if layout.may_be_hierarchical and groups[bucket.group].residuals
+        },
+        velocities={
+            i: variable(tf.zeros(layout.shapes[i]), "velocity", settings.device_dense) for i in floats
+        },
+        progress=variable(tf.constant(0.0, tf.float64), "progress", "CPU") if staged else None,
+        embedding_counts=variable(counts, "embedding_counts", "CPU") if layout.embeddings else None,
+        model_wide_factors={
+            c: of_candidate
+            for c, candidate in candidates
+            if candidate.model_wide
+            for of_candidate in factors(candidate, layout.model_wide.shapes)
+        },
+    )

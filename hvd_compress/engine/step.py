@@ -1,295 +1,372 @@
-"""One step: gradients into buckets, residual added, compressed, exchanged, cut up again."""
+"""The graph of one step of a plan."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..auto import samples
 from ..common import tracing
-from ..compressors import error_feedback as residual
+from ..common.names import plain_name
+from ..compressors import Compressor
+from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
-from ..monitor import tuning
-from . import clock, nonfinite
-from . import model_wide as crossing_whole
-from .clock import Stamps
-from .context import Context
-from .embeddings import SparseGradients
-from .packing import FlatPacking
-from .pipeline import BucketInput, BucketResult, cross
+from ..exchange.common import Group
+from . import clock, nonfinite, norms
+from .clock import Timestamps
+from .embeddings import Embeddings
+from .layout import FlatLayout
+from .model_wide import ModelWideResult, reduce_model
+from .observer import BucketMeasurement, StepMeasurement
+from .packing import unpack
+from .pipeline import BucketInput, BucketResult, StepContext, no_measure, reduce_bucket
 from .plan import Plan
+
+Changes = Sequence[tuple[tf.Variable, tf.Tensor]]
 
 
 class Step:
-    """The graph of one step of a plan."""
+    """Reduces one list of gradients.
 
-    def __init__(self, plan: Plan, gradients: Sequence[Any], so_far: tf.Tensor | None = None) -> None:
+    1. Transforms see all gradients (clipping).
+    2. Uncompressed gradients are reduced; with them cross the numbers that the ranks tell each other.
+    3. Embeddings are reduced, row by row.
+    4. Buckets are reduced, one after the other (`pipeline`).
+    5. The new state is assigned, unless a gradient of any rank was not finite.
+    6. Observers are told.
+    """
+
+    def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
-        self._so_far = so_far
         # Of static shape, also where only the variable's is.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
-            for g, shape in zip(gradients, plan.shapes)
+            for g, shape in zip(gradients, plan.layout.shapes)
         ]
-        self._recorder = plan.recorder
         self._changes: list[tuple[tf.Variable, tf.Tensor]] = []  # of the uncompressed gradients' velocities
-        # How often the plan is part of the function that is being traced: names must differ there. Not of all
-        # that is around it: a rank on which TensorFlow traces the function twice (it made Keras's metrics in it, and
-        # the ranks that an elastic job had before did not) would wait for ever. Calls of functions are one
-        # after the other, since they assign the same variables.
+        # The names of collectives must differ within the function that is being traced, and be the same on all ranks.
+        # So the plan counts its uses in this function, and not in all that is around it, which one rank may trace
+        # twice. Calls of functions run one after the other, since they assign the same variables.
         graph = tracing.function_graph()
-        turn = plan.turns.get(graph, -1) + 1
-        plan.turns[graph] = turn
-        self._context = Context(plan, turn, None)
+        self._trace_index = plan.trace_indices.get(graph, -1) + 1
+        plan.trace_indices[graph] = self._trace_index
+        settings = plan.settings
+        self._transforms = plan.transforms
+        self._context = StepContext(
+            settings.scale, plan.collective, self._transforms, settings.residual_decay, settings.feeds_back
+        )
+        self._records = any(observer.records_steps for observer in plan.observers)
+        self._sample_norms: tf.Tensor | None = None
+        self._embeddings: Embeddings
 
-    def run(self) -> list[Any]:
-        """The reduced gradients."""
-        gradients, plan = self._gradients, self._plan
-        reduced: list[Any] = [None] * len(gradients)
+    def run(self, progress: tf.Tensor | None = None) -> list[Any]:
+        """The reduced gradients.
+
+        Args:
+            progress: The new value of `State.progress`; None leaves it as it is.
+        """
+        plan, state, layout = self._plan, self._plan.state, self._plan.layout
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
-            step = plan.step.read_value()
-            if self._recorder is not None:
-                self._context = dataclasses.replace(self._context, due=self._recorder.due())
-            if self._so_far is not None and plan.progress is not None:
-                plan.progress.assign(self._so_far)
-            self._clip()
+            step = state.step.read_value()
+            samples = (observer.sample_norms() for observer in plan.observers)
+            self._sample_norms = next((sample for sample in samples if sample is not None), None)
+            if progress is not None and state.progress is not None:
+                state.progress.assign(progress)
+            self._gradients = self._transforms.prepare(self._gradients)
             ready = self._all_ready()
-            before = None if plan.selector is None else plan.selector.choices()
-            self._sparse = SparseGradients(
-                plan, gradients, self._context.group("slices"), self._context.seeds
-            )
-            dense, agreed, told = self._reduce_dense()
-            for bucket, result in zip(plan.dense, dense):
-                for i, tensor in zip(bucket.members, result.tensors):
-                    reduced[i] = self._accelerated(i, tensor)
-            oks = []
-            if plan.stateful_groups or plan.velocities:
-                incoming = [tensor for result in dense for tensor in result.incoming]
-                oks = [residual.all_finite(t) for t in incoming if t.dtype.is_floating]
-            for i, found in zip(plan.sparse, self._sparse.reduce(told)):
-                reduced[i] = found
-                if plan.stateful_groups or plan.velocities:
-                    oks.append(nonfinite.all_finite([found]))
-            # The dense ones go before the last bucket, so as not to cross all alone after it.
-            before_last = [tensor for result in dense for tensor in result.outgoing]
-            fixed = [b for b in range(len(plan.buckets)) if b not in plan.chosen]
-            crossed = self._cross(fixed, [] if plan.chosen else before_last)
-            results = self._join(crossed)
-            watched: dict[int, Any] = {b: (c.stamps, c.norms) for b, c in crossed.items()}
-            if plan.selector is None:
-                committed = self._commit(oks, crossed)
-            else:
-                probe = plan.selector.probe(
-                    step, [samples.of_bucket(plan, self._gradients, b) for b in plan.chosen]
-                )
-                nothing = plan.selector.nothing_in_use()
-                after = [crossed[fixed[-1]].outgoing] if fixed else []
+            choices = [
+                plan.selector(b).choice(b) if self._records else None for b in range(len(layout.buckets))
+            ]
+            reduced: list[Any] = [None] * len(self._gradients)
 
-                def compressed() -> Any:
-                    mine = self._cross(plan.chosen, before_last, after)
-                    committed = self._commit(oks, {**crossed, **mine})
-                    norms = [mine[b].norms for b in plan.chosen]
-                    return self._join(mine), [mine[b].stamps for b in plan.chosen], norms, committed, nothing
+            slices = [self._gradients[i] for i in layout.sparse]
+            group = self._group("slices")
+            self._embeddings = Embeddings(layout.embeddings, state.embeddings, slices, group, plan.settings)
+            dense, agreed, counts = self._reduce_uncompressed()
+            for tensors, result in zip(layout.uncompressed, dense):
+                for i, tensor in zip(tensors.members, result.tensors):
+                    reduced[i] = self._with_momentum(i, tensor)
+            flags = self._finite(dense)
 
-                def plain() -> Any:
-                    found, stamps = self._cross_uncompressed()
-                    norms = [self._context.nothing_lost() for _ in plan.chosen]
-                    return found, stamps, norms, self._commit(oks, crossed), nothing
+            first = len(layout.buckets)
+            seeds = lambda t: plan.seeds(first + t)  # noqa: E731
+            for i, slices in zip(
+                layout.sparse, self._embeddings.reduce(counts, seeds, state.embedding_counts)
+            ):
+                reduced[i] = slices
+                if self._keeps_state:
+                    flags.append(nonfinite.all_finite([slices]))
 
-                def whole(candidate: int) -> Any:
-                    assert plan.selector is not None
-                    due = plan.selector.is_probed(step)
-                    found = crossing_whole.cross(
-                        self._context, self._gradients, candidate, [*after, *before_last], due
-                    )
-                    committed = self._commit([*oks, found.ok], crossed, found.changes)
-                    return found.tensors, found.stamps, found.norms, committed, found.lost
-
-                exchanged = plan.selector.switch_all(compressed, plain, whole)
-                chosen, stamps, norms, committed, in_use = exchanged
-                results |= chosen
-                watched |= dict(zip(plan.chosen, zip(stamps, norms)))
-                plan.selector.learn(step, agreed, stamps, probe, in_use, committed)
-            for i, tensor in results.items():
+            # Uncompressed gradients go before the last bucket: after it they would cross all alone.
+            sent = [tensor for result in dense for tensor in result.outgoing]
+            gradients, results, loss, committed, probe = self._reduce_compressed(step, sent, flags)
+            for i, tensor in gradients.items():
                 reduced[i] = tensor
-            if self._recorder is not None:
-                uncompressed_ones = self._watch_uncompressed(dense, [reduced[i] for i in plan.sparse])
-                found = [*(watched[b] for b in sorted(watched)), *uncompressed_ones]
-                choices = [plan.stage(param_group.compressor) for param_group, _ in plan.buckets]
-                choices += [tf.constant(0)] * len(uncompressed_ones)
-                for place, b in enumerate(plan.chosen):
-                    assert before is not None
-                    choices[b] = before[place]
-                stamps, norms = ([pair[i] for pair in found] for i in range(2))
-                self._recorder.record(step, committed, ready, stamps, norms, choices, self._sparse.bytes_sent)
-            plan.step.assign_add(1)
-            if plan.progress is not None and plan.settings.dgc is not None:
-                steps = plan.settings.dgc.steps_per_epoch
-                plan.progress.assign_add(0.0 if steps is None else 1.0 / steps)
-            tuning.step(plan.name)
+
+            buckets = [
+                BucketMeasurement(result[0], result[1], choice) if result is not None and result[0] else None
+                for result, choice in zip(results, choices)
+            ]
+            others = self._measure_others(dense, [reduced[i] for i in layout.sparse])
+            measurement = StepMeasurement(
+                step, committed, ready, buckets, others, self._embeddings.bytes_sent, agreed, loss, probe
+            )
+            for observer in plan.observers:
+                observer.observe(measurement)
+            state.step.assign_add(1)
+            momentum = None if plan.settings.dgc is None else plan.settings.dgc.momentum_settings
+            if state.progress is not None and momentum is not None and momentum.steps_per_epoch is not None:
+                state.progress.assign_add(1.0 / momentum.steps_per_epoch)
         return reduced
 
-    def _clip(self) -> None:
-        """Clips this rank's gradients, as `dgc` does."""
-        dgc = self._plan.settings.dgc
-        if dgc is not None and dgc.clipnorm is not None:
-            limit = dgc.local_limit(
-                self._plan.settings.process_set.size(), self._plan.settings.op == hvd.Average
-            )
-            self._gradients = residual.clipped(self._gradients, limit)
+    # 2. Uncompressed gradients
 
-    def _accelerated(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
-        """What momentum makes of an uncompressed gradient, which is the same on all ranks."""
-        variable = self._plan.velocities.get(i)
-        if variable is None:
-            return reduced
-        momentum = self._plan.settings.momentum_correction
-        velocity = momentum * variable.read_value() + tf.cast(reduced, tf.float32)
-        self._changes.append((variable, velocity))
-        return tf.cast(velocity, reduced.dtype)
-
-    # What is measured while somebody watches
-
-    def _all_ready(self) -> tf.Tensor | None:
-        """When all gradients are there: those of the first layers are the last."""
-        if self._recorder is None:
-            return None
-        plan = self._plan
-        last = [param_group.layout.tensors.members[-1] for param_group in plan.param_groups]
-        last += [bucket.members[-1] for bucket in plan.dense] + plan.sparse
-        return clock.stamp([_values(self._gradients[i]) for i in dict.fromkeys(last)])
-
-    def _watch_uncompressed(
-        self, dense: Sequence[uncompressed.Dense], sparse: Sequence[Any]
-    ) -> list[tuple[Stamps, tf.Tensor]]:
-        """Stamps and norms of what crosses in no bucket; `sparse`: reduced IndexedSlices."""
-        pairs = [(found.outgoing, found.incoming) for found in dense]
-        pairs += [([self._gradients[i].values], [s.values]) for i, s in zip(self._plan.sparse, sparse)]
-        norms = [self._context.nothing_lost() for _ in dense]
-        norms += [] if self._context.due is None else self._sparse.norms(self._context.due)
-        found = []
-        for (outgoing, incoming), norm in zip(pairs, norms):
-            ready = clock.stamp(outgoing)
-            arrived = clock.stamp(incoming, ready)
-            found.append((Stamps(ready, ready, arrived, arrived), norm))
-        return found
-
-    def _reduce_dense(self) -> tuple[list[uncompressed.Dense], Any, list[tf.Tensor]]:
-        """The uncompressed gradients, and what the ranks tell each other, for the choice (or None) and of slices."""
-        selector = self._plan.selector
-        told = [*([] if selector is None else [selector.outgoing()]), *self._sparse.outgoing]
-        found, agreed = [], list[tf.Tensor]()
-        for b, bucket in enumerate(self._plan.dense):
-            tensors = [self._gradients[i] for i in bucket.members]
-            # What the ranks tell goes along with the first bucket.
-            result = self._allreduce([*tensors, *told], f"dense_{b}")
-            if told:
-                agreed, told = result.tensors[len(tensors) :], []
-                del result.tensors[len(tensors) :]
-            found.append(result)
-        if told:
-            agreed = self._allreduce(told, "agreed").tensors
-        return found, None if selector is None else agreed.pop(0), agreed
+    def _reduce_uncompressed(self) -> tuple[list[uncompressed.Dense], tf.Tensor | None, list[tf.Tensor]]:
+        """The reduced gradients, the agreed numbers of `auto` (or None), and those of the embeddings."""
+        auto = self._plan.auto
+        numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
+        results, agreed = [], list[tf.Tensor]()
+        for b, tensors in enumerate(self._plan.layout.uncompressed):
+            gradients = [self._gradients[i] for i in tensors.members]
+            # The numbers go along with the first bucket.
+            result = self._allreduce([*gradients, *numbers], f"dense_{b}")
+            if numbers:
+                agreed, numbers = result.tensors[len(gradients) :], []
+                del result.tensors[len(gradients) :]
+            results.append(result)
+        if numbers:
+            agreed = self._allreduce(numbers, "agreed").tensors
+        return results, None if auto is None else agreed.pop(0), agreed
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
-        group = self._context.group(name)
-        return uncompressed.reduce(tensors, settings.op, settings.gradient_predivide_factor, group)
+        return uncompressed.reduce(
+            tensors, settings.op, settings.gradient_predivide_factor, self._group(name)
+        )
 
-    def _cross_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Stamps]]:
-        """The gradients of `auto` where nothing is to be compressed: as stock Horovod reduces them."""
-        found: dict[int, tf.Tensor] = {}
-        stamps: list[Stamps] = []
-        for b in self._plan.chosen:
-            param_group, chunks = self._plan.buckets[b]
-            assert isinstance(param_group.layout, FlatPacking)
-            members = [param_group.layout.tensors.members[i] for i in param_group.layout.beginning_in(chunks)]
+    def _with_momentum(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
+        """An uncompressed gradient with momentum, which is the same on all ranks."""
+        variable = self._plan.state.velocities.get(i)
+        if variable is None:
+            return reduced
+        velocity = self._transforms.after_allreduce(reduced, variable.read_value())
+        assert velocity is not None
+        self._changes.append((variable, velocity))
+        return tf.cast(velocity, reduced.dtype)
+
+    # 4. Buckets
+
+    def _reduce_compressed(
+        self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
+    ) -> tuple[dict[int, tf.Tensor], list[Any], Any, tf.Tensor, Any]:
+        """All buckets.
+
+        Returns:
+            Reduced gradients by their positions; timestamps and norms of each bucket, or None; what a candidate for the
+            whole model lost; whether the new state was assigned; what `auto` found out before.
+        """
+        layout, auto = self._plan.layout, self._plan.auto
+        mine = set(layout.auto_buckets)
+        fixed = [b for b in range(len(layout.buckets)) if b not in mine]
+        first = self._reduce_buckets(fixed, [] if mine else before_last)
+        gradients, results = (
+            self._unpack(first),
+            [_measured(first.get(b)) for b in range(len(layout.buckets))],
+        )
+        if auto is None:
+            return gradients, results, (), self._commit(flags, first), None
+
+        probe = auto.probe(step, self._gradients)
+        no_loss = auto.no_loss()
+        after = [first[fixed[-1]].next_can_start] if fixed else []
+
+        # The branches return the same structure.
+        def per_bucket() -> Any:
+            last = self._reduce_buckets(layout.auto_buckets, before_last, after)
+            committed = self._commit(flags, {**first, **last})
+            return self._unpack(last), [_measured(last[b]) for b in layout.auto_buckets], committed, no_loss
+
+        def as_they_are() -> Any:
+            reduced, timestamps = self._reduce_auto_uncompressed()
+            measured = [(times, self._lossless()) for times in timestamps]
+            return reduced, measured, self._commit(flags, first), no_loss
+
+        def at_once(candidate: int, probed: tf.Tensor) -> Any:
+            whole = self._reduce_model(candidate, [*after, *before_last], probed)
+            committed = self._commit([*flags, whole.ok], first, whole.changes)
+            return whole.gradients, list(zip(whole.timestamps, whole.norms)), committed, whole.loss
+
+        reduced, measured, committed, loss = auto.switch_model(per_bucket, as_they_are, at_once, step)
+        for b, of_bucket in zip(layout.auto_buckets, measured):
+            results[b] = of_bucket
+        return gradients | reduced, results, loss, committed, probe
+
+    def _reduce_buckets(
+        self, buckets: Sequence[int], before_last: Sequence[tf.Tensor], after: Sequence[tf.Tensor] = ()
+    ) -> dict[int, BucketResult]:
+        """One bucket after the other: TensorFlow would encode all of them before it sends the first."""
+        results: dict[int, BucketResult] = {}
+        for b in buckets:
+            if b == buckets[-1]:
+                after = [*after, *before_last]
+            members = self._plan.layout.group_of(b).layout.tensors.members
+            gradients = [self._gradients[i] for i in members]
+            results[b] = reduce_bucket(self._bucket(b), gradients, self._context, after)
+            # When TensorFlow inlines a function, a control input on one of its results becomes one on the whole call:
+            # an identity keeps it on the result.
+            after = [tf.identity(results[b].next_can_start)]
+        return results
+
+    def _bucket(self, b: int) -> BucketInput:
+        plan = self._plan
+        measure = no_measure
+        if self._sample_norms is not None:
+            measure = functools.partial(norms.of_bucket, self._sample_norms)
+        return BucketInput(
+            plan.layout.group_of(b).layout,
+            plan.layout.buckets[b].chunks,
+            plan.selector(b),
+            plan.seeds(b),
+            self._groups(f"bucket_{b}"),
+            plan.state.of_bucket(plan.layout, b),
+            b,
+            any(observer.wants_times(b) for observer in plan.observers),
+            measure,
+        )
+
+    def _reduce_model(self, candidate: int, after: Sequence[tf.Tensor], probed: tf.Tensor) -> ModelWideResult:
+        plan = self._plan
+        return reduce_model(
+            plan.layout,
+            plan.state,
+            self._gradients,
+            candidate,
+            self._context,
+            plan.seeds(plan.layout.auto_buckets[-1]),
+            self._groups("whole"),
+            after,
+            probed,
+            self._sample_norms,
+        )
+
+    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Timestamps]]:
+        """The gradients of `auto`, reduced as stock Horovod does."""
+        layout = self._plan.layout
+        gradients: dict[int, tf.Tensor] = {}
+        timestamps: list[Timestamps] = []
+        for b in layout.auto_buckets:
+            of_group = layout.group_of(b).layout
+            assert isinstance(of_group, FlatLayout)
+            members = [of_group.tensors.members[i] for i in of_group.beginning_in(layout.buckets[b].chunks)]
             if not members:  # a large gradient that began in the bucket before
-                stamps.append(Stamps(*[stamps[-1].done] * len(Stamps._fields)))
+                timestamps.append(clock.all_at(timestamps[-1].decoded))
                 continue
             tensors = [self._gradients[i] for i in members]
             ready = clock.stamp(tensors[-1:])
-            with tf.control_dependencies([ready]):  # or TensorFlow may take the time after the exchange
+            with tf.control_dependencies([ready]):  # or TensorFlow may read the clock after the exchange
                 tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
-            arrived = clock.stamp(result.incoming)
-            stamps.append(Stamps(ready, ready, arrived, arrived))
-            found |= dict(zip(members, result.tensors))
-        return found, stamps
+            received = clock.stamp(result.incoming)
+            timestamps.append(Timestamps(ready, ready, received, received))
+            gradients |= dict(zip(members, result.tensors))
+        return gradients, timestamps
 
-    def _cross(
-        self,
-        chosen: Sequence[int],
-        before_last: Sequence[tf.Tensor],
-        after: Sequence[tf.Tensor] = (),
-    ) -> dict[int, BucketResult]:
-        """Compresses and exchanges buckets, one after the other.
-
-        TensorFlow would encode them all before it sends the first.
-        """
-        crossed: dict[int, BucketResult] = {}
-        for b in chosen:
-            param_group, chunks = self._plan.buckets[b]
-            members = param_group.layout.tensors.members
-            if b == chosen[-1]:
-                after = [*after, *before_last]
-            begun: list[tf.Tensor] = []
-            if param_group.compressor.automatic or self._recorder is not None:
-                last = members[param_group.layout.reaching_into(chunks)[-1]]
-                with tf.control_dependencies(after):
-                    begun = [clock.stamp([self._gradients[last]])]
-            with tf.control_dependencies([*after, *begun]):
-                cut = param_group.layout.cut([self._gradients[i] for i in members], chunks)
-            state = param_group.state.part(chunks)
-            crossed[b] = cross(self._context, BucketInput(b, cut, state), begun)
-            # Of a tensor that a function returns, TensorFlow takes nothing but the call to be waited for, once
-            # it has dissolved the function in the graph.
-            after = [tf.identity(crossed[b].early)]
-        return crossed
-
-    def _join(self, crossed: Mapping[int, BucketResult]) -> dict[int, tf.Tensor]:
+    def _unpack(self, results: Mapping[int, BucketResult]) -> dict[int, tf.Tensor]:
         """The reduced gradients, by position."""
-        results: dict[int, tf.Tensor] = {}
-        for param_group in self._plan.param_groups:
-            mine = [b for b in sorted(crossed) if self._plan.buckets[b][0] is param_group]
-            if mine:
-                members = param_group.layout.tensors.members
-                chunks = [chunk for b in mine for chunk in crossed[b].chunks]
-                results |= dict(
-                    zip(members, param_group.layout.join(chunks, [self._plan.dtypes[i] for i in members]))
-                )
-        return results
+        layout = self._plan.layout
+        gradients: dict[int, tf.Tensor] = {}
+        for g, group in enumerate(layout.param_groups):
+            buckets = [b for b in sorted(results) if layout.buckets[b].group == g]
+            if buckets:
+                members = group.layout.tensors.members
+                chunks = [chunk for b in buckets for chunk in results[b].chunks]
+                dtypes = [layout.dtypes[i] for i in members]
+                gradients |= dict(zip(members, unpack(group.layout, chunks, dtypes)))
+        return gradients
+
+    # 5. The new state
+
+    @property
+    def _keeps_state(self) -> bool:
+        state, layout = self._plan.state, self._plan.layout
+        return bool(layout.param_groups or self._embeddings.has_residuals or state.velocities)
+
+    def _finite(self, dense: Sequence[uncompressed.Dense]) -> list[tf.Tensor]:
+        """Whether the uncompressed gradients are finite; asked only where that decides what is kept."""
+        if not self._keeps_state:
+            return []
+        tensors = [tensor for result in dense for tensor in result.incoming]
+        return [all_finite(tensor) for tensor in tensors if tensor.dtype.is_floating]
 
     def _commit(
-        self,
-        oks: Sequence[tf.Tensor],
-        crossed: Mapping[int, BucketResult],
-        more: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
+        self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()
     ) -> tf.Tensor:
-        """Keeps the new residuals, unless any gradient of any rank was not finite; whether it did."""
+        """Assigns the new state, unless any gradient of any rank was not finite; whether it did, a bool scalar."""
         changes = [*self._changes, *more]
-        for b, found in crossed.items():
-            changes += zip(self._plan.changed_by(b), found.kept)
-        flags = [*oks, *(found.ok for found in crossed.values())]
+        for b, result in results.items():
+            old = self._plan.state.of_bucket(self._plan.layout, b)
+            for variables, values in zip(old, result.new_state):
+                changes += zip(variables, values)
+        flags = [*flags, *(result.ok for result in results.values())]
         if not flags:
             return tf.constant(True)
         ok = tf.reduce_all(tf.stack(flags))
-        if not changes and not self._sparse.has_residuals:
+        if not changes and not self._embeddings.has_residuals:
             return ok
 
-        def keep() -> tf.Tensor:
+        def assign() -> tf.Tensor:
             for variable, value in changes:
                 with tf.device(variable.device):
                     variable.assign(value)
-            self._sparse.keep()
+            self._embeddings.assign_residuals()
             return tf.constant(True)
 
-        return tf.cond(ok, keep, lambda: tf.constant(False))
+        return tf.cond(ok, assign, lambda: tf.constant(False))
+
+    # 6. What observers are told
+
+    def _all_ready(self) -> tf.Tensor | None:
+        """The time when all gradients are there: those of the first layers are the last."""
+        if not self._records:
+            return None
+        layout = self._plan.layout
+        groups = [*(group.layout.tensors for group in layout.param_groups), *layout.uncompressed]
+        last = [*(tensors.members[-1] for tensors in groups), *layout.sparse]
+        gradients = [self._gradients[i] for i in dict.fromkeys(last)]
+        return clock.stamp([g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients])
+
+    def _measure_others(
+        self, dense: Sequence[uncompressed.Dense], sparse: Sequence[tf.IndexedSlices]
+    ) -> list[BucketMeasurement]:
+        """Uncompressed gradients, then embeddings."""
+        if not self._records:
+            return []
+        pairs = [(result.outgoing, result.incoming) for result in dense]
+        slices = [self._gradients[i] for i in self._plan.layout.sparse]
+        pairs += [([own.values], [reduced.values]) for own, reduced in zip(slices, sparse)]
+        of_each = [self._lossless() for _ in dense]
+        of_each += [] if self._sample_norms is None else self._embeddings.norms(self._sample_norms)
+        measurements = []
+        for (outgoing, incoming), norm in zip(pairs, of_each):
+            ready = clock.stamp(outgoing)
+            received = clock.stamp(incoming, ready)
+            times = Timestamps(ready, ready, received, received)
+            measurements.append(BucketMeasurement(times, norm, tf.constant(0)))
+        return measurements
+
+    def _lossless(self) -> Any:
+        return () if self._sample_norms is None else norms.lossless(self._sample_norms)
+
+    # Names of collectives
+
+    def _group(self, what: str) -> Group:
+        return self._plan.group(self._trace_index, what)
+
+    def _groups(self, what: str) -> Callable[[Compressor], Group]:
+        return lambda compressor: self._group(f"{what}_{plain_name(compressor.spec)}")
 
 
-def _values(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def _measured(result: BucketResult | None) -> tuple[Any, Any] | None:
+    return None if result is None else (result.timestamps, result.measured)

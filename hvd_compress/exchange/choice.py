@@ -30,4 +30,8 @@ def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int, hosts: H
 
 def name_of(pattern: Any) -> str:
     """What the cost model calls it."""
-    return "two_level" if isinstance(pattern, TwoLevel) else pattern.__name__.rpartition(".")[2]
+    return (
+        "two_level"
+        if isinstance(pattern, TwoLevel)
+        else next(name for name, module in _MODULES.items() if module is pattern)
+    )

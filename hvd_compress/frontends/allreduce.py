@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,13 @@ from ..common import checks
 from ..common.error_text import error_text
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
 from ..compressors.registry import CompressionLike, resolve
+from ..engine.grouping import TensorGroup
+from ..engine.layout import PerTensorLayout
+from ..engine.pipeline import BucketInput, StepContext, reduce_bucket
 from ..engine.reducer import check_not_in_xla
+from ..engine.selector import FixedSelector
 from ..exchange import choice, uncompressed
-from ..exchange.common import Group, LocalInput
+from ..exchange.common import Group
 from ..kernels import noise
 
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
@@ -158,18 +163,20 @@ def _reduce(
 ) -> list[tf.Tensor]:
     triples = [as_float32(tensor, compressor.spec) for tensor in tensors]
     chunks = [x if prescale_factor == 1.0 else x * prescale_factor for x, _, _ in triples]
-    scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
+    shapes = tuple(shape for _, shape, _ in triples)
     shared = no_seeds().shared
-    seeds = Seeds(shared, noise.fold(shared, process_set.rank() + 1))
-    share = LocalInput(chunks, [None] * len(chunks), 1.0, False, seeds)
-    group = Group(process_set, name, ignore_name_scope)
-    # Never scatter-reduce: without a residual, its second loss would be lost.
-    layouts = [shape for _, shape, _ in triples]
-    pattern = choice.choose(compressor, layouts, 2)
-    reduced = pattern.reduce(compressor, share, scale, group)
-    return [
-        tf.cast(tf.reshape(chunk, shape), dtype) for chunk, (_, shape, dtype) in zip(reduced.chunks, triples)
-    ]
+    bucket = BucketInput(
+        PerTensorLayout(TensorGroup(tuple(range(len(shapes))), shapes)),
+        range(len(shapes)),
+        FixedSelector(compressor),
+        Seeds(shared, noise.fold(shared, process_set.rank() + 1)),
+        lambda _: Group(process_set, name, ignore_name_scope),
+    )
+    scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
+    # Never scatter-reduce, as between two ranks: without a residual, its second loss would be lost.
+    step = StepContext(scale, functools.partial(choice.choose, ranks=2))
+    reduced = reduce_bucket(bucket, chunks, step).chunks
+    return [tf.cast(tf.reshape(chunk, shape), dtype) for chunk, (_, shape, dtype) in zip(reduced, triples)]
 
 
 def _tensor(value: Any) -> Any:

@@ -192,7 +192,7 @@ def owner(
 
 def _steps_of(reducer: Reducer) -> int:
     pending = [int(state.named["step"]) for state in reducer.pending]
-    return max([int(plan.step.numpy()) for plan in reducer.plans.values()] + pending, default=0)
+    return max([int(plan.state.step.numpy()) for plan in reducer.plans.values()] + pending, default=0)
 
 
 def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:

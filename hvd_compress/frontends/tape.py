@@ -10,14 +10,15 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..auto.report import CompressionReport
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors import Compressor
 from ..compressors.registry import CompressionLike, policies, resolve
 from ..engine import nonfinite
+from ..engine.compression_report import CompressionReport
 from ..engine.reducer import Reducer, scale_local_gradient
 from ..engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
+from .build import new_reducer
 
 # A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
 _reducers: dict[Any, Reducer] = {}
@@ -151,7 +152,7 @@ class _DistributedGradientTape(tf.GradientTape):
             flat = nonfinite.zeros_unless(finite, flat)  # of local sources, too
             reduced = nonfinite.zeros_unless(finite, reduced)
         elif policy == "raise":
-            steps = [plan.step for plan in reducer.plans.values()]
+            steps = [plan.state.step for plan in reducer.plans.values()]
             step = tf.add_n(steps) if steps else None
             reduced = nonfinite.raise_unless(nonfinite.all_finite(reduced), reduced, step)
         for i, gradient in zip(shared, reduced):
@@ -198,11 +199,11 @@ def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
             error_feedback=False,
             momentum_correction=0.0,
         )
-        return Reducer(bare)
+        return new_reducer(bare)
     fields = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     key = (tuple(id(s) for s in sources), tuple(_hashable(value) for value in fields))
     if key not in _reducers:
-        _reducers[key] = Reducer(settings)
+        _reducers[key] = new_reducer(settings)
         for source in sources:
             weakref.finalize(source, _reducers.pop, key, None)
     return _reducers[key]

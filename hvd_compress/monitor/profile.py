@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from ..common import checks
-from ..engine.reducer import Reducer, alive
+from ..engine.reducer import alive, watch_all
 from . import summary
+from .recorder import Recorder
 from .session import Session
 from .steps import Steps
 
@@ -52,14 +53,14 @@ class profile:
 
     def __enter__(self) -> profile:
         self._session = Session(alive, self._log_dir, "profile")
-        Reducer.watch_all += 1
+        watch_all.append(Recorder)
         self._begun = time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        Reducer.watch_all -= 1
+        watch_all.remove(Recorder)
         assert self._session is not None
         self._keep(self._session.read())
         self._session.finish()

@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
-from ..compressors import Compressor
+from ..engine.clock import Timestamps
+from ..engine.norms import NORMS
+from ..engine.observer import Observer, StepMeasurement
+from ..engine.plan import Plan
 from ..exchange import uncompressed
-from ..exchange.common import LocalInput
-
-if TYPE_CHECKING:
-    from ..engine.clock import Stamps
-    from ..engine.plan import Plan
 
 # Steps that are kept until they are read.
 ROWS = 512
@@ -34,11 +32,10 @@ NORMS_EVERY = 20
 _LINK_BYTES = (64, 2**18, 2**22)
 _REPEATS, _PATIENCE = 4, 0.3
 HEADER = ("step", "committed", "ready", "loss_total", "loss_count")
-STAMPS = ("begun", "sent", "arrived", "done")
-NORMS = ("gradient_norm", "norm", "lost_norm", "residual_norm")
+TIMES = Timestamps._fields
 # Bytes of IndexedSlices, which differ from step to step, as in `WatchedBucket`; NaN for other buckets.
 BYTES = ("sent_bytes", "plain_bytes")
-COLUMNS = (*STAMPS, *NORMS, "choice", *BYTES)
+COLUMNS = (*TIMES, *NORMS, "choice", *BYTES)
 
 # The running sum of the loss and the weight that it stands for (of Keras's metric), as tensors.
 Loss = Callable[[], "tuple[tf.Tensor, tf.Tensor] | None"]
@@ -63,12 +60,14 @@ class WatchedBucket(NamedTuple):
     sent: tuple[int, ...]
 
 
-class Recorder:
+class Recorder(Observer):
     """Records the steps of one plan.
 
     Attributes:
         buckets: Those of the plan, then the uncompressed ones, then IndexedSlices.
     """
+
+    records_steps = True
 
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
         self.buckets = watched_buckets(plan)
@@ -83,45 +82,32 @@ class Recorder:
 
     # In the graph
 
-    def due(self) -> tf.Tensor:
-        """Whether norms are to be taken in this step; a bool scalar."""
+    def wants_times(self, bucket: int) -> bool:
+        """For all buckets."""
+        return True
+
+    def sample_norms(self) -> tf.Tensor:
+        """Whether norms are taken in this step; a bool scalar."""
         with tf.device("CPU"):
             count = self._count.read_value()
             return (count < NORMS_EVERY) | (count % NORMS_EVERY == 0)
 
-    def record(
-        self,
-        step: tf.Tensor,
-        committed: tf.Tensor,
-        ready: tf.Tensor,
-        stamps: Sequence[Stamps],
-        norms: Sequence[tf.Tensor],
-        choices: Sequence[tf.Tensor],
-        sparse: tf.Tensor,
-    ) -> None:
-        """Keeps one step; everything in the order of `buckets`.
-
-        Args:
-            step: int64 scalar, how many steps were made before it.
-            committed: Whether all gradients were finite.
-            ready: When the last gradient was there, float64.
-            stamps: Of each bucket.
-            norms: float32 [4] each, see `norms_of`.
-            choices: Which of the bucket's compressors was used, scalars.
-            sparse: `BYTES` of the last buckets, those of IndexedSlices, float64 [number of them, 2].
-        """
+    def observe(self, measurement: StepMeasurement) -> None:
+        """Keeps one step."""
+        rows = [bucket for bucket in measurement.buckets if bucket is not None] + measurement.others
         with tf.device("CPU"):
             nan = tf.constant(math.nan, tf.float64)
             loss = (self._loss() if self._loss is not None else None) or (nan, nan)
+            head = (measurement.step, measurement.committed, measurement.ready, *loss)
+            times = (time for bucket in rows for time in bucket.timestamps)
             # Few operations, each on all buckets: in another order than that of a row, see `_order`.
-            unknown = tf.fill([len(self.buckets) - sparse.shape[0], len(BYTES)], nan)
+            embedding_bytes = measurement.embedding_bytes
+            unknown = tf.fill([len(rows) - embedding_bytes.shape[0], len(BYTES)], nan)
             row = [
-                tf.stack(
-                    [*(_double(x) for x in (step, committed, ready, *loss)), *(t for s in stamps for t in s)]
-                ),
-                _double(tf.concat(list(norms), 0)),
-                _double(tf.stack(list(choices))),
-                tf.reshape(tf.concat([unknown, sparse], 0), [-1]),
+                tf.stack([*map(_double, head), *times]),
+                _double(tf.concat([bucket.norms for bucket in rows], 0)),
+                _double(tf.stack([bucket.choice for bucket in rows])),
+                tf.reshape(tf.concat([unknown, embedding_bytes], 0), [-1]),
             ]
             index = tf.cast(self._count.read_value() % ROWS, tf.int32)
             written = self._rows.scatter_nd_update([[index]], tf.concat(row, 0)[None])
@@ -154,7 +140,7 @@ def _order(buckets: int) -> np.ndarray:
     """
     header = np.arange(len(HEADER))
     cells, begin = [], len(HEADER)
-    for width in (len(STAMPS), len(NORMS), 1, len(BYTES)):
+    for width in (len(TIMES), len(NORMS), 1, len(BYTES)):
         cells.append(begin + np.arange(buckets * width).reshape(buckets, width))
         begin += buckets * width
     return np.concatenate([header, np.concatenate(cells, 1).ravel()])
@@ -196,83 +182,33 @@ def measure_link(process_set: Any) -> tuple[float, float] | None:
         return latency, per_byte
 
 
-def not_measured() -> tf.Tensor:
-    """In place of norms."""
-    return tf.fill([len(NORMS)], tf.constant(math.nan))
-
-
-def nothing_lost(due: tf.Tensor) -> tf.Tensor:
-    """The norms of a bucket that crosses as it is: those of its gradients are not taken."""
-    with tf.device("CPU"):
-        return tf.where(due, tf.constant([math.nan, math.nan, 0.0, 0.0]), not_measured())
-
-
-def norms_of(
-    due: tf.Tensor,
-    compressor: Compressor,
-    fresh: Sequence[tf.Tensor],
-    share: LocalInput,
-    left: Sequence[tf.Tensor] | None,
-) -> tf.Tensor:
-    """Norms (2-norms over all chunks) of a bucket, float32 [4] as in `NORMS`; NaN where they are not `due`.
-
-    The gradient (the velocity, with momentum correction), gradient + decay * residual, what compression loses of that
-    sum, and the new residual. Of what is lost, that is all where a residual is kept; else it is encoded once more.
-
-    Args:
-        due: Whether they are to be taken, a bool scalar.
-        compressor: Of the bucket.
-        fresh: The gradients, in chunks.
-        share: What was encoded.
-        left: The new residuals, or None where none are kept.
-    """
-
-    def lost() -> tf.Tensor:
-        if compressor.uncompressed:
-            return tf.constant(0.0)
-        if not compressor.pure:  # may keep something from call to call
-            return tf.constant(math.nan)
-        again = share._replace(keep=True)
-        return norm_of([again.encode(compressor, i).residual for i in range(len(share.chunks))])
-
-    def take() -> tf.Tensor:
-        summed = [share.sum(i) for i in range(len(share.chunks))]
-        residual = tf.constant(0.0) if left is None else norm_of(left)
-        return tf.stack([norm_of(fresh), norm_of(summed), lost() if left is None else residual, residual])
-
-    return tf.cond(due, take, not_measured)
-
-
-def norm_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The 2-norm over all of these tensors; 0 where there are none."""
-    return tf.sqrt(
-        2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tf.cast(t, tf.float32)) for t in tensors)])
-    )
-
-
 def _double(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
+def recorder_of(plan: Plan) -> Recorder | None:
+    """The recorder of a plan; None while nobody watches."""
+    return next((observer for observer in plan.observers if isinstance(observer, Recorder)), None)
+
+
 def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     """The plan's buckets, in the order of a row."""
-    ranks = plan.settings.process_set.size()
-    found = []
-    for b, (param_group, chunks) in enumerate(plan.buckets):
-        auto = param_group.compressor
-        compressors = auto.candidates if auto.automatic else auto.stages
+    layout, ranks = plan.layout, plan.settings.process_set.size()
+    buckets = []
+    for b, bucket in enumerate(layout.buckets):
+        group = layout.param_groups[bucket.group]
+        compressors = group.compressor.candidates if group.compressor.automatic else group.compressor.stages
         shapes = [plan.shapes_of(b, c) for c in compressors]
-        sent = tuple(plan.pattern(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
-        # Without what chunks are filled up with.
-        nbytes = sum(
-            elements * plan.dtypes[i].size for i, elements in param_group.layout.elements_in(chunks).items()
-        )
+        sent = tuple(plan.collective(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
+        # Without the padding of chunks.
+        elements = group.layout.elements_in(bucket.chunks)
+        nbytes = sum(count * layout.dtypes[i].size for i, count in elements.items())
         plain = uncompressed.bytes_sent(nbytes, ranks)
-        found.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), sent))
-    for d, bucket in enumerate(plan.dense):
-        nbytes = sum(size * plan.dtypes[i].size for i, size in zip(bucket.members, bucket.sizes))
+        buckets.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), sent))
+    for d, tensors in enumerate(layout.uncompressed):
+        nbytes = sum(size * layout.dtypes[i].size for i, size in zip(tensors.members, tensors.sizes))
         plain = uncompressed.bytes_sent(nbytes, ranks)
-        found.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
-    for s, param_group in enumerate(plan.embeddings):
-        found.append(WatchedBucket(f"sparse-{s}", 0, 0, (param_group.compressor.spec,), (0,)))
-    return found
+        buckets.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
+    for s, table in enumerate(layout.embeddings):
+        buckets.append(WatchedBucket(f"sparse-{s}", 0, 0, (table.compressor.spec,), (0,)))
+    return buckets

@@ -11,21 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..engine.plan import Plan
+from ..engine.reducer import Reducer
 from ..version import __version__
 from .files import RunFiles
-from .recorder import ROWS, WatchedBucket
+from .recorder import ROWS, Recorder, WatchedBucket, recorder_of
 from .steps import Reader, Steps
-
-if TYPE_CHECKING:
-    from ..engine.plan import Plan
-    from ..engine.reducer import Reducer
 
 # Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are:
 # half of the rows are enough for 1280 steps a second.
@@ -51,6 +49,7 @@ class Session:
         self._files = None if directory is None else RunFiles(directory, self._rank)
         self._what = what
         self._plan: Plan | None = None
+        self._recorder: Recorder | None = None
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
         self._read_at = self._look_at = time.monotonic()
@@ -60,7 +59,7 @@ class Session:
     @property
     def buckets(self) -> list[WatchedBucket]:
         """Those of the plan that is followed; none before the first step."""
-        return [] if self._plan is None or self._plan.recorder is None else self._plan.recorder.buckets
+        return [] if self._recorder is None else self._recorder.buckets
 
     @property
     def known(self) -> bool:
@@ -84,8 +83,7 @@ class Session:
             self._look_at = now + _LOOK_EVERY
             if first:
                 self.first_step_seconds = seconds
-            recorder = None if self._plan is None else self._plan.recorder
-            full = recorder is not None and recorder.pending() >= ROWS // 2
+            full = self._recorder is not None and self._recorder.pending() >= ROWS // 2
             return self.read() if first or full or now - self._read_at > _READ_EVERY else None
 
     def read(self) -> Steps | None:
@@ -94,8 +92,8 @@ class Session:
             self._read_at = time.monotonic()
             if self._plan is None and not self._begin():
                 return None
-            assert self._plan is not None and self._plan.recorder is not None and self._reader is not None
-            rows = self._plan.recorder.read()
+            assert self._recorder is not None and self._reader is not None
+            rows = self._recorder.read()
             if not len(rows):
                 return None
             steps = self._with_losses(self._reader.steps(rows))
@@ -124,12 +122,12 @@ class Session:
 
     def _begin(self) -> bool:
         """Finds the plan that is followed."""
-        plans = [plan for reducer in self._reducers() for plan in reducer.plans.values() if plan.recorder]
-        if not plans:
+        plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
+        watched = [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
+        if not watched:
             return False
-        self._plan = max(plans, key=lambda plan: sum(b.nbytes for b in plan.recorder.buckets))  # type: ignore[union-attr, misc]
-        recorder = self._plan.recorder
-        assert recorder is not None
+        self._plan, recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
+        self._recorder = recorder
         self._reader = Reader(self.buckets)
         # What was recorded for somebody else.
         while recorder.pending() > 1:
@@ -147,9 +145,9 @@ class Session:
             "ranks": settings.process_set.size(),
             "host": socket.gethostname(),
             "model": {
-                "parameters": sum(int(np.prod(s)) for s in self._plan.shapes),
+                "parameters": sum(int(np.prod(s)) for s in self._plan.layout.shapes),
                 "gradient_bytes": sum(bucket.nbytes for bucket in self.buckets),
-                "variables": len(self._plan.shapes),
+                "variables": len(self._plan.layout.shapes),
             },
             "settings": settings_of(settings),
             "link": None

@@ -16,6 +16,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..engine.observer import Observer, StepMeasurement
 from ..engine.settings import Settings
 from .tune_protocol import MARK, VARIABLE
 
@@ -74,17 +75,20 @@ def metrics(logs: Mapping[str, Any] | None) -> None:
         tell(metrics={name: float(value) for name, value in logs.items() if _is_number(value)})
 
 
-def step(plan: str) -> None:
-    """Puts the end of a step of this plan into the graph that is being traced, if asked to."""
-    if not is_on():
-        return
-    if not _clock.plan:
-        _clock.plan = plan
-        atexit.register(_clock.flush)
-    # On all ranks, though only one tells: their graphs should be the same.
-    if _clock.plan == plan:
-        with tf.device("CPU"):
-            tf.numpy_function(_clock.tick, [], [])
+class StepClock(Observer):
+    """Tells how long the steps of the first plan take; others take part in the same step."""
+
+    def __init__(self, plan: str) -> None:
+        if not _clock.plan:
+            _clock.plan = plan
+            atexit.register(_clock.flush)
+        self._plan = plan
+
+    def observe(self, measurement: StepMeasurement) -> None:
+        """Puts the end of the step into the graph, on all ranks, so that their graphs are equal; only one tells."""
+        if _clock.plan == self._plan:
+            with tf.device("CPU"):
+                tf.numpy_function(_clock.tick, [], [])
 
 
 def _is_number(value: Any) -> bool:

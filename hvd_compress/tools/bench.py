@@ -100,6 +100,7 @@ def measure(
     import tensorflow as tf
 
     from ..cost.calibrate import calibrate
+    from ..engine import accounting
     from ..exchange import hosts
     from . import exchange
 
@@ -128,7 +129,7 @@ def measure(
     totals = {spec: timing.summary(row) for spec, row in zip(specs, slowest)}
     rows = []
     for spec in specs:
-        sent, plain = methods[spec].plan.bytes_sent()
+        sent, plain = accounting.bytes_sent(methods[spec].plan)
         predicted = forecast(spec, work, calibrated(calibration, None), hvd.size())
         total = totals[spec]["median"]
         rows.append(

@@ -13,8 +13,8 @@ import tensorflow as tf
 from ..compressors.registry import Compression
 from ..engine.grouping import Shape
 from ..engine.plan import Plan
-from ..engine.reducer import Reducer
 from ..engine.settings import BUCKET_BYTES, Settings
+from ..frontends.build import new_reducer
 
 
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
@@ -53,7 +53,7 @@ class Method:
         settings = Settings(
             Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES, hierarchical=hierarchical
         )
-        self._reducer = Reducer(settings)
+        self._reducer = new_reducer(settings)
         self.run = tf.function(
             lambda: self._reducer([v.value() for v in variables], variables), autograph=False
         )
@@ -66,7 +66,7 @@ class Method:
     @property
     def chunk(self) -> int:
         """Elements of the chunks that are encoded; 0 where nothing is."""
-        shapes = [param_group.layout.shapes[0] for param_group in self.plan.param_groups]
+        shapes = [param_group.layout.shapes[0] for param_group in self.plan.layout.param_groups]
         return max((math.prod(shape) for shape in shapes), default=0)
 
 

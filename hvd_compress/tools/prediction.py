@@ -162,7 +162,7 @@ def crossings(work: Workload, candidates: tuple[Format, ...], ranks: int, worker
         layout = geometry.PerTensorLayout(members)
         limit = sys.maxsize if isinstance(candidates[0], PowerSGD) else limit
     else:
-        layout = geometry.flat(members, candidates, limit, ranks, workers)
+        layout = geometry.flat_layout(members, candidates, limit, ranks, workers)
     # Elements up to the end of each chunk, of all that are compressed.
     sizes = [math.prod(shape) for shape in layout.shapes]
     ends = np.minimum(np.cumsum(sizes), members.numel)

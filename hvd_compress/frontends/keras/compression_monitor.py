@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ...common import checks
 from ...monitor import events
+from ...monitor.recorder import Recorder
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
@@ -76,7 +77,7 @@ class CompressionMonitor(Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Have the steps record what they measure."""
         reducer = _reducer(self.model)
-        anew = reducer.watch(lambda: _running_loss(self.model))
+        anew = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
         if anew and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)  # traced before, without recording
         if self._session is None:

@@ -11,8 +11,9 @@ import tensorflow as tf
 from ...common import checks
 from ...common.names import path_of
 from ...engine import nonfinite
-from ...engine.reducer import Reducer, scale_local_gradient
+from ...engine.reducer import scale_local_gradient
 from ...engine.settings import Settings
+from ..build import new_reducer
 from .aggregation import LocalGradientAggregation
 
 
@@ -37,7 +38,7 @@ class Distribution:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings.reduction
-        self.reducer = Reducer(settings.reduction)
+        self.reducer = new_reducer(settings.reduction)
         self.aggregation = None
         if settings.backward_passes_per_step > 1:
             self.aggregation = LocalGradientAggregation(

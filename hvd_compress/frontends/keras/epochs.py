@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import progress
-
 
 def begin(model: Any, epoch: int) -> None:
     """Says that epoch `epoch` (from 0 on) begins; on all ranks."""
     reducer = _reducer(model)
     if reducer is not None:
-        progress.begin_epoch(reducer, epoch)
+        reducer.begin_epoch(epoch)
 
 
 def end(model: Any) -> None:
     """Says that the epoch is over."""
     reducer = _reducer(model)
     if reducer is not None:
-        progress.end_epoch(reducer)
+        reducer.end_epoch()
 
 
 def _reducer(model: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from ...auto.report import CompressionReport
 from ...common import checks
 from ...common.error_text import error_text
 from ...compressors.registry import CompressionLike, policies, resolve
+from ...engine.compression_report import CompressionReport
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings
 from .optimizer_state import innermost, own_momentum
@@ -209,7 +209,7 @@ class DistributedMixin:
         Raises:
             RuntimeError: No step has been made yet.
         """
-        return self._hvdc.reducer.last_plan("bytes_sent()").bytes_sent()
+        return self._hvdc.reducer.bytes_sent()
 
     def compression_report(self) -> CompressionReport:
         """What each bucket is compressed with, and with `compression="auto"`: why, and how long it takes.

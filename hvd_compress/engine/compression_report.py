@@ -1,0 +1,84 @@
+"""What users are told about the compression of each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Behind times of a candidate that is for all buckets at once.
+OF_ALL = " for all buckets at once"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One compressor for one bucket.
+
+    Attributes:
+        compressor: The spec string.
+        predicted: Seconds of the bucket's exchange; for `powersgd`, seconds of the exchange of all buckets at once.
+        through: The share of the bucket's energy that it lets through.
+        why: The reason why it was not chosen; empty for the chosen one.
+    """
+
+    compressor: str
+    predicted: float
+    through: float
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketReport:
+    """One bucket.
+
+    Attributes:
+        nbytes: Bytes of its gradients, as float32.
+        chosen: The spec string of the compressor in use.
+        predicted: Seconds of its exchange; None without `auto`.
+        measured: Seconds, a running average; None before the first measurement.
+        switches: How often the choice changed.
+        candidates: All compressors that the bucket may get.
+        rows_of: For an embedding whose rows are exchanged, the variable's path; else empty.
+        together: Whether all buckets of `auto` are exchanged at once: times are those of all of them.
+    """
+
+    nbytes: int
+    chosen: str
+    predicted: float | None = None
+    measured: float | None = None
+    switches: int = 0
+    candidates: tuple[Candidate, ...] = ()
+    rows_of: str = ""
+    together: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionReport:
+    """What is compressed how, bucket by bucket; printable.
+
+    Attributes:
+        buckets: In the order of sending; rows of embeddings last.
+    """
+
+    buckets: tuple[BucketReport, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for i, bucket in enumerate(self.buckets):
+            times = f"; predicted {milliseconds(bucket.predicted)}, measured {milliseconds(bucket.measured)}"
+            times += OF_ALL if bucket.together else ""
+            switches = f"; {bucket.switches} switches" if bucket.candidates else ""
+            if bucket.rows_of:
+                lines.append(f"rows of {bucket.rows_of} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}")
+                continue
+            lines.append(
+                f"bucket {i} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"
+                f"{times if bucket.candidates else ''}{switches}"
+            )
+            for candidate in bucket.candidates:
+                if candidate.why:
+                    lines.append(f"    not {candidate.compressor}: {candidate.why}")
+        return "\n".join(lines)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as text in milliseconds; "not yet" for None."""
+    return "not yet" if seconds is None else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,95 @@
+"""What is known of an embedding before the first step: numbers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from ..compressors import Compressor
+from ..compressors.rows import Rows
+from ..exchange import choice, uncompressed
+from .grouping import Shape, TensorGroup
+from .layout import FlatLayout, flat_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingTable:
+    """A variable whose gradient is IndexedSlices.
+
+    Attributes:
+        shape: The variable's shape; rows first.
+        dtype: Of the gradient's values.
+        compressor: Of its rows, see `Compressor.for_rows`.
+        ranks: The world size.
+        limit: The largest size of a bucket of the dense gradient, in bytes of float32.
+    """
+
+    shape: Shape
+    dtype: tf.DType
+    compressor: Compressor
+    ranks: int
+    limit: int
+
+    @property
+    def columns(self) -> int:
+        """The elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The code of its rows."""
+        return Rows(self.compressor, self.shape[0], self.columns, self.dtype)
+
+    @functools.cached_property
+    def layout(self) -> FlatLayout:
+        """The chunks of the dense gradient, where that is compressed."""
+        return flat_layout(TensorGroup((0,), (self.shape,)), (self.compressor,), self.limit, self.ranks)
+
+    @functools.cached_property
+    def dense_bytes(self) -> int:
+        """The bytes that each rank sends of the dense gradient."""
+        if self.compressor.uncompressed:
+            size = 4 if self.dtype == tf.bfloat16 else self.dtype.size  # summed as float32
+            return uncompressed.bytes_sent(math.prod(self.shape) * size, self.ranks)
+        sent = 0
+        for chunks in self.layout.in_buckets(self.limit):
+            shapes = self.layout.shapes[chunks.start : chunks.stop]
+            collective = choice.choose(self.compressor, shapes, self.ranks)
+            sent += collective.bytes_sent(self.compressor, shapes, self.ranks)
+        return sent
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        """The number of rows of all ranks together up to which rows are less to send than the dense gradient.
+
+        Both are one collective on the same link, so that bytes tell which is faster.
+        """
+        return self.dense_bytes * self.ranks // ((self.ranks - 1) * self.rows.nbytes)
+
+    @property
+    def sum_dtype(self) -> tf.DType:
+        """The dtype in which rows are summed: float32 for 16-bit floats and where rows are compressed."""
+        if not self.dtype.is_floating:
+            return tf.int64
+        return self.dtype if self.compressor.uncompressed and self.dtype.size > 2 else tf.float32
+
+    def is_dense(self, counts: tf.Tensor) -> tf.Tensor:
+        """Whether the gradient is exchanged as a dense tensor, a bool scalar; `counts`: rows of each rank, int64."""
+        return tf.reduce_sum(counts) > self.most_rows
+
+    def bytes_sent(self, rows: Any, dense: Any, given: Any) -> tuple[Any, Any]:
+        """The bytes that each rank sends in a step, on average, and those of stock Horovod.
+
+        Args:
+            rows: The number of rows of all ranks together; a number or an int64 tensor, as the others.
+            dense: 1 if they are exchanged as a dense tensor, else 0.
+            given: This rank's slices, before duplicate rows are summed. As if all ranks had as many.
+        """
+        in_rows = (self.ranks - 1) * rows * self.rows.nbytes // self.ranks
+        # Horovod gathers values and, as int64, numbers of rows.
+        stock = (self.ranks - 1) * given * (self.columns * self.dtype.size + 8)
+        return dense * self.dense_bytes + (1 - dense) * in_rows, stock

@@ -1,0 +1,215 @@
+"""How the gradients of a model are divided: which are compressed together, in which buckets. Numbers only.
+
+A parameter group holds all gradients that share a compressor, packed into chunks. A bucket is a run of a group's
+chunks, which one exchange carries. Buckets stand in the order of sending: the last layers first, since their gradients
+are ready first, and the groups of `auto` after all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..common import checks
+from ..common.names import path_of
+from ..compressors import Compressor, NoCompression
+from .embedding_table import EmbeddingTable
+from .grouping import Shape, TensorGroup, assign
+from .layout import Layout, PerTensorLayout, bucket_limit, flat_layout, is_compressed
+from .settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamGroup:
+    """Gradients that share a compressor, and the chunks in which it sees them."""
+
+    compressor: Compressor
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Chunks that are exchanged at once."""
+
+    group: int  # position of the parameter group
+    chunks: range
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLayout:
+    """How one list of gradients is divided.
+
+    Attributes:
+        paths: The variables' paths or names.
+        shapes: The gradients' shapes.
+        dtypes: Their dtypes; None where there is no gradient.
+        param_groups: The compressed gradients.
+        buckets: In the order of sending.
+        uncompressed: Gradients that Horovod's own allreduce reduces, in buckets of their own.
+        sparse: Positions of the IndexedSlices.
+        embeddings: The variables that they belong to, in the same order.
+        may_be_hierarchical: Whether exchanges may sum gradients inside of each host first.
+    """
+
+    paths: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[Any, ...]
+    param_groups: tuple[ParamGroup, ...]
+    buckets: tuple[Bucket, ...]
+    uncompressed: tuple[TensorGroup, ...]
+    sparse: tuple[int, ...]
+    embeddings: tuple[EmbeddingTable, ...]
+    may_be_hierarchical: bool
+
+    def group_of(self, b: int) -> ParamGroup:
+        """The parameter group of a bucket."""
+        return self.param_groups[self.buckets[b].group]
+
+    def shapes_of(self, b: int) -> list[Shape]:
+        """The shapes of a bucket's chunks."""
+        chunks = self.buckets[b].chunks
+        return self.group_of(b).layout.shapes[chunks.start : chunks.stop]
+
+    @property
+    def uncompressed_members(self) -> list[int]:
+        """Positions of the gradients that Horovod's own allreduce reduces."""
+        return [i for tensors in self.uncompressed for i in tensors.members]
+
+    @property
+    def auto(self) -> Any:
+        """The compressor that stands for a choice among candidates; None where there is none."""
+        compressors = (group.compressor for group in self.param_groups)
+        return next((compressor for compressor in compressors if compressor.automatic), None)
+
+    @functools.cached_property
+    def auto_groups(self) -> list[int]:
+        """Positions of the parameter groups of `auto`."""
+        return [g for g, group in enumerate(self.param_groups) if group.compressor.automatic]
+
+    @functools.cached_property
+    def auto_buckets(self) -> list[int]:
+        """Positions of the buckets of `auto`, which are the last ones."""
+        return [b for b, bucket in enumerate(self.buckets) if bucket.group in self.auto_groups]
+
+    @functools.cached_property
+    def model_wide(self) -> PerTensorLayout:
+        """All gradients of `auto` in their own shapes, one parameter group after the other."""
+        groups = [self.param_groups[g].layout.tensors for g in self.auto_groups]
+        members = tuple(i for tensors in groups for i in tensors.members)
+        return PerTensorLayout(TensorGroup(members, tuple(shape for t in groups for shape in t.shapes)))
+
+
+def model_layout(
+    settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], workers: int = 1
+) -> ModelLayout:
+    """Divides gradients.
+
+    Args:
+        settings: How gradients are reduced.
+        gradients: Tensors, IndexedSlices or None, one for each of `variables`.
+        variables: What the gradients belong to.
+        workers: The workers on each host where exchanges may be hierarchical, else 1.
+
+    Raises:
+        TypeError: A gradient is of a dtype that Horovod cannot reduce.
+        ValueError: The shape of a gradient is unknown, or is not that of its variable.
+    """
+    shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
+    paths = [path_of(v) for v in variables]
+    dtypes: list[Any] = [None if g is None else g.dtype for g in gradients]
+    for path, dtype in zip(paths, dtypes):
+        if dtype is not None:
+            checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
+    ranks = settings.process_set.size()
+
+    def limit_of(tensors: TensorGroup) -> int:
+        return (
+            sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, tensors.numel)
+        )
+
+    def is_sent_compressed(i: int, compressor: Compressor) -> bool:
+        if compressor.uncompressed or not dtypes[i].is_floating:
+            return False
+        return is_compressed(shapes[i], settings.min_compress_size)
+
+    def layout_of(tensors: TensorGroup, compressor: Compressor) -> Layout:
+        if compressor.per_tensor:
+            return PerTensorLayout(tensors)
+        return flat_layout(tensors, compressor.candidates, limit_of(tensors), ranks, workers)
+
+    def table_of(i: int) -> EmbeddingTable:
+        wanted = settings.compressor_of(paths[i])
+        compressor = wanted.for_rows() if is_sent_compressed(i, wanted) else NoCompression()
+        limit = limit_of(TensorGroup((i,), (shapes[i],)))
+        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit)
+
+    sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+    dense = [i for i, g in enumerate(gradients) if g is not None and i not in set(sparse)]
+    compressors = {i: settings.compressor_of(paths[i]) for i in dense}
+    compressed = [i for i in dense if is_sent_compressed(i, compressors[i])]
+    groups = _positions(settings.groups, variables)
+
+    param_groups = []
+    # In the order of the variables, but `auto` last.
+    for compressor in sorted(_distinct([compressors[i] for i in compressed]), key=lambda c: c.automatic):
+        members = [i for i in compressed if compressors[i] == compressor]
+        # Without `groups`, all lie end to end, and buckets end where a chunk does.
+        for tensors in assign(shapes, members, sys.maxsize, groups):
+            param_groups.append(ParamGroup(compressor, layout_of(tensors, compressor)))
+    buckets = []
+    for g, group in enumerate(param_groups):
+        limit = sys.maxsize if group.compressor.model_wide else limit_of(group.layout.tensors)
+        buckets += [Bucket(g, chunks) for chunks in group.layout.in_buckets(limit)]
+
+    rest = sorted(set(dense) - set(compressed))
+    limit = limit_of(TensorGroup(tuple(rest), tuple(shapes[i] for i in rest)))
+    uncompressed = assign(shapes, rest, limit, None if compressed else groups)
+    return ModelLayout(
+        tuple(paths),
+        tuple(shapes),
+        tuple(dtypes),
+        tuple(param_groups),
+        tuple(buckets),
+        tuple(uncompressed),
+        tuple(sparse),
+        tuple(map(table_of, sparse)),
+        workers > 1,
+    )
+
+
+def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
+    if gradient is None:
+        return ()
+    if isinstance(gradient, tf.IndexedSlices):
+        # The number of rows depends on the batch.
+        gradient = tf.TensorSpec(tf.TensorShape([None]).concatenate(gradient.values.shape[1:]))
+    shape, own = gradient.shape, tf.TensorShape(variable.shape)
+    if not shape.is_compatible_with(own):
+        raise ValueError(f"the gradient of {path_of(variable)} has shape {shape}, the variable {own}")
+    shape = shape.merge_with(own)
+    if not shape.is_fully_defined():
+        raise ValueError(
+            f"the gradient of {path_of(variable)} has the unknown shape {shape}: set it with tf.ensure_shape"
+        )
+    return tuple(shape.as_list())
+
+
+def _positions(groups: Any, variables: Sequence[Any]) -> Any:
+    """Groups of variables as groups of their positions in `variables`."""
+    if not isinstance(groups, (list, tuple)):
+        return groups
+    position = {id(variable): i for i, variable in enumerate(variables)}
+    return [[position[id(v)] for v in group if id(v) in position] for group in groups]
+
+
+def _distinct(compressors: Sequence[Compressor]) -> list[Compressor]:
+    distinct: list[Compressor] = []
+    for compressor in compressors:
+        if compressor not in distinct:  # may have no hash
+            distinct.append(compressor)
+    return distinct

@@ -1,0 +1,95 @@
+"""Which compressor a bucket gets in a step.
+
+A selector subclasses `Selector`. The candidates are branches of one graph, and a tensor that is the same on all ranks
+says which branch runs, so that a choice may change from step to step without a new trace.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from ..compressors import Compressor
+
+Result = TypeVar("Result")
+
+
+class Selector(abc.ABC):
+    """Chooses among candidates.
+
+    Subclasses define `switch`, `choice` and `current`.
+    """
+
+    @abc.abstractmethod
+    def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
+        """The result of `exchange` with the compressor of a bucket.
+
+        Args:
+            bucket: The bucket's index in the plan.
+            exchange: Traced once for each candidate; its results have the same structure for all of them.
+        """
+
+    @abc.abstractmethod
+    def choice(self, bucket: int) -> tf.Tensor:
+        """The position of the bucket's compressor among the candidates in this step; an integer scalar on the host."""
+
+    @abc.abstractmethod
+    def current(self, bucket: int) -> Compressor:
+        """The bucket's compressor, outside of the graph."""
+
+
+class FixedSelector(Selector):
+    """The same compressor in every step."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+
+    def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
+        """The exchange with this compressor; no branch in the graph."""
+        return exchange(self._compressor)
+
+    def choice(self, bucket: int) -> tf.Tensor:
+        """Always 0."""
+        return tf.constant(0)
+
+    def current(self, bucket: int) -> Compressor:
+        """This compressor."""
+        return self._compressor
+
+
+class StagedSelector(Selector):
+    """One stage of a compressor after the other, such as the warm-up of `dgc`.
+
+    Args:
+        compressor: The compressor that has the stages.
+        progress: How far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
+    """
+
+    def __init__(self, compressor: Compressor, progress: tf.Variable) -> None:
+        self._compressor = compressor
+        self._progress = progress
+
+    def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
+        """The exchange with the current stage."""
+        return switch_case(
+            self.choice(bucket), [functools.partial(exchange, stage) for stage in self._compressor.stages]
+        )
+
+    def choice(self, bucket: int) -> tf.Tensor:
+        """The position of the current stage."""
+        with tf.device("CPU"):
+            return self._compressor.stage_at(self._progress.read_value())
+
+    def current(self, bucket: int) -> Compressor:
+        """The current stage."""
+        stage: Compressor = self._compressor.stages[int(self.choice(bucket))]
+        return stage
+
+
+def switch_case(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
+    """As tf.switch_case; without an operation for it if there is but one branch."""
+    return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))

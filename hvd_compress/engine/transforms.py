@@ -1,0 +1,175 @@
+"""What is done to a rank's gradients before they are encoded.
+
+A transform subclasses `Transform` and overrides the methods that it needs; `transforms_of` lists those of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ..compressors import error_feedback
+from ..kernels.compile import compiled
+
+
+class LocalChunks(NamedTuple):
+    """A bucket of one rank, on its way to the compressor."""
+
+    chunks: list[tf.Tensor]  # float32
+    residuals: Sequence[Any]  # variables or tensors in the same shapes, or None each
+    decay: float  # the compressor encodes chunks + decay * residuals
+    velocities: Sequence[Any] = ()  # of momentum correction, in the same shapes; empty without it
+
+
+class Transform:
+    """One change of the gradients.
+
+    Methods to override, in the order in which a step calls them:
+
+    - `prepare(gradients)`: all gradients of the rank, once in a step.
+    - `apply(local)`: the chunks of a bucket, before they are encoded.
+    - `update(local, residuals)`: the bucket's new velocities, once it is known what was sent.
+    - `after_allreduce(gradient, velocity)`: a gradient that was reduced uncompressed.
+    """
+
+    def prepare(self, gradients: list[Any]) -> list[Any]:
+        """All gradients (tensors, IndexedSlices or None) of this rank, changed."""
+        return gradients
+
+    def apply(self, local: LocalChunks) -> LocalChunks:
+        """A bucket's chunks, changed."""
+        return local
+
+    def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """New velocities; `local` as after all transforms, `residuals` what was not sent of its chunks."""
+        return []
+
+    def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
+        """The new velocity, float32, that takes the place of a gradient reduced uncompressed; None for no change."""
+        return None
+
+
+class Clip(Transform):
+    """Local gradient clipping (Lin et al. 2018, DGC, section 3.2): the norm over all gradients is `limit` at most."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def prepare(self, gradients: list[Any]) -> list[Any]:
+        """Scales all gradients down together."""
+        return clipped(gradients, self._limit)
+
+
+class Predivide(Transform):
+    """Divides gradients before they are summed, as Horovod's `gradient_predivide_factor`."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def apply(self, local: LocalChunks) -> LocalChunks:
+        """Divides the chunks."""
+        return local._replace(chunks=[chunk / self._factor for chunk in local.chunks])
+
+
+class MomentumCorrection(Transform):
+    """Momentum before the compressor (Lin et al. 2018, DGC, equation 4 and section 3.2).
+
+    The local velocity u = momentum * u + g takes the gradient's place. Where an element was sent, its velocity is
+    cleared (momentum factor masking). For plain SGD as the optimizer: its own momentum would count twice.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        self._momentum = momentum
+
+    def apply(self, local: LocalChunks) -> LocalChunks:
+        """Adds gradients to velocities, and residuals to these: `update` needs the sum."""
+        if not local.velocities:
+            return local
+        velocities = [
+            accelerate(chunk, value_of(velocity), self._momentum)
+            for chunk, velocity in zip(local.chunks, local.velocities)
+        ]
+        residuals = map(value_of, local.residuals)
+        chunks = [error_feedback.add(v, r, local.decay) for v, r in zip(velocities, residuals)]
+        return LocalChunks(chunks, [None] * len(chunks), 1.0, velocities)
+
+    def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Clears velocities where elements were sent."""
+        sums = zip(local.velocities, local.chunks, residuals)
+        return [mask(velocity, chunk - residual) for velocity, chunk, residual in sums]
+
+    def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor:
+        """The same momentum for gradients that are not compressed."""
+        return self._momentum * velocity + tf.cast(gradient, tf.float32)
+
+
+class Chain(Transform):
+    """Several transforms, one after the other."""
+
+    def __init__(self, *transforms: Transform) -> None:
+        self._transforms = transforms
+
+    def prepare(self, gradients: list[Any]) -> list[Any]:
+        """All of them in their order."""
+        for transform in self._transforms:
+            gradients = transform.prepare(gradients)
+        return gradients
+
+    def apply(self, local: LocalChunks) -> LocalChunks:
+        """All of them in their order."""
+        for transform in self._transforms:
+            local = transform.apply(local)
+        return local
+
+    def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The new velocities of the one that keeps any."""
+        return [new for transform in self._transforms for new in transform.update(local, residuals)]
+
+    def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
+        """The result of the first one that has any."""
+        results = (transform.after_allreduce(gradient, velocity) for transform in self._transforms)
+        return next((result for result in results if result is not None), None)
+
+
+def value_of(tensor: Any) -> tf.Tensor | None:
+    """The value of a variable; tensors and None as they are."""
+    return tensor.value() if isinstance(tensor, tf.Variable) else tensor
+
+
+@compiled
+def accelerate(gradient: tf.Tensor, velocity: tf.Tensor, momentum: float) -> tf.Tensor:
+    """The new velocity, momentum * velocity + gradient."""
+    return momentum * velocity + gradient
+
+
+@compiled
+def mask(velocity: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
+    """`velocity` with zeros where `sent`, the decoded payload, is not zero."""
+    return tf.where(sent == 0.0, velocity, tf.zeros_like(velocity))
+
+
+def clipped(gradients: Sequence[Any], limit: float) -> list[Any]:
+    """Gradients scaled down together so that the 2-norm over all of them is at most `limit`.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None; integers stay as they are. Where a value is infinite or NaN, some
+            value of the result is, too.
+        limit: Above 0.
+    """
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
+    if not floats:
+        return list(gradients)
+    norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
+    factor = tf.minimum(1.0, limit / norm)
+
+    def scaled(gradient: Any) -> Any:
+        if gradient is None or not gradient.dtype.is_floating:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
+        return gradient * tf.cast(factor, gradient.dtype)
+
+    return [scaled(gradient) for gradient in gradients]

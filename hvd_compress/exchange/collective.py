@@ -1,0 +1,5 @@
+"""Placeholder until the collectives are merged."""
+
+from typing import Any
+
+Collective = Any

@@ -1,0 +1,106 @@
+"""Makes plans: the one place that knows all plug-ins of the engine.
+
+Layouts, states and selectors are made of their arguments alone. What they need from the network is asked here: whether
+exchanges are hierarchical, what the link costs, and what `auto` chooses first. All ranks make a plan together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..auto import flat_or_hierarchical, start
+from ..checkpoint import plan_state
+from ..compressors import Compressor
+from ..cost.calibrate import calibrate
+from ..engine import progress
+from ..engine.model_layout import ModelLayout, model_layout
+from ..engine.plan import Plan
+from ..engine.reducer import Reducer
+from ..engine.settings import Settings
+from ..engine.state import new_state
+from ..exchange import hosts
+from ..exchange.hosts import Hosts
+from ..monitor import recorder, tuning
+
+
+def new_reducer(settings: Settings) -> Reducer:
+    """The object that reduces gradients with these settings."""
+    return Reducer(settings, new_plan)
+
+
+def new_plan(
+    reducer: Reducer, name: str, gradients: Sequence[Any], variables: Sequence[Any], watched: bool
+) -> Plan:
+    """The plan for a list of gradients. A collective call.
+
+    1. Layout: how the gradients are divided.
+    2. State: the variables.
+    3. Hierarchical or flat: for each compressor, by the cost model.
+    4. Selector of `auto`: calibrates if it must.
+    5. Observers.
+    6. State that was loaded before.
+
+    Args:
+        reducer: Whose plan it is.
+        name: The beginning of its collectives' names.
+        gradients: Tensors, IndexedSlices or None, one for each of `variables`.
+        variables: What the gradients belong to.
+        watched: Whether any rank records steps: then the link is measured.
+    """
+    settings = reducer.settings
+    with tf.init_scope():
+        all_hosts = hosts.of_settings(settings)
+        may_be_hierarchical = settings.hierarchical is not False and not settings.momentum_correction
+        used_hosts = all_hosts if may_be_hierarchical else None
+        layout = model_layout(settings, gradients, variables, 1 if used_hosts is None else used_hosts.workers)
+        state = new_state(name, settings, layout)
+        flat = _flat_compressors(settings, layout, used_hosts)
+        plan = Plan(name, settings, layout, state, used_hosts, all_hosts, flat)
+        if layout.auto is not None:
+            _add_auto(plan)
+        if tuning.is_on():
+            plan.observers.append(tuning.StepClock(name))
+        plan.link = recorder.measure_link(settings.process_set) if watched else None
+    plan_state.take_pending(reducer, plan)
+    with tf.init_scope():
+        progress.start(plan, reducer.epoch)
+    tuning.settings(settings)
+    return plan
+
+
+def _add_auto(plan: Plan) -> None:
+    layout, settings, used_hosts = plan.layout, plan.settings, plan.hosts
+    shapes = [layout.shapes_of(b) for b in layout.auto_buckets]
+    calibrated = start.calibration(layout.auto, settings, shapes[0][0])
+    if used_hosts is not None and settings.hierarchical is True:
+        flat_or_hierarchical.check(calibrated, used_hosts)
+    elif used_hosts is not None:
+        candidates = [(candidate, shapes) for candidate in layout.auto.candidates]
+        plan.flat = [
+            *plan.flat,
+            *flat_or_hierarchical.flat_ones(candidates, calibrated, settings, used_hosts),
+        ]
+    plan.auto = start.selector(layout, plan.state, settings, calibrated, plan.collective)
+    plan.observers.append(plan.auto)
+
+
+def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts | None) -> list[Compressor]:
+    """Compressors other than `auto` whose exchange is faster without the sums inside of hosts."""
+    if used_hosts is None or settings.hierarchical != "auto":
+        return []
+    candidates = []
+    for g, group in enumerate(layout.param_groups):
+        if not group.compressor.automatic:
+            buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
+            candidates.append((group.compressor, buckets))
+    candidates = [
+        (c, buckets) for c, buckets in candidates if flat_or_hierarchical.fits(c, buckets, used_hosts)
+    ]
+    if not candidates:
+        return []
+    chunk = candidates[0][1][0][0]
+    calibrated = calibrate([c for c, _ in candidates], settings.process_set, chunk[0])
+    return flat_or_hierarchical.flat_ones(candidates, calibrated, settings, used_hosts)
