@@ -5,13 +5,13 @@ import time
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 from test_optimizer import KERASES
 
 import hvd_compress as hvdc
-from hvd_compress import reducer, settings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,8 +38,7 @@ def refused(match, function, kind=(ValueError, TypeError)):
 
 
 def reduce(gradients, variables, spec="int8", **options):
-    compressor = hvdc.Compression.parse(spec)
-    return reducer.Reducer(settings.Settings(compressor, **options))(gradients, variables)
+    return introspect.new_reducer(spec, **options)(gradients, variables)
 
 
 def ones(rank):
