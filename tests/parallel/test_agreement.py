@@ -11,8 +11,6 @@ from test_optimizer import KERASES, make_data, make_model
 import hvd_compress as hvdc
 from hvd_compress import agreement
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def reduce(gradients=None, variables=None, compressor="int8", **options):
     """One step of a reducer with these settings."""

@@ -10,8 +10,6 @@ from test_tape import np_topk
 
 import hvd_compress as hvdc
 
-pytestmark = pytest.mark.timeout(120)
-
 keras3 = pytest.mark.skipif(not IS_KERAS3, reason="Keras 3's LossScaleOptimizer")
 KERAS2 = [name for name in sorted(KERASES) if name == "tf_keras" or not IS_KERAS3]
 WAYS = ["inside", "around"]  # where the LossScaleOptimizer is

@@ -10,8 +10,6 @@ from test_optimizer import IS_KERAS3, KERASES, flat_weights, make_data, make_mod
 
 import hvd_compress as hvdc
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(params=sorted(KERASES))
 def keras(request):
