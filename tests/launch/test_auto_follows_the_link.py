@@ -36,7 +36,7 @@ for i in range(60):
 
 # Selecting the largest takes several times as long as sending all over the first link, on a busy machine, too.
 @needs_root
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(620)
 def test_a_slower_link_is_followed_within_20_steps(tmp_path):
     from netlab import Netlab
 
@@ -51,7 +51,7 @@ def test_a_slower_link_is_followed_within_20_steps(tmp_path):
 
         threading.Thread(target=slow_down, daemon=True).start()
         with log.open("w") as out:
-            result = net.run([sys.executable, str(script)], stdout=out, stderr=out, timeout=250, cwd=ROOT)
+            result = net.run([sys.executable, str(script)], stdout=out, stderr=out, timeout=600, cwd=ROOT)
     text = log.read_text()
     assert result.returncode == 0, text[-3000:]
     lines = [line for line in text.splitlines() if re.search(r">:(step \d+$|hvd_compress: bucket)", line)]

@@ -114,7 +114,7 @@ def resume(horovodrun, folder, ranks, spec):
     return int(step)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(KILLS))
 @pytest.mark.parametrize("ranks, spec", [(2, "int8"), (3, "hybrid:ratio=0.05,bits=4"), (2, "auto")])
 def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, seed):
@@ -124,17 +124,17 @@ def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, s
     job, workers = run_until(background, tmp_path, ranks, spec)
     time.sleep(drawn.uniform(0, 6))
     workers[victim].kill()
-    seconds = check_end(job, tmp_path, workers, victim, bound=40)
+    seconds = check_end(job, tmp_path, workers, victim, bound=120)
     ended = [json.loads(path.read_text()) for path in tmp_path.glob("end-*")]
     step = resume(horovodrun, tmp_path, ranks, spec) if spec == "int8" or KILLS > 1 else None
     print(f"rank {victim} killed: {ended[0]}, over after {seconds:.1f} s, a save of step {step}")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks, spec", [(2, "int8")])
 def test_a_stopped_rank_ends_all(background, tmp_path, ranks, spec):
     # All of it stands still, Horovod's thread included, which its own look for stalls cannot tell; Gloo's limit counts.
     job, workers = run_until(background, tmp_path, ranks, spec, ["--gloo-timeout-seconds", "8"])
     wait_for([tmp_path / "training-0"], job.alive)
     workers[1].send_signal(signal.SIGSTOP)
-    check_end(job, tmp_path, workers, 1, bound=40)
+    check_end(job, tmp_path, workers, 1, bound=120)

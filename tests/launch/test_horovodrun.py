@@ -22,11 +22,13 @@ def test_a_failing_rank_fails_the_run(horovodrun):
 
 def test_a_hang_is_a_failure_and_leaves_nothing_behind(horovodrun, tmp_path):
     mark = uuid.uuid4().hex
-    script = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(1000)  # {mark}"
-    for timeout in (15, 60, 200):  # a busy machine is slow to start
+    for timeout in (5, 30, 200):  # a busy machine is slow to start
+        folder = tmp_path / str(timeout)
+        folder.mkdir()
+        script = f"import os, time; open(r'{folder}/' + str(os.getpid()), 'w'); time.sleep(1000)  # {mark}"
         with pytest.raises(pytest.fail.Exception, match=f"still running after {timeout} s"):
             horovodrun(2, ["-c", script], timeout=timeout)
-        started = [int(path.name) for path in tmp_path.iterdir()]
+        started = [int(path.name) for path in folder.iterdir()]
         if len(started) == 2:
             break
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]

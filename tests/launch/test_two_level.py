@@ -12,7 +12,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 import hvd_compress as hvdc
-from hvd_compress import hosts
+from hvd_compress.exchange import hosts
 
 hvdc.init()
 hvdc.init()  # once more: nothing happens

@@ -6,12 +6,10 @@ import tempfile
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from hvd_compress.exchange import hosts
-from hvd_compress.exchange.hosts import Hosts
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -49,9 +47,7 @@ def two_hosts(request, monkeypatch):
     """As if `hvdc.init()` had found two hosts of two workers; needs four ranks."""
     (local,) = [each for each in request.config.hvdc_hosts if each.included()]
     (across,) = [each for each in request.config.hvdc_process_sets if each.included()]
-    found = Hosts(local, across)
-    monkeypatch.setattr(hosts, "_found", found)
-    return found
+    return introspect.set_hosts(monkeypatch, local, across)
 
 
 @pytest.fixture

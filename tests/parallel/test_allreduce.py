@@ -4,15 +4,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+from specs import ALL
 
 import hvd_compress as hvdc
 
-SPECS = [
-    "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "randomk:ratio=0.1",
-    "randomk:ratio=0.1,unbiased=true", "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4",
-    "hybrid:ratio=0.01,bits=4", "quantize:bits=3", "quantize:bits=4,rounding=stochastic",
-    "quantize:bits=4,clip=99.0", "powersgd:rank=2",
-]  # fmt: skip
 SHAPE = (64, 48)
 
 
@@ -49,7 +44,7 @@ def np_strided_top1(x, k):
     return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_result_is_the_same_on_all_ranks_to_the_bit(spec, rank, gather):
     result = hvdc.allreduce(tf.constant(data(rank)), compression=spec, name="same").numpy()
     everyone = gather(result)
@@ -145,12 +140,12 @@ def test_odd_shapes(spec, shape, rank):
     assert np.isfinite(result.numpy()).all()
 
 
-@pytest.mark.parametrize("spec", SPECS[1:])
+@pytest.mark.parametrize("spec", ALL[1:])
 def test_nothing_but_zeros_stays_zero(spec):
     assert not hvdc.allreduce(tf.zeros([2000]), compression=spec, name="zeros").numpy().any()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_element_on_one_rank_is_seen_by_all(spec, bad, rank, size):
     x = data(rank)

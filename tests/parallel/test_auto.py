@@ -1,21 +1,19 @@
 """`compression="auto"`: all ranks choose alike, switching loses nothing, and the choice is explained."""
 
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto.report import CompressionReport
-from hvd_compress.engine import clock
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
+from hvd_compress.engine.compression_report import CompressionReport
 
 SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
 SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"
 
 
 def new_reducer(spec=SPEC, **settings):
-    return Reducer(Settings(hvdc.Compression.parse(spec), min_compress_size=200, **settings))
+    return introspect.new_reducer(spec, min_compress_size=200, **settings)
 
 
 def gradients(rank, step):
@@ -62,25 +60,14 @@ class Training:
 
     @property
     def plan(self):
-        (plan,) = self.reducer.plans.values()
-        return plan
+        return introspect.plan_of(self.reducer)
 
     def choose(self, candidate):
         """As if all buckets had been switched to it."""
-        state = self.plan.selector.state
-        for variable in (state.choice, state.now):
-            variable.assign([candidate] * len(self.plan.buckets))
-        state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-        self.plan.selector._outgoing.assign(tf.zeros_like(self.plan.selector._outgoing))
+        introspect.force_choice(self.plan, candidate)
 
     def residuals(self):
-        left = [np.zeros(shape, np.float64) for shape in SHAPES]
-        for param_group in self.plan.param_groups:
-            chunks = [tf.constant(r.numpy()) for r in param_group.state.residuals]
-            members = param_group.layout.tensors.members
-            for i, tensor in zip(members, param_group.layout.join(chunks, [tf.float32] * len(members))):
-                left[i] = tensor.numpy().astype(np.float64)
-        return left
+        return introspect.residuals(self.plan)
 
 
 @pytest.fixture
@@ -118,7 +105,7 @@ def test_uncompressed_steps_send_all_that_was_left(training, size):
     training.step()
     assert all(np.abs(r).max() == 0 for r in training.residuals())
     training.choose(0)
-    assert bool(training.plan.selector.is_idle())
+    assert introspect.nothing_is_compressed(training.plan)
     step = training.steps
     for i, reduced in enumerate(training.step()):
         mean = np.mean([gradients(r, step)[i] for r in range(size)], 0)
@@ -126,20 +113,17 @@ def test_uncompressed_steps_send_all_that_was_left(training, size):
 
 
 def test_ranks_with_other_clocks_and_speeds_choose_alike(rank, gather, monkeypatch):
-    stamp = clock.stamp
-
-    def other_clock(tensors, *after):
+    def other_clock(time):
         # Another zero, another speed, and times that jump.
-        time = stamp(tensors, *after)
         if rank == 0:
             return time
         return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)
 
-    monkeypatch.setattr(clock, "stamp", other_clock)
+    introspect.replace_clock(monkeypatch, other_clock)
     training = Training(rank)
     for _ in range(40):
         results = training.step()
-        choices = gather(training.plan.selector.state.choice.numpy())
+        choices = gather(introspect.selector_state(training.plan).choice.numpy())
         assert (choices == choices[0]).all(), choices
         same = gather(np.array([float(r.sum()) for r in results]))
         assert (same == same[0]).all()
@@ -159,14 +143,15 @@ def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
         np.testing.assert_array_equal(a, b)
     for _ in range(3):
         assert all(np.isfinite(r).all() for r in training.step())
-    state = training.plan.selector.state
+    state = introspect.selector_state(training.plan)
     assert all(np.isfinite(value.numpy()).all() for value in state)
 
 
 def test_fidelity_is_that_of_the_gradients(training, rank, size):
     for _ in range(2 * 5 + 2):
         training.step()
-    shares = training.plan.selector.state.lost.numpy() / training.plan.selector.state.energy.numpy()[:, None]
+    state = introspect.selector_state(training.plan)
+    shares = state.lost.numpy() / state.energy.numpy()[:, None]
     assert (shares[:, 0] == 0).all()  # none
     assert (shares[:, 1] < 1e-2).all()  # int8
     assert ((shares[:, 2] > 0.1) & (shares[:, 2] < 0.9)).all()  # hybrid at 5% of a heavy tail
@@ -202,17 +187,17 @@ def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
     for _ in range(12):  # the choice may change once more, and is measured from its second step on
         training.step()
     capfd.readouterr()
-    selector = training.plan.selector
-    other = 1 if int(selector.state.choice[0]) == 2 else 2
+    plan = training.plan
+    other = 1 if int(introspect.selector_state(plan).choice[0]) == 2 else 2
     spec = ["none", "int8", "hybrid:ratio=0.05,bits=4"][other]
-    votes = tf.fill([len(training.plan.buckets)], 1.0 + other if rank == 0 else 0.0)
-    selector._outgoing.assign(tf.concat([votes, selector._outgoing[len(training.plan.buckets) :]], 0))
-    before = [c.spec for c in selector.chosen()]
+    introspect.propose(plan, other, rank)
+    before = introspect.selected(plan)
     training.step()
     log = capfd.readouterr().err
     if rank == 0:
         assert "auto begins with bucket 0 (" in started
-        assert f"bucket 0 ({selector.nbytes[0] / 1e6:.1f} MB): {before[0]} -> {spec}; predicted " in log
+        nbytes = introspect.selector_bytes(plan)[0]
+        assert f"bucket 0 ({nbytes / 1e6:.1f} MB): {before[0]} -> {spec}; predicted " in log
         assert f" ms, {before[0]} measured " in log
     else:
         assert "hvd_compress" not in started + log
@@ -230,25 +215,21 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
     for _ in range(4):
         reduced = training.step()
         assert all(np.isfinite(r).all() for r in reduced)
-    assert len(training.plan.buckets) == 2 and training.traces == 1
-    assert (training.plan.selector.state.energy.numpy() > 0).all()
-    assert len({param_group.layout.shapes[0] for param_group in training.plan.param_groups}) == 2
+    assert len(introspect.buckets(training.plan)) == 2 and training.traces == 1
+    assert (introspect.selector_state(training.plan).energy.numpy() > 0).all()
+    assert len({group.shapes[0] for group in introspect.groups(training.plan)}) == 2
 
 
 def test_policy_gives_variables_other_compressors(rank, size):
-    reducer = Reducer(
-        Settings(
-            hvdc.Compression.parse("auto"), min_compress_size=200,
-            policy=hvdc.compression.policies({"emb*": "none", "dense/*": "int8"}),
-        )
-    )  # fmt: skip
+    policy = (("emb*", hvdc.Compression.none), ("dense/*", hvdc.Compression.int8))
+    reducer = new_reducer("auto", policy=policy)
     names = ["embedding/table", "dense/kernel", "other/kernel"]
     variables = [tf.Variable(tf.zeros([40, 50]), name=name) for name in names]
     values = [tf.random.stateless_normal([40, 50], [rank, i]) for i in range(3)]
     reduced = reducer(values, variables)
-    (plan,) = reducer.plans.values()
-    assert [param_group.compressor.spec for param_group in plan.param_groups] == ["int8", "auto"]
-    assert [bucket.members for bucket in plan.dense] == [(0,)]
+    plan = introspect.plan_of(reducer)
+    assert [group.compressor.spec for group in introspect.groups(plan)] == ["int8", "auto"]
+    assert introspect.uncompressed_buckets(plan) == [(0,)]
     mean = np.mean([tf.random.stateless_normal([40, 50], [r, 0]) for r in range(size)], 0)
     np.testing.assert_allclose(reduced[0], mean, atol=1e-6)
     assert plan.bytes_sent()[0] > 0
@@ -262,7 +243,7 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
     training = Training(rank, spec="auto:candidates=(none|int8)")
     training.step()
     model = calibration.model()
-    nbytes = training.plan.selector.nbytes[0]
+    nbytes = introspect.selector_bytes(training.plan)[0]
     predicted = training.plan.report()[0].candidates[1].predicted
     if rank == 0:  # whose file counts
         found = model.predict("int8", nbytes)

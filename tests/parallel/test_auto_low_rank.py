@@ -1,18 +1,13 @@
 """`auto` with `powersgd` among its candidates: chosen for all buckets at once, sharing the residuals of the others."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.checkpoint import plan_state
-from hvd_compress.checkpoint.plan_state import PlanState
-from hvd_compress.engine import clock
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
-from hvd_compress.monitor.steps import Reader
 
 # (2, 30, 45) is a matrix of 60 x 45; (250,), (5, 3) and (30, 2) are sent as they are.
 SHAPES = [(90, 120), (250,), (2, 30, 45), (5, 3), (30, 2), (200, 170)]
@@ -53,9 +48,7 @@ class Training:
     def __init__(self, rank, spec=SPEC, watched=False, **settings):
         self.rank, self.traces, self.steps = rank, 0, 0
         settings = {"min_compress_size": 0, "bucket_bytes": 2**16, "policy": (), **settings}
-        self.reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
-        if watched:
-            self.reducer.watch()
+        self.reducer = introspect.new_reducer(spec, watched, **settings)
         self.variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(SHAPES)]
 
         @tf.function(autograph=False)
@@ -72,34 +65,25 @@ class Training:
 
     @property
     def plan(self):
-        (plan,) = self.reducer.plans.values()
-        return plan
+        return introspect.plan_of(self.reducer)
 
     @property
     def selector(self):
-        return self.plan.selector
+        return introspect.selector_state(self.plan)
 
     def choose(self, candidate):
         """As if all buckets had been switched to it."""
-        state = self.selector.state
-        for variable in (state.choice, state.now):
-            variable.assign([candidate] * len(self.plan.chosen))
-        state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-        self.selector._outgoing.assign(tf.zeros_like(self.selector._outgoing))
+        introspect.force_choice(self.plan, candidate)
 
     def residuals(self):
         """Every gradient's, float64."""
-        kept = plan_state.state_of(self.plan).tensors.get("residuals", {})
-        return [
-            np.asarray(kept[i], np.float64) if i in kept else np.zeros(shape)
-            for i, shape in enumerate(SHAPES)
-        ]
+        return introspect.residuals(self.plan)
 
     def factors(self):
         """The right factors by gradient, columns x rank, float64."""
-        (variable,) = self.plan.model_wide.factors.values()
+        (variable,) = introspect.factor_variables(self.plan)
         flat, found = variable.numpy().astype(np.float64), {}
-        for i in self.plan.model_wide.layout.tensors.members:
+        for i in introspect.model_wide_members(self.plan):
             if i in SIDES:
                 columns = SIDES[i][1]
                 found[i], flat = flat[: RANK * columns].reshape(RANK, columns).T, flat[RANK * columns :]
@@ -193,16 +177,16 @@ def test_without_residual(rank, size):
             for i, sides in SIDES.items():
                 brought = [draw(r, step)[i].reshape(sides).astype(np.float64) for r in range(size)]
                 close(outputs[i].reshape(sides), powersgd(brought, factors[i])[0])
-    assert not any(param_group.state.residuals for param_group in training.plan.param_groups)
+    assert not introspect.residual_variables(training.plan)
 
 
 def test_some_variables_have_compressors_of_their_own(rank, size):
-    training = Training(rank, policy=hvdc.compression.policies({"v2": "int8", "v4": "none"}))
+    training = Training(rank, policy=(("v2", hvdc.Compression.int8), ("v4", hvdc.Compression.none)))
     training.step()
     training.choose(LOW_RANK)
     step = training.steps
     outputs = training.step()
-    assert sorted(training.plan.model_wide.layout.tensors.members) == [0, 1, 3, 5]
+    assert sorted(introspect.model_wide_members(training.plan)) == [0, 1, 3, 5]
     means = [np.mean([draw(r, step)[i] for r in range(size)], 0) for i in range(len(SHAPES))]
     assert [np.linalg.matrix_rank(outputs[i].reshape(s), 1e-3) for i, s in SIDES.items()] == [RANK, 45, RANK]
     np.testing.assert_allclose(outputs[2], means[2], atol=0.1)
@@ -210,21 +194,18 @@ def test_some_variables_have_compressors_of_their_own(rank, size):
 
 
 def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
-    stamp = clock.stamp
-
-    def other_clock(tensors, *after):
-        time = stamp(tensors, *after)
+    def other_clock(time):
         if rank == 0:
             return time
         return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)
 
-    monkeypatch.setattr(clock, "stamp", other_clock)
+    introspect.replace_clock(monkeypatch, other_clock)
     training = Training(rank, f"auto:candidates=(none|int8|powersgd:rank={RANK}),probe_every=3")
     for step in range(40):
         if step in (5, 25):
             training.choose(LOW_RANK)
         outputs = training.step()
-        choices = gather(training.selector.state.now.numpy())
+        choices = gather(training.selector.now.numpy())
         assert (choices == choices[0]).all(), choices
         assert len(set(choices[0])) == 1 or LOW_RANK not in choices[0]
         sums = gather(np.array([float(r.sum()) for r in outputs]))
@@ -251,7 +232,7 @@ def test_a_nan_on_one_rank_leaves_no_trace(rank, size):
             np.testing.assert_array_equal(factor, before[1][i])
         for _ in range(3):
             assert all(np.isfinite(r).all() for r in training.step())
-        assert all(np.isfinite(value.numpy()).all() for value in training.selector.state)
+        assert all(np.isfinite(value.numpy()).all() for value in training.selector)
 
 
 def test_what_lets_enough_through_is_chosen(rank):
@@ -285,14 +266,7 @@ def test_in_use_the_residual_says_what_got_through(rank, size):
     random, shares = np.random.default_rng([rank, 1]), []
     fixed = [random.standard_normal(s).astype(np.float32) for s in SHAPES]
     for _ in range(40):  # the running average forgets what was tried before
-        state = training.selector.state
-        state.now.assign([1] * len(training.plan.chosen))
-        state.choice.assign(state.now)
-        state.age.assign(tf.zeros_like(state.age))
-        votes = training.selector._outgoing[: len(training.plan.chosen) + 1]
-        training.selector._outgoing.assign(
-            tf.concat([tf.zeros_like(votes), training.selector._outgoing[len(votes) :]], 0)
-        )
+        introspect.keep_choice(training.plan, 1)
         old = training.residuals()
         training.step(fixed)
         new = training.residuals()
@@ -302,6 +276,7 @@ def test_in_use_the_residual_says_what_got_through(rank, size):
     average = shares[0]
     for share in shares[1:-1]:  # the last one is still to cross
         average += 0.3 * (share - average)
+    state = training.selector
     lost = (state.lost.numpy() / state.energy.numpy()[:, None])[:, 1]
     np.testing.assert_allclose(lost, average, rtol=1e-3)
 
@@ -317,9 +292,8 @@ def test_the_log_and_the_report_name_it(rank, capfd):
         training.step()
         training.choose(candidate)
         capfd.readouterr()
-        count = len(training.plan.chosen)
-        votes = tf.fill([count], 1.0 + new if rank == 0 else 0.0)
-        training.selector._outgoing.assign(tf.concat([votes, training.selector._outgoing[count:]], 0))
+        count = len(introspect.buckets(training.plan))
+        introspect.propose(training.plan, new, rank)
         training.step()
         log, report = capfd.readouterr().err, training.plan.report()
         assert [bucket.chosen for bucket in report] == [SPECS[new]] * count
@@ -342,10 +316,10 @@ def test_a_restored_run_goes_on_to_the_bit(rank):
     for candidate in (LOW_RANK, INT8, LOW_RANK):
         first.choose(candidate)
         first.step()
-    metadata, arrays = plan_state.state_of(first.plan).packed("0")
-    assert "auto_factors_2" in metadata["named"]
+    saved = introspect.saved_state(first.plan)
+    assert "auto_factors_2" in saved.named
     second = Training(rank)
-    second.reducer.pending = [PlanState.unpacked("0", metadata, arrays)]
+    introspect.set_pending(second.reducer, [introspect.state_through_file(saved)])
     second.steps = first.steps
     second._step.get_concrete_function(*map(tf.constant, draw(rank, 0)))  # makes the plan, which takes it
     for candidate in (LOW_RANK, INT8, LOW_RANK, NONE, LOW_RANK):
@@ -369,8 +343,8 @@ def test_it_is_watched(rank, size):
         brought = [g + o for g, o in zip(draw(rank, step), old)]
         norms.append([np.sqrt(sum(np.sum(x**2) for x in xs)) for xs in (training.residuals(), brought)])
     plan = training.plan
-    steps = Reader(plan.recorder.buckets).steps(plan.recorder.read())
-    buckets = len(plan.chosen)
+    steps = introspect.recorded_steps(plan)
+    buckets = len(introspect.buckets(plan))
     assert steps.buckets.compressor[1:].tolist() == [
         [LOW_RANK] * buckets,
         [INT8] * buckets,

@@ -1,7 +1,5 @@
 """Calibration over real collectives."""
 
-import time
-
 import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
@@ -11,9 +9,7 @@ from hvd_compress.cost.calibrate import CANDIDATES
 
 
 def test_all_ranks_find_the_same(rank, size):
-    start = time.perf_counter()
     calibration = hvdc.calibrate()
-    seconds = time.perf_counter() - start
     texts = hvd.allgather_object(str(calibration))
     assert texts == [str(calibration)] * size
     assert calibration.ranks == size
@@ -24,7 +20,6 @@ def test_all_ranks_find_the_same(rank, size):
     large = [model.predict(spec, 2**24).total for spec in CANDIDATES]
     small = [model.predict(spec, 2**12).total for spec in CANDIDATES]
     assert all(a > b > 0 for a, b in zip(large, small))
-    assert seconds < 60  # a hang is what this looks for; the benchmark looks at the time
 
 
 def test_compressors_of_ones_own(rank, size):

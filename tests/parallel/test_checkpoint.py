@@ -5,13 +5,14 @@ import shutil
 import zipfile
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow import keras as tf_dot_keras
 
 import hvd_compress as hvdc
-from hvd_compress.checkpoint import files, plan_state
+from hvd_compress.checkpoint import files
 
 KERASES = {"keras": tf_dot_keras}
 try:
@@ -63,22 +64,13 @@ def fit(model, rank, epochs, start=0, callbacks=()):
 
 
 def plans(model):
-    return list(model.optimizer._hvdc.reducer.plans.values())
+    return introspect.plans_of(model.optimizer)
 
 
 def state_bytes(model):
     """Everything that a rank keeps, as it is in memory."""
     return [
-        variable.numpy().tobytes()
-        for plan in plans(model)
-        for param_group in plan.param_groups
-        for variable in [
-            *param_group.state.residuals,
-            *param_group.state.velocities,
-            *param_group.factors,
-            *(plan.model_wide.factors.values() if plan.model_wide else ()),
-            plan.step,
-        ]
+        variable.numpy().tobytes() for plan in plans(model) for variable in introspect.state_variables(plan)
     ]
 
 
@@ -361,7 +353,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
     keras, options = KERASES["keras"], CONFIGURATIONS[name]
     model = make_model(keras, **options)
     fit(model, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(tmp_path)])
-    template = plan_state.state_of(plans(model)[0])
+    template = introspect.saved_state(plans(model)[0])
     number = files.complete(tmp_path)[-1] if rank == 0 else None
     manifest = hvd.broadcast_object(files.read_manifest(tmp_path, number) if rank == 0 else None, 0)
 
@@ -371,9 +363,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
             field: {i: (rng.standard_normal(t.shape) / 8).astype(t.dtype) for i, t in held.items()}
             for field, held in template.tensors.items()
         }
-        return plan_state.PlanState(
-            template.members, random, template.padding, template.chunks, template.named
-        )
+        return introspect.state_with(template, random)
 
     only_on_rank_0(rank, lambda: write_as(shared, old, [of(q) for q in range(old)], manifest))
 
@@ -382,7 +372,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
     fit(fresh, rank, 1)
     for target in (resumed, fresh):
         assert hvdc.load_residuals(target.optimizer, shared, target.trainable_variables, step=STEPS) == STEPS
-    loaded = plan_state.state_of(plans(fresh)[0])
+    loaded = introspect.saved_state(plans(fresh)[0])
     assert int(loaded.named["step"]) == STEPS
     rounding = 2**-7 if name == "bfloat16" else 1e-6
     for field in template.tensors:
@@ -396,7 +386,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
         assert all((part == 0).all() for part in free)
     fit(resumed, rank, 2, 1)
     fit(fresh, rank, 2, 1)
-    assert not resumed.optimizer._hvdc.reducer.pending
+    assert not introspect.pending_states(resumed.optimizer)
 
 
 def test_another_number_of_ranks_needs_all_files(saved, shared, rank):
@@ -422,14 +412,11 @@ def test_residual_mass_that_was_taken_over_reaches_the_weights(rank, size, share
     zeros = tf.zeros((40, 50))
     optimizer.apply_gradients([(zeros, weight)])
     hvdc.save_residuals(optimizer, shared)
-    state = plan_state.state_of(next(iter(optimizer._hvdc.reducer.plans.values())))
+    state = introspect.saved_state(introspect.plan_of(optimizer))
     number = files.complete(shared)[-1]
     manifest = files.read_manifest(shared, number)
     residuals = np.random.default_rng(0).standard_normal((4, 40, 50)).astype(np.float32)
-    states = [
-        plan_state.PlanState(state.members, {"residuals": {0: r}}, state.padding, state.chunks, state.named)
-        for r in residuals
-    ]
+    states = [introspect.state_with(state, {"residuals": {0: r}}) for r in residuals]
     only_on_rank_0(rank, lambda: write_as(os.path.join(shared, "four"), 4, states, manifest))
     weight, optimizer = new()
     optimizer.iterations.assign(1)
@@ -472,8 +459,7 @@ def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared,
 
     def state(optimizer, shared_by):
         """What the ranks of `shared_by` keep, summed; and what is alike on all of them."""
-        reducer = optimizer._hvdc.reducer
-        (found,) = reducer.pending or [plan_state.state_of(plan) for plan in reducer.plans.values()]
+        (found,) = introspect.pending_states(optimizer) or introspect.saved_states(optimizer)
         everyone = [each for r, each in enumerate(hvd.allgather_object(found)) if r in shared_by]
         sums = [
             np.sum([each.tensors[field][i].astype(np.float64) for each in everyone], 0)
@@ -507,9 +493,9 @@ def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared,
     for tensor in train(*third, 2):
         everyone = gather(tensor)
         assert (everyone == everyone[0]).all()
-    (plan,) = third[1]._hvdc.reducer.plans.values()
-    assert int(plan.step) == 3 * steps
-    assert float(plan.progress) == pytest.approx(1.5 if name == "dgc" else 1.0)
+    plan = introspect.plan_of(third[1])
+    assert introspect.steps_made(plan) == 3 * steps
+    assert introspect.progress(plan) == pytest.approx(1.5 if name == "dgc" else 1.0)
     if name == "OneBitAdam":
         assert third[1].frozen_at == 3
 
@@ -593,7 +579,7 @@ def test_the_saved_model_and_the_broadcast_have_no_residuals(rank, size, shared,
     fit(loaded, rank, 3, 1, callbacks)
     # Bit-identical: the broadcast has left each rank its own residuals.
     assert state_bytes(loaded) == state_bytes(whole)
-    residuals = gather(plans(loaded)[0].param_groups[0].state.residuals[0].numpy())
+    residuals = gather(introspect.residual_variables(plans(loaded)[0])[0].numpy())
     assert (residuals[0] != residuals[1]).any()
 
 

@@ -3,14 +3,13 @@
 import functools
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.engine import reducer as reducers
 from hvd_compress.frontends.keras import optimizer_state
-from hvd_compress.frontends.residuals import states_of
 
 KERASES = {"keras": keras}
 try:
@@ -55,7 +54,7 @@ def fit(model, rank, steps, seed=0):
 
 def held(optimizer):
     """What this rank keeps: arrays in a fixed order."""
-    states = states_of(optimizer._hvdc.reducer, optimizer._hvdc.aggregation)
+    states = introspect.saved_states(optimizer, aggregation=True)
     return [np.asarray(t) for state in states for held in state.tensors.values() for t in held.values()]
 
 
@@ -145,7 +144,7 @@ def test_a_rank_that_joins(make, job, rank, gather):
     before, steps = total(optimizer, gather), int(optimizer.iterations)
     of_rank_1 = [gather(tensor)[1] for tensor in held(optimizer)]
     if rank == 1:
-        reducers.set_made(reducers.made() + 5)
+        introspect.set_reducers_made(introspect.reducers_made() + 5)
         model, optimizer, state = make(seed=4)
     else:
         state.reset()
@@ -156,7 +155,8 @@ def test_a_rank_that_joins(make, job, rank, gather):
         np.testing.assert_allclose(now, then - gone, rtol=1e-6, atol=1e-6)
     fit(model, rank, 4)
     np.testing.assert_array_equal(*gather(np.concatenate([w.ravel() for w in model.get_weights()])))
-    assert reducers.made() == int(gather(np.asarray(reducers.made()))[0])
+    made = introspect.reducers_made()
+    assert made == int(gather(np.asarray(made))[0])
 
 
 ALGORITHMS = {
@@ -174,7 +174,7 @@ STEPS = 5  # per epoch
 def alike(model, optimizer):
     """What must be the same on all ranks."""
     variables = map(optimizer_state.tf_variable, optimizer_state.optimizer_variables(optimizer))
-    states = states_of(optimizer._hvdc.reducer, None)
+    states = introspect.saved_states(optimizer)
     named = [state.named[name] for state in states for name in sorted(state.named)]
     return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
 
@@ -233,10 +233,10 @@ def test_a_rank_is_killed_and_another_joins(name, rank, gather):
     for everyone in map(gather, alike(model, optimizer)):
         np.testing.assert_array_equal(*everyone)
     assert int(optimizer.iterations) == 2 * STEPS
-    plan = optimizer._hvdc.reducer.last_plan("the test")
-    assert int(plan.step) == 2 * STEPS
+    plan = introspect.plans_of(optimizer)[-1]
+    assert introspect.steps_made(plan) == 2 * STEPS
     if name == "dgc":
-        assert float(plan.progress) == 2.0
+        assert introspect.progress(plan) == 2.0
     elif name.endswith("frozen"):
         assert optimizer.frozen_at == optimizer.freeze_step
 

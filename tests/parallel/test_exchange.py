@@ -1,21 +1,16 @@
 """The patterns in which buckets cross, against sums over the ranks in NumPy."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from specs import EXCHANGED
 
 import hvd_compress as hvdc
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
 from hvd_compress.exchange import allgather, choice, scatter_reduce
-from hvd_compress.exchange import volume as traffic
 
 SHAPES = [(100, 333), (512, 1030), (1500, 1000), (7, 11)]
-SPECS = [
-    "int8", "int4", "quantize:bits=3", "quantize:bits=4,clip=99", "onebit", "topk:ratio=0.01",
-    "block_topk:ratio=0.05", "hybrid:ratio=0.05,bits=4",
-]  # fmt: skip
 
 
 class HalfPrecision(hvdc.Compressor):
@@ -32,17 +27,7 @@ class HalfPrecision(hvdc.Compressor):
 
 def residuals_of(reducer):
     """Every gradient's residual, or zeros."""
-    (plan,) = reducer.plans.values()
-    found = [np.zeros(shape, np.float32) for shape in SHAPES]
-    for param_group in plan.param_groups:
-        chunks, state = param_group.layout, param_group.state
-        members = chunks.tensors.members
-        if not state.residuals:
-            continue
-        joined = chunks.join([r.value() for r in state.residuals], [tf.float32] * len(members))
-        for i, value in zip(members, joined):
-            found[i] = value.numpy()
-    return found
+    return introspect.residuals(introspect.plan_of(reducer))
 
 
 def draw(rank, step):
@@ -52,7 +37,7 @@ def draw(rank, step):
 
 def check_mass(compressor, gather, size, steps=3, **settings):
     """What comes in equals what goes out and what stays, each step, on ranks that all get the same."""
-    reducer = Reducer(Settings(compressor, bucket_bytes=4 * 2**20, **settings))
+    reducer = introspect.new_reducer(compressor, bucket_bytes=4 * 2**20, **settings)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     old = [np.zeros(shape) for shape in SHAPES]
     for step in range(steps):
@@ -69,32 +54,31 @@ def check_mass(compressor, gather, size, steps=3, **settings):
     return reducer
 
 
-@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, SPECS), HalfPrecision()], ids=str)
+@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, EXCHANGED), HalfPrecision()], ids=str)
 def test_mass_is_conserved_in_pieces(compressor, gather, size):
     reducer = check_mass(compressor, gather, size)
-    (plan,) = reducer.plans.values()
-    (param_group,) = plan.param_groups
-    assert param_group.layout.count == len(plan.buckets) == 4
+    plan = introspect.plan_of(reducer)
+    (group,) = introspect.groups(plan)
+    assert len(group.shapes) == len(introspect.buckets(plan)) == 4
 
 
 @pytest.mark.np4
-@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, SPECS), HalfPrecision()], ids=str)
+@pytest.mark.parametrize("compressor", [*map(hvdc.Compression.parse, EXCHANGED), HalfPrecision()], ids=str)
 def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypatch):
-    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
+    introspect.prefer_scatter_reduce(monkeypatch)
     reducer = check_mass(compressor, gather, size)
-    (plan,) = reducer.plans.values()
-    (param_group,) = plan.param_groups
-    layout = param_group.layout
+    plan = introspect.plan_of(reducer)
+    (group,) = introspect.groups(plan)
     # Of each owner one chunk in the first bucket, two in the next one, and then three.
-    assert [len(chunks) for _, chunks in plan.buckets] == [size, 2 * size, *[3 * size] * 3]
-    assert choice.choose(compressor, layout.shapes, size) is scatter_reduce
+    assert [len(bucket.chunks) for bucket in introspect.buckets(plan)] == [size, 2 * size, *[3 * size] * 3]
+    assert introspect.is_scatter_reduced(compressor, group.shapes, size)
 
 
 @pytest.mark.np4
 @pytest.mark.parametrize("spec", ["int8", "fp16"])
 def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
-    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
+    introspect.prefer_scatter_reduce(monkeypatch)
+    reducer = introspect.new_reducer(spec)
     outputs = reducer(list(map(tf.constant, draw(hvd.rank(), 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
     for i, output in enumerate(outputs):
         mean = np.mean([draw(r, 0)[i] for r in range(size)], axis=0)
@@ -106,8 +90,8 @@ def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
 @pytest.mark.parametrize("where, groups", [("first", 1), ("last", 1), ("last", None)])
 @pytest.mark.parametrize("spec", ["int8", "hybrid:ratio=0.05,bits=4", "topk:ratio=0.01", "bf16"])
 def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, where, groups, rank, size, monkeypatch):
-    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec), groups=groups))
+    introspect.prefer_scatter_reduce(monkeypatch)
+    reducer = introspect.new_reducer(spec, groups=groups)
     variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
     reducer(list(map(tf.constant, draw(rank, 0))), variables)
     before = residuals_of(reducer)
@@ -127,16 +111,15 @@ def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, where, groups,
 
 def test_a_short_residual_is_kept_rounded(rank, size, gather):
     compressor = hvdc.Compression.parse("topk:ratio=0.05")
-    short = Reducer(Settings(compressor, residual_dtype="bfloat16"))
-    exact = Reducer(Settings(compressor))
+    short = introspect.new_reducer(compressor, residual_dtype="bfloat16")
+    exact = introspect.new_reducer(compressor)
     variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
     gradients = list(map(tf.constant, draw(rank, 0)))
     for a, b in zip(short(gradients, variables), exact(gradients, variables)):
         np.testing.assert_array_equal(a, b)
     for rounded, kept in zip(residuals_of(short), residuals_of(exact)):
         np.testing.assert_array_equal(rounded, tf.cast(tf.cast(kept, tf.bfloat16), tf.float32))
-    (plan,) = short.plans.values()
-    assert plan.param_groups[0].state.residuals[0].dtype == tf.bfloat16
+    assert introspect.residual_variables(introspect.plan_of(short))[0].dtype == tf.bfloat16
     outputs = short(gradients, variables)
     for output in outputs:
         everyone = gather(output)
@@ -168,7 +151,7 @@ def ancestors(op):
 
 
 def test_a_bucket_waits_for_no_gradient_of_the_layers_before_it():
-    reducer = Reducer(Settings(hvdc.Compression.int8, bucket_bytes=2**20))
+    reducer = introspect.new_reducer("int8", bucket_bytes=2**20)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES[:3]]
 
     @tf.function
@@ -185,7 +168,7 @@ def test_a_bucket_waits_for_no_gradient_of_the_layers_before_it():
 
 
 def test_a_plan_is_traced_once(rank):
-    reducer = Reducer(Settings(hvdc.Compression.int8))
+    reducer = introspect.new_reducer("int8")
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     runs = []
 
@@ -198,13 +181,12 @@ def test_a_plan_is_traced_once(rank):
     reduce(gradients)
     reduce(gradients)
     assert len(runs) == 1
-    (plan,) = reducer.plans.values()
-    assert plan.step.numpy() == 2
+    assert introspect.steps_made(introspect.plan_of(reducer)) == 2
 
 
 def test_small_dense_gradients_cross_as_one(gather, rank, size):
     """Several dtypes and sizes, none compressed."""
-    reducer = Reducer(Settings(hvdc.Compression.none))
+    reducer = introspect.new_reducer("none")
     shapes = [
         ((3,), tf.float32),
         ((), tf.float32),

@@ -8,22 +8,13 @@ types, as TensorFlow 2.21's build for CUDA registers them (DEVICE_GPU and DEVICE
 import json
 from pathlib import Path
 
+import introspect
 import pytest
 import tensorflow as tf
+from specs import ALL, SCATTERED
 from tensorflow.python.framework import op_def_registry
 
-import hvd_compress as hvdc
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import volume as traffic
-
 KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
-SPECS = [
-    "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "quantize:bits=2,rounding=stochastic",
-    "quantize:bits=4,clip=99", "onebit", "topk:ratio=0.01", "topk:ratio=0.3", "randomk:ratio=0.1",
-    "randomk:ratio=0.1,unbiased=true", "block_topk:ratio=0.05", "block_sparse:ratio=0.1,block=4",
-    "hybrid:ratio=0.05,bits=4", "powersgd:rank=2",
-]  # fmt: skip
 SHAPES = [(3, 3, 16, 64), (64,), (100, 333), (512, 1030), (1500, 1000)]
 BOOKKEEPING = {"Const", "Placeholder", "NoOp", "Identity", "_Arg", "_Retval"}
 # Host values by their nature: shapes, and predicates and scalars of a few bytes.
@@ -76,9 +67,7 @@ def graph_name(dtype):
 
 
 def traced(spec, watched=False, **settings):
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
-    if watched:
-        reducer.watch()
+    reducer = introspect.new_reducer(spec, watched, **settings)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
     @tf.function
@@ -96,17 +85,15 @@ def check(graph, *expected):
     assert not [why for why in map(on_the_host, ops) if why]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_allgather_and_allreduce(spec):
     check(traced(spec), "HorovodGroupedAllreduce", *([] if spec == "none" else ["HorovodAllreduce"]))
 
 
 @pytest.mark.np4
-@pytest.mark.parametrize(
-    "spec", [s for s in SPECS if s != "none" and not s.startswith(("randomk", "block_sp", "powersgd"))]
-)
+@pytest.mark.parametrize("spec", SCATTERED)
 def test_scatter_reduce(spec, monkeypatch):
-    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
+    introspect.prefer_scatter_reduce(monkeypatch)
     check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
 
 
@@ -161,8 +148,7 @@ def test_device_dense_is_where_everything_runs():
 
 @pytest.mark.parametrize("spec", ["none", "bf16", "int8", "quantize:bits=3,rounding=stochastic", "onebit"])
 def test_rows_of_embeddings(spec):
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec), residual_dtype="bfloat16"))
-    reducer.watch()
+    reducer = introspect.new_reducer(spec, watched=True, residual_dtype="bfloat16")
     tables = [tf.Variable(tf.zeros(shape)) for shape in [(70_000, 24), (500, 300)]]
 
     @tf.function

@@ -1,14 +1,12 @@
 """powersgd between ranks, step by step against the paper's algorithm in NumPy."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.checkpoint import plan_state
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
 from hvd_compress.exchange import factor_allreduce as low_rank
 
 # The gradient of (2, 5, 8) is a matrix of 10 x 8; that of (30, 2) goes as it is if the rank is 2 or more.
@@ -67,8 +65,7 @@ class Run:
     """The reducer's steps with such gradients."""
 
     def __init__(self, spec="powersgd:rank=2", **settings):
-        compressor = hvdc.Compression.parse(spec)
-        self.reducer = Reducer(Settings(compressor, min_compress_size=SMALLEST, **settings))
+        self.reducer = introspect.new_reducer(spec, min_compress_size=SMALLEST, **settings)
         self.variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
     def step(self, gradients):
@@ -76,18 +73,15 @@ class Run:
 
     @property
     def plan(self):
-        return self.reducer.last_plan("the plan")
+        return introspect.plans_of(self.reducer)[-1]
 
     def residuals(self):
-        found = [np.zeros(shape) for shape in SHAPES]
-        for param_group in self.plan.param_groups:
-            for i, variable in zip(param_group.layout.tensors.members, param_group.state.residuals):
-                found[i] = tf.cast(variable, tf.float64).numpy()
-        return found
+        return introspect.residuals(self.plan)
 
     def state(self):
         """Everything that is kept, as bytes."""
-        return [v.numpy().tobytes() for s in self.plan.param_groups for v in [*s.state.residuals, *s.factors]]
+        kept = [*introspect.residual_variables(self.plan), *introspect.factor_variables(self.plan)]
+        return [variable.numpy().tobytes() for variable in kept]
 
 
 def close(mine, theirs, tolerance=1e-5):
@@ -103,7 +97,7 @@ def check_against_the_paper(spec, size, rank, gather, steps=50, **settings):
         gradients = [draw(r, step) for r in range(size)]
         close(run.step(gradients[rank]), simulation.step(gradients))
         everyone = [predivide * gather(residual) for residual in run.residuals()]
-        right = simulation.cut(run.plan.param_groups[0].factors[0].numpy())
+        right = simulation.cut(introspect.factor_variables(run.plan)[0].numpy())
         for i in simulation.right:
             kept = everyone[i].reshape(size, *SIDES[i])
             close(kept, simulation.kept[i])
@@ -132,8 +126,8 @@ def test_groups_cross_one_by_one(rank, size):
     run = Run(groups=2)
     for step in range(2):
         run.step(draw(rank, step))
-    assert [len(param_group.factors) for param_group in run.plan.param_groups] == [1, 1]
-    assert sorted(run.plan.replicated_state) == ["factors_0", "factors_1", "step"]
+    assert [len(group.factor_variables) for group in introspect.groups(run.plan)] == [1, 1]
+    assert introspect.names_of_shared_state(run.plan) == ["factors_0", "factors_1", "step"]
 
 
 def test_sum_is_as_many_averages(rank, size):
@@ -148,7 +142,7 @@ def test_without_residual_nothing_is_kept_but_the_factors(rank, size):
     for step in range(5):
         gradients = [draw(r, step) for r in range(size)]
         close(run.step(gradients[rank]), simulation.step(gradients))
-    assert [len(s.state.residuals) for s in run.plan.param_groups] == [0]
+    assert not introspect.residual_variables(run.plan)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -223,8 +217,7 @@ def collectives(graph):
 @pytest.mark.parametrize("shapes", [SHAPES, [(40, 50 + i % 2) for i in range(30)]])
 def test_two_allreduces_for_the_whole_model(shapes):
     """And one for what is not compressed, if there is any."""
-    settings = Settings(hvdc.Compression.powersgd(2), bucket_bytes=4096, min_compress_size=SMALLEST)
-    reducer = Reducer(settings)
+    reducer = introspect.new_reducer("powersgd:rank=2", bucket_bytes=4096, min_compress_size=SMALLEST)
     variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
     function = tf.function(lambda: reducer([v.value() for v in variables], variables), autograph=False)
     dense = {"HorovodGroupedAllreduce": 1} if shapes is SHAPES else {}
@@ -249,9 +242,9 @@ def test_a_new_plan_takes_factors_and_residuals_over(rank, size):
     for step in range(2):
         run.step(draw(rank, step))
         whole.step(draw(rank, step))
-    state = plan_state.state_of(run.plan)
+    state = introspect.saved_state(run.plan)
     assert "factors_0" in state.named
-    run.reducer.replan([state])
+    introspect.restart_with(run.reducer, [state])
     for mine, theirs in zip(run.step(draw(rank, 2)), whole.step(draw(rank, 2))):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -279,13 +272,11 @@ def test_other_compressors_for_some_variables(rank, size):
     gradients = [
         tf.constant(np.random.default_rng([rank, i]).standard_normal((40, 30)), tf.float32) for i in range(3)
     ]
-    settings = Settings(
-        hvdc.Compression.int8, policy=(("[ab]*", hvdc.Compression.powersgd(rank=1)),), min_compress_size=0
-    )
-    reducer = Reducer(settings)
+    policy = (("[ab]*", hvdc.Compression.powersgd(rank=1)),)
+    reducer = introspect.new_reducer("int8", policy=policy, min_compress_size=0)
     outputs = reducer(gradients, variables)
     assert [np.linalg.matrix_rank(o.numpy(), 1e-4) for o in outputs] == [1, 1, 30]
-    specs = sorted(param_group.compressor.spec for param_group in reducer.last_plan("").param_groups)
+    specs = sorted(group.compressor.spec for group in introspect.groups(introspect.plan_of(reducer)))
     assert specs == ["int8", "powersgd:rank=1"]
 
 

@@ -4,16 +4,13 @@ import csv
 import json
 import struct
 
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
-from hvd_compress.monitor import recorder as recording
-from hvd_compress.monitor.steps import Reader
 
 SHAPES = [(300, 500), (64,), (70, 90)]
 
@@ -25,17 +22,15 @@ def gradients(rank, step):
 
 def train(rank, steps, watched, spec, **settings):
     """The reduced gradients of each step, and the reducer."""
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
-    if watched:
-        reducer.watch()
+    reducer = introspect.new_reducer(spec, watched, **settings)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     step = tf.function(lambda *g: reducer(list(g), variables))
     return [[r.numpy() for r in step(*map(tf.constant, gradients(rank, t)))] for t in range(steps)], reducer
 
 
 def read(reducer):
-    (plan,) = reducer.plans.values()
-    return Reader(plan.recorder.buckets).steps(plan.recorder.read()), plan
+    plan = introspect.plan_of(reducer)
+    return introspect.recorded_steps(plan), plan
 
 
 @pytest.mark.parametrize(
@@ -54,17 +49,15 @@ def test_norms_errors_and_bytes_are_those_of_numpy(rank):
     _, reducer = train(rank, 4, True, "topk:ratio=0.01")
     steps, plan = read(reducer)
     assert steps.step.tolist() == [1, 2, 3, 4]
-    ((param_group, _),) = {id(s): (s, p) for s, p in plan.buckets}.values()
-    residual = [np.zeros(shape) for shape in param_group.layout.shapes]
-    k = [int(np.ceil(0.01 * shape[0])) for shape in param_group.layout.shapes]
+    (group,) = introspect.groups(plan)
+    residual = [np.zeros(shape) for shape in group.shapes]
+    k = [int(np.ceil(0.01 * shape[0])) for shape in group.shapes]
     for t in range(4):
-        mine = gradients(rank, t)
-        tensors = [tf.constant(mine[i]) for i in param_group.layout.tensors.members]
-        chunks = param_group.layout.cut(tensors, range(len(residual)))
-        for b, (_, chosen) in enumerate(plan.buckets):
+        chunks = introspect.in_pieces(plan, gradients(rank, t))
+        for b, bucket in enumerate(introspect.buckets(plan)):
             g2 = x2 = r2 = 0.0
-            for i in chosen:
-                g = chunks[i].numpy().astype(np.float64)
+            for i in bucket.chunks:
+                g = chunks[i].astype(np.float64)
                 x = g + residual[i]
                 order = np.argsort(-np.abs(x), kind="stable")
                 residual[i] = x.copy()
@@ -84,27 +77,27 @@ def test_without_a_residual_the_error_is_that_of_a_second_encoding(rank):
     _, reducer = train(rank, 2, True, spec, error_feedback=False)
     steps, plan = read(reducer)
     assert (steps.buckets.residual_norm == 0.0).all()
-    compressed = steps.buckets.error[:, : len(plan.buckets)]
+    compressed = steps.buckets.error[:, : len(introspect.buckets(plan))]
     assert ((compressed > 1e-4) & (compressed < 0.2)).all()
 
 
 def test_times_are_in_order_and_lie_within_the_step(rank):
     _, reducer = train(rank, 4, True, "int8")
-    (plan,) = reducer.plans.values()
-    rows = plan.recorder.read()
-    cells = rows[:, len(recording.HEADER) :].reshape(4, -1, len(recording.COLUMNS))
+    plan = introspect.plan_of(reducer)
+    rows = introspect.recorded_rows(plan)
+    header, columns = introspect.record_layout()
+    cells = rows[:, header:].reshape(4, -1, columns)
     begun, sent, arrived, done = (cells[:, :, i] for i in range(4))
     assert (begun <= sent).all() and (sent <= arrived).all() and (arrived <= done).all()
-    steps = Reader(plan.recorder.buckets).steps(rows)
+    steps = introspect.recorded_steps(plan, rows)
     assert np.isnan(steps.seconds[0]) and (steps.seconds[1:] > 0).all()
     assert (steps.exchange[1:] <= steps.seconds[1:] + 1e-6).all()
     assert (steps.wire <= done.max(1) - begun.min(1) + 1e-6).all()
-    assert len(plan.recorder.read()) == 0
+    assert len(introspect.recorded_rows(plan)) == 0
 
 
 def test_a_nan_on_one_rank_is_seen_on_all(rank):
-    reducer = Reducer(Settings(hvdc.Compression.parse("int8")))
-    reducer.watch()
+    reducer = introspect.new_reducer("int8", watched=True)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     for t in range(3):
         values = gradients(rank, t)
@@ -117,9 +110,7 @@ def test_a_nan_on_one_rank_is_seen_on_all(rank):
 
 
 def test_auto_and_indexed_slices_are_watched(rank):
-    spec = "auto:candidates=(none|int8),warmup_steps=0"
-    reducer = Reducer(Settings(hvdc.Compression.parse(spec)))
-    reducer.watch()
+    reducer = introspect.new_reducer("auto:candidates=(none|int8),warmup_steps=0", watched=True)
     variables = [tf.Variable(tf.zeros([100, 8])), tf.Variable(tf.zeros([300, 100]))]
 
     @tf.function
@@ -127,21 +118,15 @@ def test_auto_and_indexed_slices_are_watched(rank):
         rows = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]), tf.constant([100, 8]))
         return reducer([rows, x], variables)
 
-    chosen = []
     for t in range(4):
         step(tf.random.stateless_normal([300, 100], [rank, t]))
         if t == 1:
-            (plan,) = reducer.plans.values()
-            state = plan.selector.state
-            for variable in (state.choice, state.now):
-                variable.assign([1] * len(plan.selector.nbytes))
-            state.age.assign(tf.zeros_like(state.age))  # nothing else is to be tried
-            plan.selector._outgoing.assign(tf.zeros_like(plan.selector._outgoing))
-        chosen.append(plan.selector.choices().numpy() if t == 1 else None)
+            introspect.force_choice(introspect.plan_of(reducer), 1)
     steps, plan = read(reducer)
-    assert [bucket.name for bucket in plan.recorder.buckets] == ["0", "sparse-0"]
+    recorded = introspect.recorded_buckets(plan)
+    assert [bucket.name for bucket in recorded] == ["0", "sparse-0"]
     assert steps.buckets.compressor[2, 0] == 1
-    assert steps.buckets.bytes[2, 0] == plan.recorder.buckets[0].sent[1]
+    assert steps.buckets.bytes[2, 0] == recorded[0].sent[1]
     assert 0.0 < steps.error[2] < 0.05
 
 

@@ -1,15 +1,14 @@
 """`on_nonfinite`: one rank's gradient is not finite, and all ranks do the same about it."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from specs import KINDS
 from test_optimizer import IS_KERAS3, KERASES, flat_weights, make_data, make_model
 
 import hvd_compress as hvdc
-
-pytestmark = pytest.mark.timeout(120)
-SPECS = ["none", "int8", "topk:ratio=0.1", "hybrid:ratio=0.1,bits=4"]
 
 
 @pytest.fixture(params=sorted(KERASES))
@@ -41,9 +40,8 @@ class Training:
 
     def state(self):
         """Everything that a step changes."""
-        plans = self.optimizer._hvdc.reducer.plans.values()
         residuals = [
-            r for plan in plans for param_group in plan.param_groups for r in param_group.state.residuals
+            r for plan in introspect.plans_of(self.optimizer) for r in introspect.residual_variables(plan)
         ]
         return [np.array(v) for v in (*self.variables, *self.optimizer.variables, *residuals)]
 
@@ -60,7 +58,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("in_function", [True, False])
 @pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_skip(spec, where, in_function, keras, rank, size, gather):
     """As if the bad step had never been."""
     options = {"compression": spec, "on_nonfinite": "skip"}
@@ -81,7 +79,7 @@ def test_skip(spec, where, in_function, keras, rank, size, gather):
 
 
 @pytest.mark.parametrize("in_function", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_raise(spec, in_function, keras, rank, size, gather):
     training = Training(keras, in_function, compression=spec, on_nonfinite="raise")
     for step in range(2):
@@ -102,7 +100,7 @@ def test_raise(spec, in_function, keras, rank, size, gather):
     assert (everyone == everyone[0]).all() and np.isfinite(everyone).all()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_propagate_is_the_default(spec, keras, rank, size):
     training = Training(keras, compression=spec)
     training.step(gradients_of(rank, 0))
@@ -127,9 +125,7 @@ def test_bad_slices_leave_the_residuals_alone(policy, keras, rank, size):
     def step(i, value):
         slices = tf.IndexedSlices(tf.fill([1, 3], value), tf.constant([rank]), tf.constant([size, 3]))
         opt.apply_gradients([(tf.constant(gradients_of(rank, i)[0]), weight), (slices, table)])
-        (plan,) = opt._hvdc.reducer.plans.values()
-        state = plan.param_groups[0].state
-        return state.residuals[0].numpy(), weight.numpy()
+        return introspect.residuals(introspect.plan_of(opt))[0], weight.numpy()
 
     residual, before = step(0, 1.0)
     after, moved = step(1, np.nan if rank == 0 else 1.0)
@@ -182,7 +178,7 @@ def test_local_variables_do_not_count(keras, rank):
 
 
 @pytest.mark.parametrize("in_function", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_tape(spec, in_function, rank, size):
     variables = [tf.Variable(tf.zeros([40, 50])), tf.Variable(tf.zeros([3]))]
     unused = tf.Variable(0.0)

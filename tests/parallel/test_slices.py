@@ -1,14 +1,12 @@
 """Gradients that are IndexedSlices, against a simulation of all ranks in NumPy."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.engine.reducer import Reducer
-from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import volume as traffic
 
 ROWS, COLUMNS = 50, 24
 
@@ -26,7 +24,7 @@ class Training:
 
     def __init__(self, spec, rows=ROWS, columns=COLUMNS, dtype=tf.float32, index=tf.int64, **settings):
         settings.setdefault("min_compress_size", 0)
-        self.reducer = Reducer(Settings(hvdc.Compression.parse(spec), **settings))
+        self.reducer = introspect.new_reducer(spec, **settings)
         self.table = tf.Variable(tf.zeros([rows, columns], dtype))
         self.traces = 0
 
@@ -51,13 +49,12 @@ class Training:
 
     @property
     def plan(self):
-        (plan,) = self.reducer.plans.values()
-        return plan
+        return introspect.plan_of(self.reducer)
 
     @property
     def residual(self):
-        (param_group,) = self.plan.embeddings
-        return param_group.state.residuals[0].numpy().astype(np.float64)
+        (variable,) = introspect.row_residual_variables(self.plan)
+        return variable.numpy().astype(np.float64)
 
 
 def dense_of(indices, values, rows=ROWS):
@@ -124,7 +121,7 @@ def test_uncompressed_rows_are_summed(settings, rank, size, gather):
         expected = sum(dense_of(*draw(r, step)) for r in range(size)) / (1 if "op" in settings else size)
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert training.rows == len(set(np.concatenate([draw(r, step)[0] for r in range(size)]).tolist()))
-    assert not training.plan.embeddings[0].state.residuals
+    assert not introspect.row_residual_variables(training.plan)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ def test_dense_where_that_sends_less(spec, rank, size, gather):
         indices = np.tile(rng.permutation(rows)[:count], 2)
         values = rng.standard_normal((len(indices), COLUMNS)).astype(np.float32)
         found = training(indices, values)
-        seen = gather(training.plan.slices.numpy()[0])
+        seen = gather(introspect.rows_of_last_step(training.plan)[0])
         assert (seen[:, :2] == seen[0, :2]).all() and seen[rank, 2] == len(indices)
         assert seen[0, 0] == (rows * size if count == rows else 3 * sum(range(size)))
         dense.append(bool(seen[0, 1]))
@@ -250,7 +247,7 @@ def test_bytes_on_the_wire(spec, row, rank, size, monkeypatch):
     values = rng.standard_normal((tokens, columns)).astype(np.float32)
     distinct = len(np.unique(indices))
     assert payloads_of(training, [(indices, values)], monkeypatch) == [distinct * row]
-    sent, stock = training.reducer.last_plan("").bytes_sent()
+    sent, stock = training.plan.bytes_sent()
     everyone = int(hvd.allreduce(tf.constant(distinct), op=hvd.Sum, name="distinct"))
     assert sent == everyone * row * (size - 1) // size
     assert stock == tokens * (256 + 8) * (size - 1)
@@ -266,7 +263,7 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
     shapes = {"words": (500, 16), "places": (10, 16), "pairs": (300, 4, 4), "counts": (40,)}
     variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
     policy = (("pairs*", hvdc.Compression.int4), ("places*", hvdc.Compression.none))
-    reducer = Reducer(Settings(hvdc.Compression.int8, op=hvd.Sum, min_compress_size=100, policy=policy))
+    reducer = introspect.new_reducer("int8", op=hvd.Sum, min_compress_size=100, policy=policy)
     calls, original = [], hvd.grouped_allgather
     monkeypatch.setattr(hvd, "grouped_allgather", lambda t, **k: calls.append(len(t)) or original(t, **k))
 
@@ -281,10 +278,9 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
     slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i)) for i, v in gradients(rank)]
     found = reducer(slices, variables)
     assert calls == [4]
-    (plan,) = reducer.plans.values()
-    specs = [param_group.compressor.spec for param_group in plan.embeddings]
-    assert specs == ["int8", "none", "int4", "none"]
-    assert plan.slices.numpy()[:, 1].tolist() == [0, 1, 0, 0]
+    plan = introspect.plan_of(reducer)
+    assert introspect.row_compressors(plan) == ["int8", "none", "int4", "none"]
+    assert introspect.rows_of_last_step(plan)[:, 1].tolist() == [0, 1, 0, 0]
     for k, (result, shape) in enumerate(zip(found, shapes.values())):
         dense = np.zeros(shape)
         np.add.at(dense, result.indices.numpy(), result.values.numpy())
@@ -298,7 +294,7 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
 @pytest.mark.parametrize("spec", ["none", "int8"])
 def test_four_ranks_conserve_mass_and_choose_alike(spec, rank, size, gather, monkeypatch):
     """Dense gradients are scatter-reduced there, with a loss of the second encoding."""
-    monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))
+    introspect.prefer_scatter_reduce(monkeypatch)
     rows, columns = 512, 64
     training, old, dense = Training(spec, rows=rows, columns=columns), 0.0, []
     for step in range(6):
@@ -313,7 +309,7 @@ def test_four_ranks_conserve_mass_and_choose_alike(spec, rank, size, gather, mon
         came = gather(dense_of(indices, values, rows)).sum(0)
         np.testing.assert_allclose(size * found + left, came + old, atol=5e-5)
         old = left
-        dense.append(int(training.plan.slices[0, 1]))
+        dense.append(int(introspect.rows_of_last_step(training.plan)[0, 1]))
     assert dense == [0, 1, 0, 0, 1, 0]
 
 
@@ -327,7 +323,7 @@ def test_other_ranks_are_not_asked(rank, size, process_sets):
 
 
 def test_rows_of_another_length_are_refused(rank):
-    reducer = Reducer(Settings(hvdc.Compression.int8))
+    reducer = introspect.new_reducer("int8")
     slices = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]))
     with pytest.raises(
         ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"

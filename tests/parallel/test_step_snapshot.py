@@ -23,7 +23,7 @@ import hvd_compress as hvdc
 FILE = Path(__file__).with_name("step_snapshot.json")
 WRITE = os.environ.get("HVD_COMPRESS_SNAPSHOT") == "write"
 SHAPES = [(24, 40), (40,), (40, 48), (48,), (48, 40), (40, 10)]
-LARGE = [(1000, 800), (800,), (800, 1000)]  # in pieces, which are worth a collective more
+LARGE = [(1000, 800), (800,), (800, 1000)]  # in chunks, which are worth a collective more
 TABLE = (60, 8)
 POLICY = {"*embedding*": "none", "*kernel_2*": "int4"}
 DGC = "dgc:ratio=0.01,momentum=0.9,clipnorm=1.0,steps_per_epoch=10"
@@ -78,12 +78,12 @@ FOUR_RANKS = {
 @pytest.fixture(scope="module")
 def stored(size, rank):
     """What the file holds for this number of ranks."""
-    sections = json.loads(FILE.read_text())
+    param_groups = json.loads(FILE.read_text())
     if WRITE:
-        sections[f"{size} ranks"] = {}
-    yield sections[f"{size} ranks"]
+        param_groups[f"{size} ranks"] = {}
+    yield param_groups[f"{size} ranks"]
     if WRITE and rank == 0:
-        FILE.write_text(as_text(sections))
+        FILE.write_text(as_text(param_groups))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,10 +191,10 @@ def differences(name, before, after):
     return lines
 
 
-def as_text(sections):
+def as_text(param_groups):
     """JSON with one line for each step's numbers, and one for each of its collectives."""
     lines = []
-    for section, steps in sections.items():
+    for param_group, steps in param_groups.items():
         entries = []
         for name, step in steps.items():
             numbers = ", ".join(
@@ -202,7 +202,7 @@ def as_text(sections):
             )
             collectives = ",\n".join(f"   {json.dumps(line)}" for line in step["collectives"])
             entries.append(f' {json.dumps(name)}: {{\n  {numbers},\n  "collectives": [\n{collectives}]}}')
-        lines.append(f"{json.dumps(section)}: {{\n" + ",\n".join(entries) + "}")
+        lines.append(f"{json.dumps(param_group)}: {{\n" + ",\n".join(entries) + "}")
     return "{" + ",\n".join(lines) + "}\n"
 
 

@@ -1,33 +1,20 @@
 """The exchange in two levels, between two hosts of two workers, against simulations and sums in NumPy."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.auto import flat_or_hierarchical as levels
-from hvd_compress.checkpoint import plan_state
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import ACROSS, COLLECTIVES, INSIDE, Levels
-from hvd_compress.engine import plan
-from hvd_compress.engine.reducer import Reducer
 from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import hosts
-from hvd_compress.exchange import volume as traffic
-from hvd_compress.exchange.hierarchical import TwoLevel
 
 pytestmark = pytest.mark.np4
 
 SHAPES = [(100, 333), (512, 130), (300, 700), (7, 11)]
-SPECS = [
-    "int8",
-    "int4",
-    "quantize:bits=4,rounding=stochastic",
-    "onebit",
-    "topk:ratio=0.01",
-    "hybrid:ratio=0.05,bits=4",
-]
 
 
 class HalfPrecision(hvdc.Compressor):
@@ -41,9 +28,7 @@ class HalfPrecision(hvdc.Compressor):
 
 
 def new_reducer(compressor, **settings):
-    if isinstance(compressor, str):
-        compressor = hvdc.Compression.parse(compressor)
-    return Reducer(Settings(compressor, **{"hierarchical": True, **settings}))
+    return introspect.new_reducer(compressor, **{"hierarchical": True, **settings})
 
 
 def new_variables():
@@ -55,15 +40,9 @@ def draw(rank, step, shapes=SHAPES):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def plan_of(reducer):
-    (plan,) = reducer.plans.values()
-    return plan
-
-
-def residuals_of(reducer, shapes=SHAPES):
+def residuals_of(reducer):
     """Every gradient's residual, or zeros."""
-    found = {i: r for i, r in plan_state.state_of(plan_of(reducer)).tensors.get("residuals", {}).items()}
-    return [np.float32(found.get(i, np.zeros(shape))) for i, shape in enumerate(shapes)]
+    return introspect.residuals(introspect.plan_of(reducer))
 
 
 def top(x, ratio):
@@ -104,22 +83,18 @@ def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank,
         np.testing.assert_allclose(output.numpy().reshape(2, half), expected, atol=1e-5)
         everyone = gather(output)
         assert (everyone == everyone[0]).all()
-        mine = residuals_of(reducer, [shape])[0].reshape(2, half)
+        mine = residuals_of(reducer)[0].reshape(2, half)
         np.testing.assert_allclose(mine[rank % 2], kept[rank // 2, rank % 2], atol=1e-5)
         assert not mine[1 - rank % 2].any()
-    (param_group,) = plan_of(reducer).param_groups
-    assert param_group.layout.shapes == [(half,)] * 2
+    (group,) = introspect.groups(introspect.plan_of(reducer))
+    assert group.shapes == [(half,)] * 2
 
 
 @pytest.fixture(params=["allgather", "scatter_reduce"])
 def between(request, monkeypatch):
     """Both patterns between the hosts; of more than two the second one is usual."""
     if request.param == "scatter_reduce":
-        usual = traffic.choose
-        monkeypatch.setattr(
-            traffic, "choose", lambda c, shapes, n: "scatter_reduce" if n == 2 else usual(c, shapes, 4)
-        )
-        monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))  # chunks for four
+        introspect.prefer_scatter_reduce(monkeypatch, between_two=True)
     return request.param
 
 
@@ -143,14 +118,13 @@ def check_mass(reducer, gather, size, old, steps=3, scale=1.0, variables=None):
 def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
     reducer = new_reducer(compressor, bucket_bytes=2**19)
     left = check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
-    plan = plan_of(reducer)
-    assert len(plan.buckets) > 1
-    for param_group, chunks in plan.buckets:
-        assert isinstance(
-            plan.pattern(param_group.compressor, param_group.layout.shapes[chunks.start : chunks.stop]),
-            TwoLevel,
-        )
-    assert (max(np.abs(r).max() for r in left) > 0) == plan.settings.feeds_back(plan.buckets[0][0].compressor)
+    plan = introspect.plan_of(reducer)
+    buckets = introspect.buckets(plan)
+    assert len(buckets) > 1
+    for bucket in buckets:
+        assert introspect.crosses_in_two_levels(plan, bucket.compressor, bucket.shapes)
+    feeds_back = introspect.keeps_residuals(plan, buckets[0].compressor)
+    assert (max(np.abs(r).max() for r in left) > 0) == feeds_back
 
 
 def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
@@ -159,11 +133,11 @@ def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
     nothing = [np.zeros(shape) for shape in SHAPES]
     old = check_mass(before, gather, size, nothing)
     reducer = new_reducer("topk:ratio=0.01", bucket_bytes=2**19)
-    plan_state.put(reducer, [plan_state.state_of(plan_of(before))])
+    introspect.restore(reducer, [introspect.saved_state(introspect.plan_of(before))])
     old = check_mass(reducer, gather, size, old)
     # And back.
     after = new_reducer("topk:ratio=0.01", hierarchical=False)
-    plan_state.put(after, [plan_state.state_of(plan_of(reducer))])
+    introspect.restore(after, [introspect.saved_state(introspect.plan_of(reducer))])
     check_mass(after, gather, size, old)
 
 
@@ -174,8 +148,8 @@ def flat(arrays):
 def other_shares(plan, host):
     """For each bucket, the residual variables of what the other worker of this host carries between the hosts."""
     found = []
-    for param_group, chunks in plan.buckets:
-        residuals, half = param_group.state.part(chunks).residuals, len(chunks) // 2
+    for bucket in introspect.buckets(plan):
+        residuals, half = bucket.residual_variables, len(bucket.chunks) // 2
         found.append(residuals[half:] if host.rank() == 0 else residuals[:half])
     return found
 
@@ -199,18 +173,17 @@ def test_residuals_of_other_shares_stay_zero_and_are_not_touched(dtype, two_host
         return gather(flat(residuals_of(reducer))).sum(0)
 
     step()
-    plan = plan_of(reducer)
+    plan = introspect.plan_of(reducer)
     others = other_shares(plan, two_hosts.local)
     assert len(others) > 1
     for _ in range(3):
         before = owed()
         np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
-        for (param_group, chunks), residuals, has_foreign_residual in zip(
-            plan.buckets, others, plan.has_foreign_residual.values()
-        ):
+        flags = introspect.other_share_variables(plan)
+        for bucket, residuals, flag in zip(introspect.buckets(plan), others, flags):
             assert is_zero(residuals)
-            assert not is_zero(param_group.state.part(chunks).residuals)
-            assert not has_foreign_residual.numpy()
+            assert not is_zero(bucket.residual_variables)
+            assert not flag.numpy()
 
     before = owed()
     for variable in others[1]:
@@ -222,10 +195,10 @@ def test_residuals_of_other_shares_stay_zero_and_are_not_touched(dtype, two_host
     assert all((variable.numpy() == 64).all() for variable in others[1])
     # until it is said that they are there.
     before = owed()
-    plan.has_foreign_residual[1].assign(True)
+    flags[1].assign(True)
     np.testing.assert_allclose(step() + owed(), came + decay * before, atol=exact)
     assert all(map(is_zero, others))
-    assert not plan.has_foreign_residual[1].numpy()
+    assert not flags[1].numpy()
 
 
 def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch, gather, size):
@@ -238,16 +211,16 @@ def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch
     variables = new_variables()
     old = [np.zeros(shape) for shape in SHAPES]
     old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
-    plan = plan_of(reducer)
-    assert [c.spec for c in plan.flat] == ["topk:ratio=0.01"]
+    plan = introspect.plan_of(reducer)
+    assert introspect.one_level_compressors(plan) == ["topk:ratio=0.01"]
     two, one, none = 0, 1, 2  # levels of these candidates
     for first, rest in [(two, two), (one, one), (two, two), (two, one), (one, two), (one, one), (none, two)]:
-        choice = [first] + [rest] * (len(plan.buckets) - 1)
-        plan.selector.state.now.assign(choice)
+        choice = [first] + [rest] * (len(introspect.buckets(plan)) - 1)
+        introspect.force_next_step(plan, choice)
         old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
         for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
             assert is_zero(residuals) == (choice[b] != one)
-            assert plan.has_foreign_residual[b].numpy() == (choice[b] == one)
+            assert introspect.other_share_variables(plan)[b].numpy() == (choice[b] == one)
 
 
 @pytest.mark.parametrize("hierarchical", [True, "auto"])
@@ -262,13 +235,13 @@ def test_the_whole_model_in_one_level_between_buckets_in_two(
     reducer = new_reducer(candidates, hierarchical=hierarchical, bucket_bytes=2**19)
     variables = new_variables()
     old = check_mass(reducer, gather, size, [np.zeros(s) for s in SHAPES], steps=1, variables=variables)
-    plan = plan_of(reducer)
+    plan = introspect.plan_of(reducer)
     for choice in (1, 1, 0, 0, 1, 0):
-        plan.selector.state.now.assign([choice] * len(plan.buckets))
+        introspect.force_next_step(plan, [choice] * len(introspect.buckets(plan)))
         old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
         for b, residuals in enumerate(other_shares(plan, two_hosts.local)):
             assert is_zero(residuals) == (choice == 0)
-            assert plan.has_foreign_residual[b].numpy() == (choice == 1)
+            assert introspect.other_share_variables(plan)[b].numpy() == (choice == 1)
     sent, plain = plan.bytes_sent()
     assert 0 < sent < plain
 
@@ -280,9 +253,9 @@ def test_a_restore_in_the_middle_and_a_step_that_is_not_kept(two_hosts, gather, 
     old = check_mass(before, gather, size, nothing)
     reducer, variables = new_reducer("topk:ratio=0.01", bucket_bytes=2**19), new_variables()
     check_mass(reducer, gather, size, nothing, variables=variables)
-    others = other_shares(plan_of(reducer), two_hosts.local)
+    others = other_shares(introspect.plan_of(reducer), two_hosts.local)
     assert all(map(is_zero, others))
-    plan_state.put(reducer, [plan_state.state_of(plan_of(before))])
+    introspect.restore(reducer, [introspect.saved_state(introspect.plan_of(before))])
     assert not any(map(is_zero, others))
     broken = reducer([tf.fill(shape, np.nan) for shape in SHAPES], variables)
     assert all(np.isnan(output).all() for output in broken)
@@ -326,9 +299,10 @@ def test_nan_reaches_all_and_leaves_no_trace(spec, between, two_hosts, rank, siz
 def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
     reducer = new_reducer(spec)
     check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
-    plan = plan_of(reducer)
+    plan = introspect.plan_of(reducer)
     assert not any(
-        isinstance(plan.pattern(s.compressor, s.layout.shapes), TwoLevel) for s in plan.param_groups
+        introspect.crosses_in_two_levels(plan, group.compressor, group.shapes)
+        for group in introspect.groups(plan)
     )
 
 
@@ -340,17 +314,17 @@ def test_without_hosts_it_says_so(rank, process_sets, monkeypatch):
         new_reducer("int8")(gradients, variables)
     flat = new_reducer("int8", hierarchical="auto")
     flat(gradients, variables)
-    assert plan_of(flat).hosts is None
+    assert not introspect.knows_hosts(introspect.plan_of(flat))
     with pytest.raises(ValueError, match="needs the global process set: leave process_set out"):
         new_reducer("int8", process_set=process_sets[rank % 2])
 
 
 def test_sets_that_horovod_does_not_know_any_more_are_not_used(two_hosts, monkeypatch):
-    assert hosts.current() is two_hosts
+    assert introspect.hosts_now() is two_hosts
     stranger = hvd.ProcessSet(two_hosts.local.ranks)
     stranger.process_set_id = two_hosts.across.process_set_id
-    monkeypatch.setattr(hosts, "_found", hosts.Hosts(stranger, two_hosts.across))
-    assert hosts.current() is None
+    introspect.set_hosts(monkeypatch, stranger, two_hosts.across)
+    assert introspect.hosts_now() is None
 
 
 def calibration(inside, across):
@@ -385,11 +359,10 @@ def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
     reducer = new_reducer("auto:candidates=(int8|topk:ratio=0.01)", hierarchical="auto")
     check_mass(reducer, gather, 4, [np.zeros(shape) for shape in SHAPES])
-    plan = plan_of(reducer)
+    plan = introspect.plan_of(reducer)
+    group = introspect.groups(plan)[0]
     chosen = {
-        c.spec
-        for c in plan.param_groups[0].compressor.candidates
-        if isinstance(plan.pattern(c, plan.param_groups[0].layout.shapes), TwoLevel)
+        c.spec for c in group.compressor.candidates if introspect.crosses_in_two_levels(plan, c, group.shapes)
     }
     assert chosen == {"int8"}
 
@@ -406,12 +379,11 @@ def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, c
 
 
 def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, monkeypatch):
-    measured = []
-    monkeypatch.setattr(plan, "calibrate", lambda *a: measured.append(hvdc.calibrate(*a)) or measured[-1])
+    measured = introspect.collect_calibrations(monkeypatch)
     reducer = new_reducer("int8", hierarchical="auto")
     reducer(list(map(tf.constant, draw(rank, 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
     assert ("predicted" in capfd.readouterr().err) == (rank == 0)
-    flat = hvd.allgather_object([c.spec for c in plan_of(reducer).flat])
+    flat = hvd.allgather_object(introspect.one_level_compressors(introspect.plan_of(reducer)))
     assert flat == [flat[0]] * size
 
     (found,) = measured

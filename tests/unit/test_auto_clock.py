@@ -34,13 +34,17 @@ def test_a_stamp_waits_for_its_tensors(how):
 
     x = tf.ones([400, 400])
     run(x)
-    before = time.time()
-    begun, done, later, _ = map(float, run(x))
-    after = time.time()
-    assert before <= begun < done < later <= after
-    # Each of the two does the same work, and nearly all of the time goes into it.
-    assert done - begun > 0.1 * (after - before)
-    assert later - done > 0.1 * (after - before)
+    shares = []
+    for _ in range(10):
+        before = time.time()
+        begun, done, later, _ = map(float, run(x))
+        after = time.time()
+        assert before <= begun < done < later <= after
+        shares.append(min(done - begun, later - done) / (after - before))
+        if shares[-1] > 0.1:
+            break
+    # Each of the two does the same work, and nearly all of the time goes into it, unless others have the processor.
+    assert max(shares) > 0.1, shares
 
 
 @pytest.mark.parametrize("branches", [False, True])

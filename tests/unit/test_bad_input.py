@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from compressors import PACKED
+from specs import INDEXED, PACKED
 
 import hvd_compress as hvdc
 from hvd_compress.common import checks
@@ -15,8 +15,6 @@ from hvd_compress.engine.settings import Settings
 
 Compression = hvdc.Compression
 SHAPES = [(7,), (64, 32), (300, 400)]
-INDEXED = ["topk:ratio=0.01", "topk:ratio=0.3", "block_topk:ratio=0.05", "hybrid:ratio=0.05,bits=4",
-           "block_sparse:ratio=0.1,block=4"]  # fmt: skip
 
 
 def refused(match, function, *arguments, kind=(ValueError, TypeError), **keywords):

@@ -5,9 +5,9 @@ import math
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
-from compressors import SPECS
 from hypothesis import given
 from hypothesis import strategies as st
+from specs import ALL
 
 import hvd_compress as hvdc
 from hvd_compress.compressors.registry import resolve
@@ -91,7 +91,7 @@ def test_garbage_gives_one_line_or_a_compressor(spec):
         assert parse(str(compressor)) == compressor
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"])
+@pytest.mark.parametrize("spec", [*ALL, "topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"])
 def test_specs_in_the_documentation_are_the_canonical_ones(spec):
     assert str(parse(spec)) == spec.replace("clip=99", "clip=99")
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import reference
 import tensorflow as tf
-from compressors import CASTS, PACKED, SPECS, SUMMABLE, payload_bytes, round_trip, seeds
+from compressors import payload_bytes, round_trip, seeds
+from specs import ALL, CASTS, PACKED, SUMMABLE
 
 import hvd_compress as hvdc
 
@@ -21,7 +22,7 @@ def data(shape, seed=0, kind="normal"):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_round_trip(spec, shape, dtype):
     compressor = parse(spec)
     x = tf.cast(data(shape), dtype)
@@ -33,7 +34,7 @@ def test_round_trip(spec, shape, dtype):
     reference.assert_error_is_bounded(compressor, exact, lossy, relative=EPSILON[dtype.name])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_wire_bytes_are_the_documented_formula(spec):
     compressor = parse(spec)
     sizes = [2, 8, 9, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 65535, 65536, 65537, 10**6, 25 * 10**6 + 1]
@@ -44,7 +45,7 @@ def test_wire_bytes_are_the_documented_formula(spec):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_payloads_have_that_size_whatever_the_values(spec, shape):
     compressor = parse(spec)
     expected = reference.wire_bytes(compressor, shape)
@@ -57,7 +58,7 @@ def payload_nbytes(payload):
     return payload.nbytes if hasattr(payload, "nbytes") else payload.numpy().nbytes
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_parts_are_laid_out_as_announced(spec):
     compressor = parse(spec)
     for shape in ((1000,), (64, 32)):
@@ -69,12 +70,12 @@ def test_parts_are_laid_out_as_announced(spec):
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (1000,), (64, 32), (100001,)], ids=str)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_zeros_are_exact(spec, shape):
     np.testing.assert_array_equal(round_trip(parse(spec), np.zeros(shape, np.float32)), np.zeros(shape))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_compress_is_pure(spec):
     compressor = parse(spec)
     x, other = tf.constant(data((64, 32))), tf.constant(data((64, 32), seed=1))
@@ -89,7 +90,7 @@ def test_compress_is_pure(spec):
     np.testing.assert_array_equal(x, before)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_a_tf_function_computes_what_eager_execution_does(spec):
     compressor = parse(spec)
     x = tf.constant(data((64, 32)))
@@ -108,7 +109,7 @@ def test_a_tf_function_computes_what_eager_execution_does(spec):
         assert tensor.shape == payload.tensor.shape
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_decode_sum_adds_the_ranks_and_scales(spec):
     compressor = parse(spec)
     shape = (7,) if spec.startswith("quantize") else (64, 32)
@@ -124,7 +125,7 @@ def test_decode_sum_adds_the_ranks_and_scales(spec):
 
 
 @pytest.mark.parametrize("dtype", [None, tf.float32, tf.bfloat16])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_the_new_residual_is_what_the_decoded_tensor_lacks(spec, dtype):
     compressor = parse(spec)
     for shape in ((7,), (1000,), (64, 32), (70000,)):
@@ -142,7 +143,7 @@ def test_the_new_residual_is_what_the_decoded_tensor_lacks(spec, dtype):
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_what_is_not_finite_is_noticed(spec, bad):
     compressor = parse(spec)
     for shape in ((7,), (64, 32), (70000,)):
@@ -154,7 +155,7 @@ def test_what_is_not_finite_is_noticed(spec, bad):
             assert not encoded.finite
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if parse(spec).error_feedback])
+@pytest.mark.parametrize("spec", [spec for spec in ALL if parse(spec).error_feedback])
 @pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "layers", "offset"])
 def test_what_is_fed_back_is_a_contraction(spec, kind):
     """||x - C(x)|| < ||x||, which error feedback needs (Karimireddy et al. 2019, Assumption A)."""
@@ -166,7 +167,7 @@ def test_what_is_fed_back_is_a_contraction(spec, kind):
     assert error <= limit * np.linalg.norm(x.astype(np.float64))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in CASTS])
+@pytest.mark.parametrize("spec", [spec for spec in ALL if spec not in CASTS])
 def test_refuses_what_is_not_floating_point(spec):
     for x in ([1, 2], [True], [1j]):
         with pytest.raises(TypeError, match="floating point"):
@@ -181,7 +182,7 @@ def test_casts_pass_integers_unchanged_as_horovods_do(spec):
     np.testing.assert_array_equal(parse(spec).decompress(payload, ctx), x)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec not in CASTS])
+@pytest.mark.parametrize("spec", [spec for spec in ALL if spec not in CASTS])
 @pytest.mark.parametrize("shape", [None, [None], [3, None]])
 def test_refuses_a_tensor_of_unknown_shape(spec, shape):
     @tf.function(input_signature=[tf.TensorSpec(shape, tf.float32)])
@@ -201,7 +202,7 @@ def test_casts_take_a_tensor_of_unknown_shape(spec):
     np.testing.assert_array_equal(in_graph([[0.5, -2.0]]), [[0.5, -2.0]])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL)
 def test_is_a_horovod_compressor_that_says_whether_payloads_may_be_summed(spec):
     compressor = parse(spec)
     assert isinstance(compressor, hvdc.Compressor)

@@ -2,6 +2,7 @@
 
 import pytest
 import tensorflow as tf
+from specs import ONE_EACH
 
 import hvd_compress as hvdc
 from hvd_compress.cost import CostModel, KernelCost, Link, TwoLevel
@@ -96,13 +97,7 @@ def test_bits_per_element(spec, bits):
     assert bits_per_element(spec) == pytest.approx(bits)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "none", "fp16", "bf16", "int8", "quantize:bits=3", "onebit", "topk:ratio=0.01", "randomk:ratio=0.1",
-        "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=4", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("spec", ONE_EACH)
 def test_every_compressor_has_a_prediction_without_calibration(spec):
     for ranks in (2, 16):
         prediction = CostModel(link=LINK, ranks=ranks).predict(spec, nbytes=SIZE)

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import reference
 import tensorflow as tf
-from compressors import SPECS, seeds
+from compressors import seeds
+from specs import ALL
 
 import hvd_compress as hvdc
 from hvd_compress.compressors import Seeds
 
 parse = hvdc.Compression.parse
-FED_BACK = [spec for spec in SPECS if parse(spec).error_feedback]
+FED_BACK = [spec for spec in ALL if parse(spec).error_feedback]
 
 
 def sign_descent(with_residual, steps=600, epsilon=0.5):

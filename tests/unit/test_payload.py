@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from compressors import PACKED, SUMMABLE
 from horovod.tensorflow import mpi_ops
+from specs import PACKED, SUMMABLE
 
 import hvd_compress as hvdc
 from hvd_compress.compressors import payload

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import reference
 import tensorflow as tf
-from compressors import CASTS, SPECS, seeds
+from compressors import seeds
 from hypothesis import given
 from hypothesis import strategies as st
+from specs import ALL, CASTS
 
 import hvd_compress as hvdc
 from hvd_compress.exchange import common
@@ -25,7 +26,7 @@ ratios = st.sampled_from([0.01, 0.3, 1.0])
 MAKERS = {
     "casts": st.sampled_from([Compression.parse(spec) for spec in CASTS]),
     "quantize": st.sampled_from(
-        [Compression.parse(spec) for spec in SPECS if "quant" in spec or "int" in spec]
+        [Compression.parse(spec) for spec in ALL if "quant" in spec or "int" in spec]
     ),
     "onebit": st.just(Compression.onebit),
     "topk": st.builds(Compression.topk, ratio=ratios),

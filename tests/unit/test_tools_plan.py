@@ -15,7 +15,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from hvd_compress import formats
-from hvd_compress.auto import policy, start
+from hvd_compress.auto import policy
 from hvd_compress.compressors.registry import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import KERNELS
@@ -68,8 +68,11 @@ def test_a_compressor_by_hand():
 def test_buckets_are_those_of_training():
     import horovod.tensorflow as hvd
 
+    from hvd_compress.engine import accounting
+    from hvd_compress.engine.model_layout import model_layout
     from hvd_compress.engine.plan import Plan
     from hvd_compress.engine.settings import Settings
+    from hvd_compress.engine.state import new_state
 
     class Set(hvd.ProcessSet):
         def size(self):
@@ -87,15 +90,15 @@ def test_buckets_are_those_of_training():
     ):
         for ranks in (2, 4, 8):
             settings = Settings(Compression.parse(spec), process_set=Set(range(ranks)), bucket_bytes=2**22)
-            plan = Plan("p", settings, variables, variables)
+            layout = model_layout(settings, variables, variables)
+            plan = Plan("p", settings, layout, new_state("p", settings, layout))
             found = prediction.forecast(
                 spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks
             )
-            assert found.sent == plan.bytes_sent()[0]
-            assert found.plain == plan.bytes_sent()[1]
-            expected = [4 * bucket.numel for bucket in plan.dense] + [
-                4 * sum(math.prod(s) for s in param_group.layout.shapes[p.start : p.stop])
-                for param_group, p in plan.buckets
+            assert found.sent == accounting.bytes_sent(plan)[0]
+            assert found.plain == accounting.bytes_sent(plan)[1]
+            expected = [4 * tensors.numel for tensors in layout.uncompressed] + [
+                4 * sum(map(math.prod, layout.shapes_of(b))) for b in range(len(layout.buckets))
             ]
             assert sorted(size for size, _ in found.chosen) == sorted(expected)
 
@@ -166,7 +169,7 @@ def test_the_choice_is_that_of_auto(seed):
     ],
 )  # fmt: skip
 def test_what_noise_loses_is_what_the_compressor_loses(spec):
-    measured = start._lost(Compression.parse(spec), (2**17,))
+    measured = Compression.parse(spec).noise_loss([(2**17,)])
     assert prediction.noise_lost(formats.parse(spec)) == pytest.approx(measured, rel=0.05)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import hvd_compress as hvdc
 from hvd_compress.engine import layout as geometry
 from hvd_compress.engine.grouping import TensorGroup
-from hvd_compress.engine.packing import FlatPacking, PerTensorPacking
+from hvd_compress.engine.layout import FlatLayout, PerTensorLayout
+from hvd_compress.engine.packing import pack, unpack, unpack_one
 
 SHAPES = [(10, 10), (5,), (20, 10), (), (3, 3, 2, 2), (300, 2), (0, 3)]
 DTYPES = [tf.float32, tf.float16, tf.float64, tf.bfloat16, tf.float32, tf.float32, tf.float32]
@@ -22,15 +23,17 @@ def gradients(shapes, dtypes):
     return [tf.cast(rng.integers(-99, 100, shape), dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
-def assert_round_trip(chunks, tensors, dtypes):
-    cut = [chunk for chosen in chunks.in_buckets(1) for chunk in chunks.cut(tensors, chosen)]
-    assert [tuple(chunk.shape) for chunk in cut] == chunks.shapes
-    assert all(chunk.dtype == tf.float32 for chunk in cut)
-    for tensor, again in zip(tensors, chunks.join(cut, dtypes)):
+def assert_round_trip(layout, tensors, dtypes):
+    chunks = [chunk for bucket in layout.in_buckets(1) for chunk in pack(layout, tensors, bucket)]
+    assert [tuple(chunk.shape) for chunk in chunks] == layout.shapes
+    assert all(chunk.dtype == tf.float32 for chunk in chunks)
+    for tensor, again in zip(tensors, unpack(layout, chunks, dtypes)):
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
         np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(tensor, tf.float64))
     total = sum(np.abs(tf.cast(t, tf.float64).numpy()).sum() for t in tensors)
-    assert sum(np.abs(chunk.numpy().astype(np.float64)).sum() for chunk in cut) == total  # all else is zero
+    assert (
+        sum(np.abs(chunk.numpy().astype(np.float64)).sum() for chunk in chunks) == total
+    )  # all else is zero
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,38 +42,38 @@ def assert_round_trip(chunks, tensors, dtypes):
     multiple=st.integers(1, 5),
     largest=st.sampled_from([1024, 5000, 2**20]),
 )
-def test_cut_and_join(shapes, multiple, largest):
+def test_pack_and_unpack(shapes, multiple, largest):
     bucket = TensorGroup(tuple(range(len(shapes))), tuple(shapes))
-    chunks = FlatPacking(bucket, multiple, largest=largest)
+    chunks = FlatLayout(bucket, multiple, largest=largest)
     assert chunks.count % multiple == 0
     assert chunks.size <= 1.016 * largest
     assert chunks.count * chunks.size >= bucket.numel
     dtypes = [DTYPES[i % len(DTYPES)] for i in range(len(shapes))]
     assert_round_trip(chunks, gradients(shapes, dtypes), dtypes)
     tensors = gradients(shapes, dtypes)
-    cut = chunks.cut(tensors, range(chunks.count))
+    packed = pack(chunks, tensors, range(chunks.count))
     for i, tensor in enumerate(tensors):
-        np.testing.assert_array_equal(chunks.take(cut, i), tf.cast(tensor, tf.float32))
+        np.testing.assert_array_equal(unpack_one(chunks, packed, i), tf.cast(tensor, tf.float32))
 
 
 def test_gradients_lie_one_after_the_other():
     bucket = TensorGroup((3, 1), ((3,), (2, 2)))
     gradients = [tf.constant([1.0, 2, 3]), tf.constant([[4.0, 5], [6, 7]])]
-    (chunk,) = FlatPacking(bucket).cut(gradients, range(1))
+    (chunk,) = pack(FlatLayout(bucket), gradients, range(1))
     assert chunk.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_whole_tensors_keep_their_shapes():
     bucket = TensorGroup(tuple(range(len(SHAPES))), tuple(SHAPES))
-    assert PerTensorPacking(bucket).shapes == SHAPES
-    assert_round_trip(PerTensorPacking(bucket), gradients(SHAPES, DTYPES), DTYPES)
+    assert PerTensorLayout(bucket).shapes == SHAPES
+    assert_round_trip(PerTensorLayout(bucket), gradients(SHAPES, DTYPES), DTYPES)
 
 
 @pytest.mark.parametrize("numel", [1600, 10**5, 10**6, 2**20, 2**20 + 1, 6 * 10**6, 25 * 10**6])
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("alignment", [16, 400, 4096, 10**6])
 def test_little_is_added(numel, multiple, alignment):
-    chunks = FlatPacking(TensorGroup((0,), ((numel,),)), multiple, alignment)
+    chunks = FlatLayout(TensorGroup((0,), ((numel,),)), multiple, alignment)
     assert chunks.count == multiple * math.ceil(numel / (multiple * 2**20))
     assert numel <= chunks.count * chunks.size <= 1.016 * (numel + chunks.count)
     if numel / chunks.count >= 100 * alignment:
@@ -84,53 +87,56 @@ def test_a_full_bucket_has_three_pieces_of_each_owner(spec, ranks):
     candidates = getattr(compressor, "candidates", [compressor])
     for numel in np.random.default_rng(ranks).integers(30_000_000, 400_000_000, 20):
         bucket = TensorGroup((0,), ((int(numel),),))
-        found = geometry.flat(bucket, candidates, geometry.BUCKET_BYTES, ranks)
+        found = geometry.flat_layout(bucket, candidates, geometry.BUCKET_BYTES, ranks)
         assert max(map(len, found.in_buckets(geometry.BUCKET_BYTES))) == 3 * ranks
 
 
 def test_pieces_suit_all_candidates():
     """4096 elements for the quantizers, or else a multiple of their blocks of 256; 100 for 1% of them."""
-    candidates = hvdc.Compression.parse("auto").candidates
-    alignment = geometry.flat(TensorGroup((0,), ((100,),)), candidates, geometry.BUCKET_BYTES, 2).alignment
+    auto = "auto:candidates=(none|int8|int4|hybrid:ratio=0.01,bits=4)"
+    candidates = hvdc.Compression.parse(auto).candidates
+    alignment = geometry.flat_layout(
+        TensorGroup((0,), ((100,),)), candidates, geometry.BUCKET_BYTES, 2
+    ).alignment
     assert alignment == math.lcm(4096, 400)
     for numel, multiple, expected in (
         (25_500_000, 1, 102_400),
         (25_500_000, 48, 6_400),
         (1_000_000, 1, 12_800),
     ):
-        size = geometry.FlatLayout(TensorGroup((0,), ((numel,),)), multiple, alignment).size
+        size = FlatLayout(TensorGroup((0,), ((numel,),)), multiple, alignment).size
         assert size % expected == 0 and numel / multiple <= size * math.ceil(numel / multiple / size)
 
 
 def test_an_alignment_below_one_is_refused():
     with pytest.raises(ValueError, match="alignment must be a whole number from 1 on, got 0"):
-        geometry.FlatLayout(TensorGroup((0,), ((100,),)), 1, 0)
+        FlatLayout(TensorGroup((0,), ((100,),)), 1, 0)
 
 
 def test_large_gradients_are_not_copied():
     """A slice at 64-byte borders shares its memory: no operation but slices and reshapes."""
     bucket = TensorGroup((1, 0), ((1024, 2048), (512, 1024)))
-    chunks = FlatPacking(bucket)
+    chunks = FlatLayout(bucket)
     assert chunks.count == 3 and chunks.size == 873824
 
     @tf.function
     def cut(a, b):
-        return FlatPacking(TensorGroup((0,), ((2**21,),)), 1, 4096).cut([a], range(2))
+        return pack(FlatLayout(TensorGroup((0,), ((2**21,),)), 1, 4096), [a], range(2))
 
     ops = {op.type for op in cut.get_concrete_function(tf.zeros([1024, 2048]), 0).graph.get_operations()}
     assert "ConcatV2" not in ops and "StridedSlice" in ops
 
 
 def test_pieces_in_buckets():
-    chunks = FlatPacking(TensorGroup((0,), ((10**6,),)), 1, 16, 10**5)
+    chunks = FlatLayout(TensorGroup((0,), ((10**6,),)), 1, 16, 10**5)
     assert (chunks.count, chunks.size) == (10, 10**5)
     assert chunks.in_buckets(1) == [range(i, i + 1) for i in range(10)]
     assert chunks.in_buckets(12 * 10**5) == [range(0, 1), range(1, 3), range(3, 6), range(6, 9), range(9, 10)]
     assert chunks.in_buckets(10**9) == [range(10)]
-    shared = FlatPacking(TensorGroup((0,), ((10**6,),)), 4, 16, 10**5)
+    shared = FlatLayout(TensorGroup((0,), ((10**6,),)), 4, 16, 10**5)
     assert shared.count == 12
     assert shared.in_buckets(1) == [range(0, 4), range(4, 8), range(8, 12)]  # every rank owns as many
-    whole = PerTensorPacking(TensorGroup((2, 1, 0), ((10,), (20,), (30,))))
+    whole = PerTensorLayout(TensorGroup((2, 1, 0), ((10,), (20,), (30,))))
     assert whole.in_buckets(1) == [range(0, 1), range(1, 2), range(2, 3)]
     assert whole.in_buckets(120) == [range(0, 2), range(2, 3)]
     assert whole.in_buckets(10**9) == [range(3)]
