@@ -1,4 +1,7 @@
-"""What arguments may be, and errors that say so in one line, the same on every rank."""
+"""Checks of arguments. Errors are one line, and the same on every rank.
+
+TensorFlow and Horovod are loaded only by the checks that need them: sizes are predicted without them.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,29 @@ import functools
 import math
 import numbers
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import horovod.tensorflow as hvd
 import numpy as np
-import tensorflow as tf
 
 from .error_text import error_text
 
-# What Horovod's allreduce takes, but for bfloat16, which is summed as float32.
+if TYPE_CHECKING:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+# Dtypes that Horovod's allreduce takes, and bfloat16, which is summed as float32.
 REDUCIBLE = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def plain_errors(function: F) -> F:
-    """Keeps the errors that `function` raises in one line inside of a tf.function, too.
+    """Keeps the errors that `function` raises in one line, inside a tf.function too.
 
     AutoGraph puts the whole traceback, with paths that differ from rank to rank, into an error's text.
     """
+    import tensorflow as tf
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -39,28 +45,72 @@ def plain_errors(function: F) -> F:
     return converted
 
 
+def is_number(value: Any) -> bool:
+    """Whether this is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """`value` as a float.
 
     Raises:
         ValueError: It is not a finite number from `low` to `high`.
     """
-    wrong = isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real)
-    if wrong or not math.isfinite(value) or not low <= value <= high:
+    if not is_number(value) or not math.isfinite(value) or not low <= value <= high:
         limits = f"a number from {low} to {high}" if low > -math.inf else "a finite number"
         raise ValueError(f"{name} must be {limits}, got {error_text(value)}")
     return float(value)
 
 
-def integer(name: str, value: Any, low: int) -> int:
+def integer_or_float(name: str, value: Any) -> float:
+    """`value` as an int if it is whole, which is shorter in a spec string, else as a float.
+
+    Raises:
+        ValueError: It is not a finite number.
+    """
+    if not is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a number, got {error_text(value)}")
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def ratio(name: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+        ValueError: It is not a number above 0 and at most 1.
+    """
+    if not is_number(value) or not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must be a number above 0 and at most 1, got {error_text(value)}")
+    return float(value)
+
+
+def integer(name: str, value: Any, low: int, high: float = math.inf, limits: str = "") -> int:
+    """`value` as an int.
+
+    Args:
+        name: What the error calls it.
+        value: Any object.
+        low: The smallest value.
+        high: The largest value.
+        limits: Both in the error's words; empty for the numbers themselves.
+
+    Raises:
+        ValueError: It is not a whole number from `low` to `high`.
+    """
+    integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not integral or not low <= value <= high:
+        limits = limits or (f"{low} on" if high == math.inf else f"{low} to {high}")
+        raise ValueError(f"{name} must be a whole number from {limits}, got {error_text(value)}")
+    return int(value)
+
+
+def seed(name: str, value: Any) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: It is not a whole number from `low` on.
+        ValueError: It is not a whole number of 32 bits.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(f"{name} must be a whole number from {low} on, got {error_text(value)}")
-    return int(value)
+    return integer(name, value, -(2**31), 2**31 - 1, "-2**31 to 2**31 - 1")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -74,11 +124,33 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def true_or_false(name: str, value: Any) -> bool:
+    """`value`, an argument in a spec string.
+
+    Raises:
+        ValueError: It is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {error_text(value)}")
+    return value
+
+
+def items(name: str, value: Any) -> list[Any]:
+    """The items of `value`.
+
+    Raises:
+        ValueError: It is a string, or cannot be iterated over.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list, got {error_text(value)}")
+    return list(value)
+
+
 def text(name: str, value: Any) -> None:
     """Refuses what is neither a string nor None.
 
     Raises:
-        TypeError: So it is.
+        TypeError: `value` is neither.
     """
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {error_text(value)}")
@@ -96,18 +168,20 @@ def path(name: str, value: Any) -> str:
 
 
 def process_set(value: Any) -> None:
-    """Refuses what is no process set.
+    """Refuses what is not a process set.
 
     Raises:
-        TypeError: So it is.
+        TypeError: `value` is none.
     """
+    import horovod.tensorflow as hvd
+
     if not isinstance(value, hvd.ProcessSet):
         raise TypeError(f"process_set must be a hvd.ProcessSet, got {error_text(value)}")
 
 
 def is_horovods(value: Any) -> bool:
-    """Whether Horovod's own `DistributedOptimizer` or `DistributedGradientTape` has made this."""
-    # Of the name of the class that it wraps, but of Horovod's module.
+    """Whether Horovod's own `DistributedOptimizer` or `DistributedGradientTape` made this."""
+    # Its class has the name of the wrapped class, but Horovod's module.
     return type(value).__module__.partition(".")[0] == "horovod"
 
 
@@ -115,7 +189,7 @@ def registered(value: hvd.ProcessSet) -> None:
     """Refuses a process set that Horovod does not know.
 
     Raises:
-        ValueError: So it is.
+        ValueError: `value` is not registered.
     """
     if value.process_set_id is None:
         raise ValueError(
@@ -127,8 +201,12 @@ def registered(value: hvd.ProcessSet) -> None:
 def reducible(what: str, dtype: tf.DType) -> None:
     """Refuses dtypes that Horovod cannot reduce.
 
+    Args:
+        what: What has this dtype, in the error's words.
+        dtype: The dtype.
+
     Raises:
-        TypeError: `dtype` is one of these; `what` has it.
+        TypeError: Horovod cannot reduce `dtype`.
     """
     if dtype.is_complex:
         raise TypeError(

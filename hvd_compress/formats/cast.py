@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from .base import Format, Part, Shape, size_of
+from .registry import register
 
 
 class Cast(Format):
@@ -24,26 +25,32 @@ class Cast(Format):
         return [Part((size_of(shape),), self.wire_type)]
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class NoCompression(Cast):
-    """All as it is."""
+    """Each value as it is."""
 
     name: ClassVar[str] = "none"
+    examples: ClassVar[tuple[str, ...]] = ("none",)
     uncompressed = True
     wire_type: ClassVar[str] = "float32"
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Float16(Cast):
     """Half precision."""
 
     name: ClassVar[str] = "fp16"
+    examples: ClassVar[tuple[str, ...]] = ("fp16",)
     wire_type: ClassVar[str] = "float16"
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Cast):
-    """bfloat16."""
+    """The type bfloat16."""
 
     name: ClassVar[str] = "bf16"
+    examples: ClassVar[tuple[str, ...]] = ("bf16",)
     wire_type: ClassVar[str] = "bfloat16"

@@ -12,7 +12,7 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
-from ..compressors.registry import CompressionLike, resolve
+from ..compressors.resolve import CompressionLike, resolve
 from ..engine.reducer import check_not_in_xla
 from ..exchange import choice, uncompressed
 from ..exchange.common import Group, LocalInput

@@ -14,7 +14,7 @@ from ..auto.report import CompressionReport
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors import Compressor
-from ..compressors.registry import CompressionLike, policies, resolve
+from ..compressors.resolve import CompressionLike, policies, resolve
 from ..engine import nonfinite
 from ..engine.reducer import Reducer, scale_local_gradient
 from ..engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvd_compress as hvdc
-from hvd_compress.compressors.registry import resolve
+from hvd_compress.compressors.resolve import resolve
 
 Compression = hvdc.Compression
 parse = Compression.parse

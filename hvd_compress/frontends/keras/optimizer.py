@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 from ...auto.report import CompressionReport
 from ...common import checks
 from ...common.error_text import error_text
-from ...compressors.registry import CompressionLike, policies, resolve
+from ...compressors.resolve import CompressionLike, policies, resolve
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings
 from .optimizer_state import innermost, own_momentum
