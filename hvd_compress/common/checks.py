@@ -1,4 +1,7 @@
-"""Checks of arguments. Errors are one line, and the same on every rank.
+"""Checks of arguments.
+
+Each check returns the value in its own type, or raises a ValueError (a TypeError if objects of such a type are never
+valid). Errors are one line, and the same on every rank. `name` is what they call the argument.
 
 TensorFlow and Horovod are loaded only by the checks that need them: sizes are predicted without them.
 """
@@ -51,11 +54,7 @@ def is_number(value: Any) -> bool:
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """`value` as a float.
-
-    Raises:
-        ValueError: It is not a finite number from `low` to `high`.
-    """
+    """A finite number from `low` to `high`, as a float."""
     if not is_number(value) or not math.isfinite(value) or not low <= value <= high:
         limits = f"a number from {low} to {high}" if low > -math.inf else "a finite number"
         raise ValueError(f"{name} must be {limits}, got {error_text(value)}")
@@ -63,40 +62,21 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 
 def integer_or_float(name: str, value: Any) -> float:
-    """`value` as an int if it is whole, which is shorter in a spec string, else as a float.
-
-    Raises:
-        ValueError: It is not a finite number.
-    """
+    """A finite number, as an int if it is integral, which is shorter in a spec string, else as a float."""
     if not is_number(value) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number, got {error_text(value)}")
     return int(value) if float(value).is_integer() else float(value)
 
 
 def ratio(name: str, value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-        ValueError: It is not a number above 0 and at most 1.
-    """
+    """A number above 0 and at most 1, as a float."""
     if not is_number(value) or not 0.0 < value <= 1.0:
         raise ValueError(f"{name} must be a number above 0 and at most 1, got {error_text(value)}")
     return float(value)
 
 
 def integer(name: str, value: Any, low: int, high: float = math.inf, limits: str = "") -> int:
-    """`value` as an int.
-
-    Args:
-        name: What the error calls it.
-        value: Any object.
-        low: The smallest value.
-        high: The largest value.
-        limits: Both in the error's words; empty for the numbers themselves.
-
-    Raises:
-        ValueError: It is not a whole number from `low` to `high`.
-    """
+    """An integer from `low` to `high`; `limits` says this in other words."""
     integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not integral or not low <= value <= high:
         limits = limits or (f"{low} on" if high == math.inf else f"{low} to {high}")
@@ -105,74 +85,46 @@ def integer(name: str, value: Any, low: int, high: float = math.inf, limits: str
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: It is not a whole number of 32 bits.
-    """
+    """An integer of 32 bits."""
     return integer(name, value, -(2**31), 2**31 - 1, "-2**31 to 2**31 - 1")
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool.
-
-    Raises:
-        ValueError: It is neither True nor False (nor 1 nor 0).
-    """
+    """True or False (or 1 or 0), as a bool."""
     if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
         raise ValueError(f"{name} must be True or False, got {error_text(value)}")
     return bool(value)
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """`value`, an argument in a spec string.
-
-    Raises:
-        ValueError: It is neither True nor False.
-    """
+    """True or False, in a spec string."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {error_text(value)}")
     return value
 
 
 def items(name: str, value: Any) -> list[Any]:
-    """The items of `value`.
-
-    Raises:
-        ValueError: It is a string, or cannot be iterated over.
-    """
+    """The items of anything that can be iterated over but a string, as a list."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list, got {error_text(value)}")
     return list(value)
 
 
 def text(name: str, value: Any) -> None:
-    """Refuses what is neither a string nor None.
-
-    Raises:
-        TypeError: `value` is neither.
-    """
+    """A string or None."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {error_text(value)}")
 
 
 def path(name: str, value: Any) -> str:
-    """`value` as the path of a directory.
-
-    Raises:
-        TypeError: It is neither a string nor a path.
-    """
+    """The path of a directory, a string or an object with a path, as a string."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be the path of a directory, got {error_text(value)}")
     return os.fsdecode(value)
 
 
 def process_set(value: Any) -> None:
-    """Refuses what is not a process set.
-
-    Raises:
-        TypeError: `value` is none.
-    """
+    """A process set."""
     import horovod.tensorflow as hvd
 
     if not isinstance(value, hvd.ProcessSet):
@@ -186,11 +138,7 @@ def is_horovods(value: Any) -> bool:
 
 
 def registered(value: hvd.ProcessSet) -> None:
-    """Refuses a process set that Horovod does not know.
-
-    Raises:
-        ValueError: `value` is not registered.
-    """
+    """A process set that Horovod knows."""
     if value.process_set_id is None:
         raise ValueError(
             f"process_set of ranks {value.ranks} is not registered: pass it to "
@@ -199,15 +147,7 @@ def registered(value: hvd.ProcessSet) -> None:
 
 
 def reducible(what: str, dtype: tf.DType) -> None:
-    """Refuses dtypes that Horovod cannot reduce.
-
-    Args:
-        what: What has this dtype, in the error's words.
-        dtype: The dtype.
-
-    Raises:
-        TypeError: Horovod cannot reduce `dtype`.
-    """
+    """The dtype of `what`, which Horovod must be able to reduce."""
     if dtype.is_complex:
         raise TypeError(
             f"{what} is {dtype.name}, and Horovod cannot reduce complex numbers: reduce the real and the imaginary part"

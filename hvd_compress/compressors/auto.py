@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
-
-import tensorflow as tf
+from typing import Any
 
 from ..common import checks
 from ..common.error_text import error_text
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, TARGET
-from ..formats.base import Part, Shape
-from .base import Compressor, Encoded, Seeds
+from .base import Compressor
 from .builtin import BuiltinCompressor
 from .cast import NoCompression
 from .registry import parse, register
@@ -46,8 +43,8 @@ class Auto(BuiltinCompressor):
         probe_every: Every this many steps, the candidates are tried on a chunk of one bucket.
     """
 
-    name: ClassVar[str] = "auto"
-    examples: ClassVar[tuple[str, ...]] = ("auto:candidates=(none|int8)",)
+    name = "auto"
+    examples = ("auto:candidates=(none|int8)",)
     automatic = True
     candidates: Sequence[Any] = CANDIDATES  # type: ignore[assignment]
     target: float = TARGET
@@ -117,39 +114,22 @@ class Auto(BuiltinCompressor):
         """The target that holds in a step."""
         return [target for first, target in self.targets() if first <= step][-1]
 
-    def parts(self, shape: Shape) -> list[Part]:
-        """Not defined: the parts differ from step to step.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise _not_alone()
-
     def default_of(self, field: dataclasses.Field[Any]) -> Any:
         """The default as it is stored: candidates are given by spec strings and stored as compressors."""
         return tuple(map(parse, CANDIDATES)) if field.name == "candidates" else field.default
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Not defined: it chooses in training only.
+    def _only_in_training(self, *_: Any, **__: Any) -> Any:
+        """Not defined, as the choice belongs to training.
 
         Raises:
             ValueError: Always.
         """
-        raise _not_alone()
+        raise ValueError(
+            "auto chooses from what it measures in training: use it in hvdc.DistributedOptimizer or "
+            "hvdc.DistributedGradientTape, and one of its candidates, such as 'int4', here"
+        )
 
-
-def _not_alone() -> ValueError:
-    return ValueError(
-        "auto chooses from what it measures in training: use it in hvdc.DistributedOptimizer or "
-        "hvdc.DistributedGradientTape, and one of its candidates, such as 'int4', here"
-    )
+    parts = encode = _only_in_training
 
 
 def _phase(phase: Any) -> tuple[int, float]:

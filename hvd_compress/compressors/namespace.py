@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import compressors
 from ..common.error_text import error_text
-from . import (
-    DGC,
-    Auto,
-    BFloat16,
-    BlockSparse,
-    BlockTopK,
-    Compressor,
-    Float16,
-    Hybrid,
-    NoCompression,
-    OneBit,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    TopK,
-)
 from .registry import COMPRESSORS
 
 
@@ -44,24 +29,24 @@ class Compression(metaclass=_Registered):
     """
 
     # For editors and type checkers. The values, and further names, come from the register.
-    none: NoCompression
-    fp16: Float16
-    bf16: BFloat16
-    int8: Quantize
-    int4: Quantize
-    onebit: OneBit
-    quantize: type[Quantize]
-    topk: type[TopK]
-    randomk: type[RandomK]
-    block_topk: type[BlockTopK]
-    block_sparse: type[BlockSparse]
-    hybrid: type[Hybrid]
-    dgc: type[DGC]
-    powersgd: type[PowerSGD]
-    auto: type[Auto]
+    none: compressors.NoCompression
+    fp16: compressors.Float16
+    bf16: compressors.BFloat16
+    int8: compressors.Quantize
+    int4: compressors.Quantize
+    onebit: compressors.OneBit
+    quantize: type[compressors.Quantize]
+    topk: type[compressors.TopK]
+    randomk: type[compressors.RandomK]
+    block_topk: type[compressors.BlockTopK]
+    block_sparse: type[compressors.BlockSparse]
+    hybrid: type[compressors.Hybrid]
+    dgc: type[compressors.DGC]
+    powersgd: type[compressors.PowerSGD]
+    auto: type[compressors.Auto]
 
     @staticmethod
-    def parse(spec: str) -> Compressor:
+    def parse(spec: str) -> compressors.Compressor:
         """Makes a compressor from its spec string, such as `"topk:ratio=0.01"`.
 
         Args:
@@ -73,5 +58,5 @@ class Compression(metaclass=_Registered):
         """
         if not isinstance(spec, str):
             raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {error_text(spec)}")
-        compressor: Compressor = COMPRESSORS.parse(spec)
+        compressor: compressors.Compressor = COMPRESSORS.parse(spec)
         return compressor

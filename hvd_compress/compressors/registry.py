@@ -7,7 +7,7 @@ TensorFlow may have its `name` and `parts` in the class itself:
     @register
     @dataclasses.dataclass(frozen=True)
     class Ternary(BuiltinCompressor):
-        name: ClassVar[str] = "ternary"
+        name = "ternary"
 """
 
 from __future__ import annotations

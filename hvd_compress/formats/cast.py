@@ -30,10 +30,10 @@ class Cast(Format):
 class NoCompression(Cast):
     """Each value as it is."""
 
-    name: ClassVar[str] = "none"
-    examples: ClassVar[tuple[str, ...]] = ("none",)
+    name = "none"
+    examples = ("none",)
     uncompressed = True
-    wire_type: ClassVar[str] = "float32"
+    wire_type = "float32"
 
 
 @register
@@ -41,9 +41,9 @@ class NoCompression(Cast):
 class Float16(Cast):
     """Half precision."""
 
-    name: ClassVar[str] = "fp16"
-    examples: ClassVar[tuple[str, ...]] = ("fp16",)
-    wire_type: ClassVar[str] = "float16"
+    name = "fp16"
+    examples = ("fp16",)
+    wire_type = "float16"
 
 
 @register
@@ -51,6 +51,6 @@ class Float16(Cast):
 class BFloat16(Cast):
     """The type bfloat16."""
 
-    name: ClassVar[str] = "bf16"
-    examples: ClassVar[tuple[str, ...]] = ("bf16",)
-    wire_type: ClassVar[str] = "bfloat16"
+    name = "bf16"
+    examples = ("bf16",)
+    wire_type = "bfloat16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 from ..common import checks
 from ..common.error_text import error_text
@@ -22,8 +22,8 @@ _CLOSE = 1.1
 class DGC(TopK):
     """As top-k; in the warm-up with more elements."""
 
-    name: ClassVar[str] = "dgc"
-    examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01,clipnorm=1", "dgc:ratio=0.01,warmup_epochs=0")
+    name = "dgc"
+    examples = ("dgc:ratio=0.01,clipnorm=1", "dgc:ratio=0.01,warmup_epochs=0")
     ratio: float = 0.001
     momentum: float = 0.9
     clipnorm: float | None = None

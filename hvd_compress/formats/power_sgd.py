@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from ..common import checks
 from .base import Format, Part, Shape, size_of
@@ -34,8 +34,8 @@ class Batch(NamedTuple):
 class PowerSGD(Format):
     """Two thin factors of each matrix."""
 
-    name: ClassVar[str] = "powersgd"
-    examples: ClassVar[tuple[str, ...]] = ("powersgd:rank=2",)
+    name = "powersgd"
+    examples = ("powersgd:rank=2",)
     per_tensor = True
     model_wide = True
     rank: int

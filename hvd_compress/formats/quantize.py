@@ -23,9 +23,9 @@ SIGN_BLOCK = 1024
 class Quantize(Format):
     """Codes of `bits` bits, with the step and the base of each block."""
 
-    name: ClassVar[str] = "quantize"
+    name = "quantize"
     short_names: ClassVar[Mapping[str, str]] = {"quantize:bits=8": "int8", "quantize:bits=4": "int4"}
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "int8",
         "int4",
         "quantize:bits=1",
@@ -77,8 +77,8 @@ def block_parts(n: int, bits: int) -> list[Part]:
 class OneBit(Format):
     """Signs, and a magnitude per block."""
 
-    name: ClassVar[str] = "onebit"
-    examples: ClassVar[tuple[str, ...]] = ("onebit",)
+    name = "onebit"
+    examples = ("onebit",)
     value_bits = 1
     alignment = SIGN_BLOCK
 

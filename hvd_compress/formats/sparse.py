@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ..common import checks
 from .base import Format, Part, Shape, num_kept, size_of
@@ -19,8 +19,8 @@ from .sizes import index_parts, row_dtype, stride_blocks
 class TopK(Format):
     """The elements of largest magnitude, and their indices."""
 
-    name: ClassVar[str] = "topk"
-    examples: ClassVar[tuple[str, ...]] = ("topk:ratio=0.01", "topk:ratio=0.3")
+    name = "topk"
+    examples = ("topk:ratio=0.01", "topk:ratio=0.3")
     sparse = True
     ratio: float
 
@@ -59,8 +59,8 @@ class Strided(Format):
 class BlockTopK(Strided):
     """The largest element of each strided block."""
 
-    name: ClassVar[str] = "block_topk"
-    examples: ClassVar[tuple[str, ...]] = ("block_topk:ratio=0.05",)
+    name = "block_topk"
+    examples = ("block_topk:ratio=0.05",)
     ratio: float
 
     def parts(self, shape: Shape) -> list[Part]:
@@ -74,8 +74,8 @@ class BlockTopK(Strided):
 class RandomK(Strided):
     """A random element of each strided block, the same on all ranks."""
 
-    name: ClassVar[str] = "randomk"
-    examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true")
+    name = "randomk"
+    examples = ("randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true")
     summable = True
     ratio: float
     unbiased: bool = False
@@ -98,8 +98,8 @@ class RandomK(Strided):
 class Hybrid(Strided):
     """The largest element of each strided block, in `bits` bits."""
 
-    name: ClassVar[str] = "hybrid"
-    examples: ClassVar[tuple[str, ...]] = ("hybrid:ratio=0.05,bits=4",)
+    name = "hybrid"
+    examples = ("hybrid:ratio=0.05,bits=4",)
     ratio: float
     bits: int
 
@@ -123,8 +123,8 @@ class Hybrid(Strided):
 class BlockSparse(Format):
     """The blocks of matrices with the largest norms."""
 
-    name: ClassVar[str] = "block_sparse"
-    examples: ClassVar[tuple[str, ...]] = ("block_sparse:ratio=0.1,block=4",)
+    name = "block_sparse"
+    examples = ("block_sparse:ratio=0.1,block=4",)
     sparse = True
     per_tensor = True
     ratio: float
