@@ -44,7 +44,7 @@ def main() -> None:
     import numpy as np
     import tensorflow as tf
 
-    from hvd_compress.compressors.registry import Compression
+    from hvd_compress.compressors.namespace import Compression
     from hvd_compress.engine.reducer import Reducer
     from hvd_compress.engine.settings import Settings
     from hvd_compress.tools.exchange import barrier

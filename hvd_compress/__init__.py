@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from . import cost
     from .analysis.sensitivity import sensitivity
     from .compressors import Compressor
+    from .compressors.namespace import Compression
     from .compressors.payload import Payload
-    from .compressors.registry import Compression
     from .cost import CostModel, Link
     from .cost.calibrate import calibrate
     from .exchange.hosts import init
@@ -56,7 +56,7 @@ __all__ = [
 # Loaded when they are first asked for (PEP 562): predictions need neither TensorFlow nor Horovod.
 _ANYWHERE = {"CostModel": "cost", "Link": "cost", "cost": "cost"}
 _WITH_HOROVOD = {
-    "Compression": "compressors.registry",
+    "Compression": "compressors.namespace",
     "Compressor": "compressors",
     "DistributedGradientTape": "frontends.tape",
     "DistributedOptimizer": "frontends.keras.optimizer",

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ..common.names import path_of
 from ..compressors import Compressor, Seeds
-from ..compressors.registry import CompressionLike, resolve
+from ..compressors.resolve import CompressionLike, resolve
 from ..engine.grouping import TensorGroup
 from ..engine.layout import FlatLayout, Layout, PerTensorLayout
 from ..engine.packing import pack, unpack

@@ -1,1 +1,1 @@
-"""What all folders use: names of variables, argument checks, error text, tracing helpers, host memory."""
+"""Helpers for all folders: names of variables, argument checks, error text, tracing, host memory."""

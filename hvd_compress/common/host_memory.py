@@ -1,4 +1,4 @@
-"""The memory of the host, between steps."""
+"""Memory of the host between steps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import platform
 
 import tensorflow as tf
 
-# From malloc.h. Values as large as glibc takes them (for the second, on 64 bits).
+# Parameters of mallopt in malloc.h. The values are the largest that glibc accepts (for the second, on 64 bits).
 _SETTINGS = {
-    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: give nothing back from the heap's end
-    -3: 2**25,  # M_MMAP_THRESHOLD: take up to 32 MB from the heap
-    -2: 2**26,  # M_TOP_PAD: keep the last of the other threads' heaps
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: never return the end of the heap
+    -3: 2**25,  # M_MMAP_THRESHOLD: take blocks of up to 32 MB from the heap
+    -2: 2**26,  # M_TOP_PAD: keep the last heap of other threads
 }
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Has glibc keep what a step frees, where gradients are in the host's memory.
+    """Makes glibc keep the memory that a step frees, if gradients are in the host's memory.
 
-    By default it gives large blocks back to the kernel, which clears them page by page when the next step asks
-    again: between two hosts of one core that was up to half of the exchange's time (ResNet-50, hybrid, 10 Gbit/s:
-    205 ms with it, 108 without; int8 230 and 178). The process then stays as large as its largest step. Whoever
-    has set malloc's own environment variables is left in peace, and so is everything but glibc.
+    By default, glibc returns large blocks to the kernel, which clears them page by page when the next step asks
+    again. Between two hosts of one core, that took up to half of the exchange's time (ResNet-50, hybrid, 10 Gbit/s:
+    205 ms by default, 108 with kept memory; int8 230 and 178). The process then stays as large as in its largest
+    step. Nothing is changed if malloc's environment variables are set, or if the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc" or tf.config.list_physical_devices("GPU"):
         return
@@ -33,5 +33,5 @@ def keep_freed_memory() -> None:
         return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        for what, value in _SETTINGS.items():
-            libc.mallopt(what, value)
+        for parameter, value in _SETTINGS.items():
+            libc.mallopt(parameter, value)

@@ -1,4 +1,4 @@
-"""Looks for TensorFlow and Horovod before what needs them is loaded, and says what to do if one is missing."""
+"""Checks, when imported, that TensorFlow and Horovod are installed; errors say what to do."""
 
 import importlib
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What depends on how TensorFlow traces functions into graphs."""
+"""Helpers for code that TensorFlow traces into graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def outermost_graph() -> Any:
-    """The graph of the whole function that is being traced: a tf.cond's branches have graphs of their own."""
+    """The graph of the outermost function that is being traced, even inside inner functions and branches of tf.cond."""
     graph = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
         graph = graph.outer_graph
@@ -16,7 +16,7 @@ def outermost_graph() -> Any:
 
 
 def function_graph() -> Any:
-    """The graph of the function that is being traced: of the innermost one, but not of a tf.cond's branch."""
+    """The graph of the innermost function that is being traced, even inside a branch of tf.cond or a loop."""
     from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 
     inside = (
@@ -31,6 +31,6 @@ def function_graph() -> Any:
 
 
 def variable(value: tf.Tensor, name: str) -> tf.Variable:
-    """A variable that belongs to nobody's model; may be made in an init_scope while a function is traced."""
-    # Not lifted out of that function, which would trace it a second time.
+    """A variable that no model tracks. It may be created in an init_scope while a function is traced."""
+    # Lifting it out of that function would trace the function a second time.
     return tf.Variable(value, trainable=False, name=name, experimental_enable_variable_lifting=False)

@@ -1,31 +1,18 @@
-"""What is kept of a gradient: one file per idea, all on the interface of `base.Compressor`."""
+"""The compressors: one file per algorithm, all subclasses of `base.Compressor`."""
 
-from .auto import Auto
-from .base import Compressor, Encoded, Seeds
-from .block_sparse import BlockSparse
-from .cast import BFloat16, Float16, NoCompression
-from .dgc import DGC
-from .hybrid import Hybrid
-from .onebit import OneBit
-from .power_sgd import PowerSGD
-from .quantize import Quantize
-from .sparse import BlockTopK, RandomK, TopK
-
-__all__ = [
-    "DGC",
-    "Auto",
-    "BFloat16",
-    "BlockSparse",
-    "BlockTopK",
-    "Compressor",
-    "Encoded",
-    "Float16",
-    "Hybrid",
-    "NoCompression",
-    "OneBit",
-    "PowerSGD",
-    "Quantize",
-    "RandomK",
-    "Seeds",
-    "TopK",
-]
+from .auto import Auto as Auto
+from .base import Compressor as Compressor
+from .base import Encoded as Encoded
+from .base import Seeds as Seeds
+from .block_sparse import BlockSparse as BlockSparse
+from .cast import BFloat16 as BFloat16
+from .cast import Float16 as Float16
+from .cast import NoCompression as NoCompression
+from .dgc import DGC as DGC
+from .hybrid import Hybrid as Hybrid
+from .onebit import OneBit as OneBit
+from .power_sgd import PowerSGD as PowerSGD
+from .quantize import Quantize as Quantize
+from .sparse import BlockTopK as BlockTopK
+from .sparse import RandomK as RandomK
+from .sparse import TopK as TopK

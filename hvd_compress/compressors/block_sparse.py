@@ -11,23 +11,26 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept
 from ..kernels import select
-from . import error_feedback as _residual
-from .base import BuiltinCompressor, Encoded, Seeds
-from .sparse import TopK, cleared, scattered_sum, taken
+from . import error_feedback as feedback
+from .base import Encoded, Seeds
+from .builtin import BuiltinCompressor
+from .registry import register
+from .sparse import TopK, gather_parts, scatter_sum, zero_rows
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(formats.BlockSparse, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * m)) of the m blocks of `block` x `block` with the largest norms.
 
-    A tensor is seen as a matrix of its last dimension by all the others (a kernel of 3 x 3 x 64 x 128 as
-    576 x 128). Where `block` does not divide both sides, or the tensor has fewer than two dimensions, it is
-    compressed as `topk` with the same ratio.
+    A tensor is treated as a matrix: its last dimension gives the columns, all others the rows (a kernel of
+    3 x 3 x 64 x 128 is 576 x 128). If `block` does not divide both, or the tensor has fewer than two
+    dimensions, it is compressed as with `topk` of the same ratio.
 
-    Wire size: 4 k block^2 bytes of values plus 2 k of indices (as `topk`'s, over m blocks).
+    Wire size: 4 k block^2 bytes of values, plus indices: 2 k bytes (as with `topk`, over m blocks).
 
-    Error: ||error||^2 <= (1 - k / m) ||x||^2 (Stich et al. 2018, Lemma A.1, with blocks for elements): a
-    contraction, fed back.
+    Error: ||error||^2 <= (1 - k / m) ||x||^2 (Stich et al. 2018, Lemma A.1, with blocks for elements), a
+    contraction: with error feedback.
 
     Attributes:
         ratio: The share of blocks that is kept, above 0 and at most 1.
@@ -47,26 +50,27 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         grid = self.grid(shape)
         if grid is None:
             return TopK(self.ratio).encode(gradient, seeds, residual, decay, keep)
-        x = _residual.add(gradient, residual, decay)
-        m = math.prod(grid)
+        x = feedback.add(gradient, residual, decay)
+        num_blocks = math.prod(grid)
         tiles = tf.reshape(x, [grid[0], self.block, grid[1], self.block])
-        tiles = tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), [m, self.block * self.block])
-        # Of the norm, not its square: squares of small gradients vanish in float32.
+        tiles = tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), [num_blocks, self.block * self.block])
+        # The norm, not its square: squares of small gradients vanish in float32.
         largest = tf.reduce_max(tf.abs(tiles), 1, keepdims=True)
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
-        chosen = select.top_k(norms, num_kept(self.ratio, m))
-        left = self._matrix(cleared(tiles, chosen), shape) if keep else None
-        return Encoded(taken(tiles, chosen), shape, left, _residual.all_finite(x))
+        selected = select.top_k(norms, num_kept(self.ratio, num_blocks))
+        new_residual = self._untile(zero_rows(tiles, selected), shape) if keep else None
+        return Encoded(gather_parts(tiles, selected), shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
-        """Adds the blocks, rank after rank, to zeros."""
+        """Adds the blocks to zeros, one rank after another."""
         grid = self.grid(ctx)
         if grid is None:
             return TopK(self.ratio).decode_sum(ranks, ctx, scale)
-        return self._matrix(scattered_sum(ranks, math.prod(grid), scale), ctx)
+        return self._untile(scatter_sum(ranks, math.prod(grid), scale), ctx)
 
-    def _matrix(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:
+    def _untile(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:
+        """Blocks [m, block * block] as a tensor of this shape."""
         rows, columns = self.grid(shape) or (0, 0)
         tiles = tf.reshape(tiles, [rows, columns, self.block, self.block])
         return tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), shape)

@@ -1,4 +1,4 @@
-"""Casts to a shorter float format, and no compression at all."""
+"""Casts to 16-bit floats, and no compression."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .base import Compressor, Encoded, Seeds
+from .builtin import BuiltinCompressor
 from .payload import WideSum
+from .registry import register
 
 
 class _Cast(formats.cast.Cast, BuiltinCompressor):
-    """Sends each value as `wire_dtype`. The rounding error is not kept."""
+    """Sends each value as `wire_dtype`, without error feedback."""
 
     error_feedback = False
 
     def for_rows(self) -> Compressor:
-        """The same: rows are cast alike."""
+        """The same: rows are cast like dense gradients."""
         return self
 
     @property
     def wire_dtype(self) -> tf.DType:
-        """What is sent."""
+        """The dtype of the values that are sent."""
         return tf.as_dtype(self.wire_type)
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
@@ -47,8 +49,8 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Casts; see `Compressor.encode`."""
-        part, left, finite = _cast(gradient, residual, decay, self.wire_dtype, keep)
-        return Encoded([part], tuple(gradient.shape.as_list()), left, finite)
+        part, new_residual, finite = _cast(gradient, residual, decay, self.wire_dtype, keep)
+        return Encoded([part], tuple(gradient.shape.as_list()), new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Casts back and sums in one pass."""
@@ -61,8 +63,8 @@ def _cast(
 ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
     x = fed_back(gradient, residual, decay)
     part = tf.cast(x, dtype)
-    left = x - tf.cast(part, tf.float32) if keep else None
-    return tf.reshape(part, [-1]), left, tf.reduce_all(tf.math.is_finite(x))
+    new_residual = x - tf.cast(part, tf.float32) if keep else None
+    return tf.reshape(part, [-1]), new_residual, tf.reduce_all(tf.math.is_finite(x))
 
 
 @compiled
@@ -73,9 +75,10 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Te
     return tf.reshape(total * scale, shape)
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class NoCompression(formats.NoCompression, _Cast):
-    """Sends gradients as they are.
+    """Sends gradients uncompressed.
 
     Wire size: n times the size of the dtype (4 bytes for float32). Error: none.
     """
@@ -89,6 +92,7 @@ class NoCompression(formats.NoCompression, _Cast):
         return payload
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Float16(formats.Float16, _Cast):
     """Casts to IEEE 754 half precision.
@@ -98,6 +102,7 @@ class Float16(formats.Float16, _Cast):
     """
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BFloat16(formats.BFloat16, _Cast):
     """Casts to bfloat16: float32's range, 8 bits of precision.
@@ -107,7 +112,7 @@ class BFloat16(formats.BFloat16, _Cast):
     """
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
-        """Casts; stock Horovod, which has no bfloat16, sums the payload as float32."""
+        """Casts. Stock Horovod, which has no bfloat16 operation, sums the payload as float32."""
         payload, ctx = super().compress(tensor)
         return (WideSum(payload) if payload.dtype == tf.bfloat16 else payload), ctx
 

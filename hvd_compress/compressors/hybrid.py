@@ -10,11 +10,14 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .base import Compressor, Encoded, Seeds
+from .builtin import BuiltinCompressor
 from .quantize import Quantize, decode_blocks, encode_blocks
+from .registry import register
 from .sparse import select_strided
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Hybrid(formats.Hybrid, BuiltinCompressor):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
@@ -23,8 +26,9 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
     i * k bytes of indices (i = 1 for B <= 256, 2 for B <= 65536, else 4) plus ceil(k / b) * (b * bits / 8 + 8)
     of values: about 1.5 bytes per kept element at 4 bits.
 
-    Error: no element's error exceeds its magnitude, and the largest one's is at most half a step, so it is
-    a contraction; one residual covers both losses (as in Basu et al. 2019, Qsparse-local-SGD, Lemma 3).
+    Error: the error of each element is at most its magnitude, and that of the largest element is at most half
+    a step: a contraction, with error feedback. One residual holds the errors of both selection and rounding
+    (as in Basu et al. 2019, Qsparse-local-SGD, Lemma 3).
 
     Attributes:
         ratio: The share that is kept, above 0 and at most 1.
@@ -32,7 +36,7 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
     """
 
     def for_rows(self) -> Compressor:
-        """`quantize` with as many bits: gradients of embeddings are sparse by rows already."""
+        """`quantize` with as many bits: the gradient of an embedding is already sparse, by rows."""
         return Quantize(self.bits)
 
     def encode(
@@ -44,13 +48,13 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Selects, then quantizes; see `Compressor.encode`."""
-        rows, values, left, finite = select_strided(gradient, residual, decay, self.ratio)
+        rows, values, residual_of, finite = select_strided(gradient, residual, decay, self.ratio)
         parts, error, _ = encode_blocks(values, None, 1.0, self.bits, None, keep)
         shape = tuple(gradient.shape.as_list())
-        return Encoded([rows, *parts], shape, left(values - error) if keep else None, finite)
+        return Encoded([rows, *parts], shape, residual_of(values - error) if keep else None, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
-        """Dequantizes each rank's values, then puts and sums them in one pass."""
+        """Dequantizes each rank's values, then places and sums them in one pass."""
         n = size_of(ctx)
         k = num_kept(self.ratio, n)
         pairs = [(decode_blocks([parts], self.bits, (k,), tf.constant(1.0)), rows) for rows, *parts in ranks]

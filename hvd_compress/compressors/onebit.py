@@ -1,4 +1,4 @@
-"""Signs."""
+"""Signs with one magnitude per block."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from ..formats.base import Shape
 from ..formats.quantize import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled, fed_back
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from .base import Compressor, Encoded, Seeds
+from .builtin import BuiltinCompressor
 from .cast import NoCompression
+from .registry import register
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class OneBit(formats.OneBit, BuiltinCompressor):
-    """Each value becomes its sign; a block's signs share one magnitude, its mean |x|.
+    """Sends the sign of each value, and the mean |x| of each block.
 
     Update rule: x is decoded as sign(x) * mean|block|, with sign(0) = +1 (Seide et al. 2014; scaled as
     in EF-SignSGD, Karimireddy et al. 2019, Algorithm 1).
@@ -26,12 +29,12 @@ class OneBit(formats.OneBit, BuiltinCompressor):
     Wire size, with b = min(1024, n rounded up to 8): ceil(n / b) * (b / 8 + 4) bytes.
 
     Error: ||error||^2 = ||x||_2^2 - ||x||_1^2 / b per block, so it is a contraction with factor
-    1 - ||x||_1^2 / (b ||x||_2^2) (Karimireddy et al. 2019, Lemma 8), and is fed back. Blocks of one
-    magnitude are exact (a last block that is not full: to float32 rounding); zero blocks too.
+    1 - ||x||_1^2 / (b ||x||_2^2) (Karimireddy et al. 2019, Lemma 8): with error feedback. A block whose
+    values have one magnitude is exact (a last block that is not full: up to float32 rounding); so is a zero block.
     """
 
     def for_rows(self) -> Compressor:
-        """The same: each row has blocks of its own."""
+        """The same: each row has its own blocks."""
         return self
 
     def encode(
@@ -42,23 +45,23 @@ class OneBit(formats.OneBit, BuiltinCompressor):
         decay: float = 1.0,
         keep: bool = False,
     ) -> Encoded:
-        """Takes means and signs; see `Compressor.encode`."""
+        """Computes means and signs; see `Compressor.encode`."""
         gradients = blocks.of(gradient, BLOCK)
         residuals = None if residual is None else blocks.of(residual, BLOCK)
         mean, finite = _means(gradients, residuals, decay, gradient.shape.num_elements())
-        signs, left = _signs(gradients, residuals, mean, decay, keep)
-        if left is not None:
-            left = blocks.back(left, gradient.shape)
-        return Encoded([mean, signs], tuple(gradient.shape.as_list()), left, finite)
+        signs, new_residual = _signs(gradients, residuals, mean, decay, keep)
+        if new_residual is not None:
+            new_residual = blocks.back(new_residual, gradient.shape)
+        return Encoded([mean, signs], tuple(gradient.shape.as_list()), new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
-        """Spreads the means with their signs, and sums, in one pass."""
+        """Multiplies means and signs, and sums, in one pass."""
         return blocks.back(_decode_sum([list(parts) for parts in ranks], scale), ctx)
 
 
 @dataclasses.dataclass(frozen=True)
 class OneBitLater(OneBit):
-    """What `hvdc.optimizers.OneBitAdam` uses: nothing is compressed at first, and everything from some step on."""
+    """The compressor of `hvdc.optimizers.OneBitAdam`: none in the first steps, then `onebit`."""
 
     @property
     def stages(self) -> tuple[Compressor, ...]:
@@ -66,7 +69,7 @@ class OneBitLater(OneBit):
         return (NoCompression(), OneBit())
 
     def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
-        """The second one where `progress` is 1; int32 scalar."""
+        """The second stage once `progress` is 1; int32 scalar."""
         return tf.cast(progress, tf.int32)
 
 
@@ -76,13 +79,13 @@ def _means(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     magnitude = tf.abs(fed_back(gradient, residual, decay))
     rows, block = magnitude.shape
-    real = tf.constant(float(block))
-    repeated = rows * block - n
-    if repeated:
-        real = float(block) - repeated * tf.cast(tf.range(rows)[:, None] == rows - 1, tf.float32)
-        magnitude = tf.where(tf.range(block, dtype=tf.float32) < real, magnitude, 0.0)
+    sizes = tf.constant(float(block))
+    padding = rows * block - n
+    if padding:
+        sizes = float(block) - padding * tf.cast(tf.range(rows)[:, None] == rows - 1, tf.float32)
+        magnitude = tf.where(tf.range(block, dtype=tf.float32) < sizes, magnitude, 0.0)
     # Scaled by a power of two, 1 / BLOCK, as the sum itself may overflow.
-    mean = blocks.halving(magnitude * (1.0 / BLOCK), tf.add) / real * float(BLOCK)
+    mean = blocks.halving(magnitude * (1.0 / BLOCK), tf.add) / sizes * float(BLOCK)
     return mean, tf.reduce_all(tf.math.is_finite(mean))
 
 
@@ -92,15 +95,15 @@ def _signs(
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
     values = fed_back(gradient, residual, decay)
     negative = values < 0.0
-    left = values - tf.where(negative, -mean, mean) if keep else None
-    return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], left
+    new_residual = values - tf.where(negative, -mean, mean) if keep else None
+    return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], new_residual
 
 
 @compiled
 def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
     total = None
     for mean, signs in ranks:
-        size = mean[:, None]
-        values = tf.where(bitpack.unpack([signs], 1) > 0, -size, size)
+        magnitude = mean[:, None]
+        values = tf.where(bitpack.unpack([signs], 1) > 0, -magnitude, magnitude)
         total = values if total is None else total + values
     return total * scale

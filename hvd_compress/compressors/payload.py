@@ -1,4 +1,4 @@
-"""The one tensor that crosses the network: the parts of an encoding joined into flat bytes."""
+"""The one tensor that is sent: the parts of an encoding, joined into a vector of bytes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import tensorflow as tf
 
 from ..common.error_text import error_text
 
-# Bytes: where TensorFlow shares memory between a tensor and its parts.
+# TensorFlow shares memory between a tensor and parts of it that begin at multiples of so many bytes.
 _ALIGNED = 64
-# Bytes that are copied sooner than so many operations run that would avoid it.
-_LITTLE = 2**20
+# Up to this many bytes, a copy takes less time than the operations that would avoid it.
+_SMALL = 2**20
 _WORD = tf.float32
 
 
 class Payload:
     """What a compressor's `compress` returns when its codes must not be summed.
 
-    Stock Horovod adds up what `compress` returns. Added codes are garbage, so a payload refuses to
-    become a tensor; `hvdc.allreduce` and `hvdc.DistributedOptimizer` know what to do with it.
+    Stock Horovod sums the results of `compress`. Summed codes are garbage, so a payload refuses to
+    become a tensor. `hvdc.allreduce` and `hvdc.DistributedOptimizer` decode it before they sum.
 
     Attributes:
         tensor: The encoded bytes, uint8 [nbytes].
@@ -54,7 +54,7 @@ class Payload:
 
 
 class WideSum:
-    """A bfloat16 tensor that becomes float32 where stock Horovod sums it, as its ops take no bfloat16.
+    """A bfloat16 tensor that becomes float32 in stock Horovod, whose operations do not take bfloat16.
 
     Attributes:
         tensor: The bfloat16 tensor.
@@ -70,17 +70,17 @@ class WideSum:
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The tensor's."""
+        """The tensor's shape."""
         return self.tensor.shape
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes on the wire, where this package moves it."""
+        """The number of bytes on the wire when this package sends it."""
         return math.prod(self.shape.as_list()) * self.dtype.size
 
     @property
     def name(self) -> str:
-        """What stock Horovod names its op after."""
+        """The name that stock Horovod derives its operation's name from."""
         return str(self.tensor.name)
 
     def numpy(self) -> Any:
@@ -104,12 +104,12 @@ def join(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """The inverse of `join`: cuts uint8 `payload` [nbytes] into tensors as `specs` describe them.
+    """The inverse of `join`: splits uint8 `payload` [nbytes] into tensors as `specs` describe them.
 
     Raises:
-        TypeError: It is no uint8 vector.
-        ValueError: The payload is not as long as `specs` say (tf.errors.InvalidArgumentError, where that is known only
-            when a graph runs).
+        TypeError: `payload` is not a uint8 vector.
+        ValueError: Its length does not match `specs` (tf.errors.InvalidArgumentError if the length is known only when
+            a graph runs).
     """
     expected = nbytes(specs)
     if (
@@ -129,23 +129,23 @@ def split(payload: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]
 
 
 def take(payload: tf.Tensor, layouts: Sequence[Sequence[tf.TensorSpec]]) -> list[list[tf.Tensor]]:
-    """The parts of each chunk, of which uint8 `payload` [nbytes] holds those of the first, of the second, and so on.
+    """The parts of each chunk in uint8 `payload` [nbytes], which holds those of the first chunk, the second, and so on.
 
-    What begins and ends at multiples of 64 bytes is not copied, unless all of it is little.
+    Parts that begin and end at multiples of 64 bytes are not copied, unless the payload is small.
     """
     specs = [spec for layout in layouts for spec in layout]
     sizes = [nbytes([spec]) for spec in specs]
     begins = [0, *itertools.accumulate(sizes)]
-    unit = _WORD.size if payload.shape[0] <= _LITTLE else _ALIGNED
+    unit = _WORD.size if payload.shape[0] <= _SMALL else _ALIGNED
     if all(size % unit == 0 for size in (*sizes, payload.shape[0])):
-        # All at once, as each operation costs time in branches that are not taken, too. In words, since on a GPU
-        # TensorFlow splits no bytes.
+        # One operation, because each operation costs time even in a branch that is not executed. Words, because
+        # TensorFlow cannot split bytes on a GPU.
         words = tf.bitcast(tf.reshape(payload, [-1, _WORD.size]), _WORD)
         rest = payload.shape[0] - begins[-1]
-        cut = tf.split(words, [size // _WORD.size for size in (*sizes, rest)])
+        vectors = tf.split(words, [size // _WORD.size for size in (*sizes, rest)])
     else:
-        cut = [tf.strided_slice(payload, [a], [b], [1]) for a, b in zip(begins, begins[1:])]
-    parts = iter([_as_spec(chunk, spec) for chunk, spec in zip(cut, specs)])
+        vectors = [tf.strided_slice(payload, [a], [b], [1]) for a, b in zip(begins, begins[1:])]
+    parts = iter([_as_spec(vector, spec) for vector, spec in zip(vectors, specs)])
     return [[next(parts) for _ in layout] for layout in layouts]
 
 
@@ -157,13 +157,13 @@ def _to_bytes(part: tf.Tensor) -> tf.Tensor:
     return tf.reshape(part, [-1])
 
 
-def _as_spec(chunk: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+def _as_spec(vector: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     """A vector's memory as a tensor of this shape and dtype."""
     shape, dtype = spec.shape.as_list(), tf.uint8 if spec.dtype == tf.bool else spec.dtype
-    if chunk.dtype.size < dtype.size:
-        chunk = tf.reshape(chunk, [*shape, dtype.size // chunk.dtype.size])
-    if chunk.dtype != dtype:
-        chunk = tf.bitcast(chunk, dtype)
-    if chunk.shape != spec.shape:
-        chunk = tf.reshape(chunk, shape)
-    return chunk if dtype == spec.dtype else tf.cast(chunk, spec.dtype)
+    if vector.dtype.size < dtype.size:
+        vector = tf.reshape(vector, [*shape, dtype.size // vector.dtype.size])
+    if vector.dtype != dtype:
+        vector = tf.bitcast(vector, dtype)
+    if vector.shape != spec.shape:
+        vector = tf.reshape(vector, shape)
+    return vector if dtype == spec.dtype else tf.cast(vector, spec.dtype)

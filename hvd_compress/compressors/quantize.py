@@ -12,38 +12,41 @@ from ..formats.base import Shape
 from ..formats.quantize import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import compiled, fed_back
-from . import error_feedback as _residual
-from .base import BuiltinCompressor, Compressor, Encoded, Seeds
+from . import error_feedback as feedback
+from .base import Compressor, Encoded, Seeds
+from .builtin import BuiltinCompressor
+from .registry import register
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Quantize(formats.Quantize, BuiltinCompressor):
-    """Each value becomes the number of a level, `bits` wide; levels are evenly spaced per block.
+    """Sends each value as a code of `bits` bits; a block's codes stand for evenly spaced levels.
 
     Update rule, for a block with minimum m and maximum M: step = (M - m) / (2**bits - 1), code =
     round(x / step) - round(m / step), decoded as (code + round(m / step)) * step. Zero is always a
-    level: what had no gradient gets none. See `kernels.linear`.
+    level, so that zero gradients stay zero. See `kernels.linear`.
 
     Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
     bytes.
 
-    Error: |error| <= step / 2 with nearest rounding, and never more than |x|; < step with stochastic
+    Error: |error| <= step / 2 and |error| <= |x| with nearest rounding; |error| < step with stochastic
     rounding, for which step = (M - m) / (2**bits - 2) (M - m for one bit). Constant and zero blocks are
     exact. Stochastic rounding is unbiased, and for two bits or more E||error||^2 <=
     min(b / s^2, sqrt(b) / s) ||x||^2 per block, s = 2**(bits - 1) - 1 (QSGD, Alistarh et al. 2017,
     Lemma 3.1).
 
-    With nearest rounding the error is fed back. Stochastic rounding with few bits is no contraction,
-    and its error, zero on average, is not (GRACE, Xu et al. 2021, section V).
+    Nearest rounding uses error feedback. Stochastic rounding does not: its error is zero on average, and
+    with few bits it is not a contraction (GRACE, Xu et al. 2021, section V).
 
     Attributes:
         bits: 1 to 8.
         rounding: `"nearest"` or `"stochastic"`.
-        clip: None, or a percentile (above 0, at most 100) of |x| over the whole tensor; values beyond it
-            are clipped, so that a few outliers don't cost the others their resolution. From vectors of
-            more than 65,536 elements the percentile is taken of an evenly spaced sample. Clipping is
-            biased: with nearest rounding the residual makes up for it, with stochastic nothing does.
-        seed: For stochastic rounding; each rank and step draws other noise from it.
+        clip: None, or a percentile (above 0, at most 100) of |x| over the tensor. Values beyond it are
+            clipped, so that outliers do not make the steps of all other values larger. In vectors of more than
+            65,536 elements, the percentile is that of an evenly spaced sample. Clipping is biased: with nearest
+            rounding the residual corrects it, with stochastic rounding nothing does.
+        seed: Selects other noise for stochastic rounding; noise differs between ranks and steps in any case.
     """
 
     @property
@@ -52,7 +55,7 @@ class Quantize(formats.Quantize, BuiltinCompressor):
         return self.rounding == "nearest"
 
     def for_rows(self) -> Compressor:
-        """The same: each row has blocks of its own."""
+        """The same: each row has its own blocks."""
         return self
 
     def encode(
@@ -69,14 +72,14 @@ class Quantize(formats.Quantize, BuiltinCompressor):
         if self.rounding == "stochastic":
             seed = noise.fold(noise.fold(seeds.local, seeds.chunk), self.seed)
         if self.clip is None:
-            parts, left, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
-            return Encoded(parts, shape, left, finite)
-        x = _residual.add(gradient, residual, decay)
+            parts, new_residual, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
+            return Encoded(parts, shape, new_residual, finite)
+        x = feedback.add(gradient, residual, decay)
         clipped = tf.reshape(clip_to_percentile(tf.reshape(x, [-1]), self.clip), shape)
-        parts, left, _ = encode_blocks(clipped, None, 1.0, self.bits, seed, keep)
-        if left is not None:
-            left += x - clipped
-        return Encoded(parts, shape, left, _residual.all_finite(x))
+        parts, new_residual, _ = encode_blocks(clipped, None, 1.0, self.bits, seed, keep)
+        if new_residual is not None:
+            new_residual += x - clipped
+        return Encoded(parts, shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Unpacks, dequantizes and sums in one pass."""
@@ -91,13 +94,13 @@ def encode_blocks(
     seed: tf.Tensor | None,
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
-    """Quantizes gradient + decay * residual: the parts, what they leave out, and whether all is finite."""
+    """Quantizes gradient + decay * residual; returns the parts, the new residual and whether all is finite."""
     gradients = blocks.of(gradient, BLOCK)
     residuals = None if residual is None else blocks.of(residual, BLOCK)
-    parts, left, finite = encode_matrix(gradients, residuals, decay, bits, seed, keep)
-    if left is not None:
-        left = blocks.back(left, gradient.shape)
-    return parts, left, finite
+    parts, new_residual, finite = encode_matrix(gradients, residuals, decay, bits, seed, keep)
+    if new_residual is not None:
+        new_residual = blocks.back(new_residual, gradient.shape)
+    return parts, new_residual, finite
 
 
 def encode_matrix(
@@ -108,10 +111,10 @@ def encode_matrix(
     seed: tf.Tensor | None,
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
-    """`encode_blocks` of what is in blocks already, float32 [blocks, block size]; as many as there are then."""
+    """`encode_blocks` for tensors that are divided into blocks already, float32 [blocks, block size]."""
     step, base, finite = _grid(gradient, residual, decay, bits, seed is not None)
-    codes, left = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
-    return [step, base, *codes], left, finite
+    codes, new_residual = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
+    return [step, base, *codes], new_residual, finite
 
 
 @compiled
@@ -134,22 +137,22 @@ def _quantize(
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     values = fed_back(gradient, residual, decay)
-    draws = None
+    uniform = None
     if seed is not None:
-        draws = tf.reshape(noise.uniform(seed, tf.size(values)), tf.shape(values))
-    codes, decoded = linear.quantize(values, step, base, bits, draws)
+        uniform = tf.reshape(noise.uniform(seed, tf.size(values)), tf.shape(values))
+    codes, decoded = linear.quantize(values, step, base, bits, uniform)
     return bitpack.pack(codes, bits), values - decoded if keep else None
 
 
 def decode_blocks(
     ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
 ) -> tf.Tensor:
-    """The scaled sum of what `encode_blocks` made of tensors of this shape on several ranks."""
+    """The scaled sum of the parts that `encode_blocks` made of a tensor of this shape on each rank."""
     return blocks.back(decode_matrix(ranks, bits, scale), shape)
 
 
 def decode_matrix(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum of what `encode_matrix` made on several ranks, float32 [blocks, a, b]: rows of a * b elements."""
+    """The scaled sum of the parts of `encode_matrix` of each rank, float32 [blocks, a, b]: blocks of a * b elements."""
     return _decode_sum([list(parts) for parts in ranks], bits, scale)
 
 
@@ -165,11 +168,11 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tenso
 def clip_to_percentile(x: tf.Tensor, percentile: float) -> tf.Tensor:
     """Clips vectors, `x` [..., n], to plus and minus a percentile of their magnitudes, interpolated linearly."""
     n = x.shape[-1]
-    ordered = tf.sort(tf.abs(x[..., :: max(1, n // 65536)]))
-    last = ordered.shape[-1] - 1
+    magnitudes = tf.sort(tf.abs(x[..., :: max(1, n // 65536)]))
+    last = magnitudes.shape[-1] - 1
     position = percentile / 100.0 * last
     below = int(position)
     above = min(below + 1, last)
-    low, high = ordered[..., below, None], ordered[..., above, None]
+    low, high = magnitudes[..., below, None], magnitudes[..., above, None]
     limit = low + (high - low) * (position - below)
     return tf.clip_by_value(x, -limit, limit)

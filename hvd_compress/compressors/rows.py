@@ -1,8 +1,8 @@
-"""Rows of a table (the gradient of an embedding), each compressed for itself.
+"""Rows of a table (the gradient of an embedding), each compressed separately.
 
-Such a gradient is sparse by rows already: of a compressor only what it does to the values that it sends is left.
-A row brings its own number and its own scale, so that payloads of ranks can be laid end to end, whatever
-their lengths, and rare words are not measured by frequent ones.
+Such a gradient is already sparse by rows, so compressors only quantize or cast the values of its rows. Each row is
+sent with its own number and its own scale. Payloads of ranks can therefore be concatenated, whatever their lengths,
+and the rows of rare words do not share a scale with those of frequent ones.
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ from ..formats.rows import blocks_of, index_bytes, row_bytes
 from ..kernels import bitpack, blocks, noise
 from ..kernels.compile import compiled
 from .base import Seeds
-from .cast import NoCompression
 from .onebit import OneBit
 from .quantize import Quantize, clip_to_percentile, decode_matrix, encode_matrix
 
-# Compiled kernels see so many rows or twice, four times, ... as many: each number of rows is compiled anew.
-_FEWEST = 64
-_STEPS = [_FEWEST * 2**i for i in range(40)]
+# Kernels are compiled for each number of rows, so rows are padded to one of these numbers.
+_PADDED_COUNTS = [64 * 2**i for i in range(40)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The code of a table's rows.
+    """Encodes rows of a table.
 
-    Wire size: as `formats.rows.row_bytes`: the row's number, a step and a base (a magnitude for `onebit`) for each 256
-    (1024) columns at most, and the codes.
+    Wire size, as `formats.rows.row_bytes`: the row's number; a step and a base for each block of up to 256 columns (for
+    `onebit` a magnitude for each block of up to 1024); and the codes.
 
-    Error: that of the compressor, with a row's blocks as its blocks.
+    Error: that of the compressor, applied to the blocks of a row.
 
     Attributes:
-        compressor: One that `Compressor.for_rows` returns.
+        compressor: A result of `Compressor.for_rows`.
         table: How many rows the table has.
         columns: Elements of a row.
-        dtype: Of values that are sent as they are.
+        dtype: The dtype of values that are sent uncompressed.
     """
 
     compressor: Any
@@ -49,27 +47,27 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of an encoded row."""
         return row_bytes(self.compressor, self.table, self.columns, self.dtype.size)
 
     def encode(self, rows: tf.Tensor, values: tf.Tensor, seeds: Seeds) -> tuple[tf.Tensor, tf.Tensor]:
-        """Rows as bytes.
+        """Encodes rows as bytes.
 
         Args:
-            rows: Their numbers, int64 [n], from 0 to `table`.
-            values: [n, columns]; float32, or `dtype` where they are sent as they are.
+            rows: The numbers of the rows, int64 [n], from 0 to `table`.
+            values: [n, columns]; float32, or `dtype` if they are sent uncompressed.
             seeds: For stochastic rounding.
 
         Returns:
-            uint8 [n, nbytes], and what they leave out, as `values`. What is not finite decodes to a
-            row that is not finite.
+            The payload, uint8 [n, nbytes], and the new residuals in the shape and dtype of `values`. A row that is not
+            finite decodes to a row that is not finite.
         """
-        number = tf.bitcast(rows, tf.uint8)[:, : index_bytes(self.table)]  # little-endian
-        coded, left = self._encode(values, seeds)
-        return tf.concat([number, coded], 1), left
+        numbers = tf.bitcast(rows, tf.uint8)[:, : index_bytes(self.table)]  # little-endian
+        encoded, new_residuals = self._encode(values, seeds)
+        return tf.concat([numbers, encoded], 1), new_residuals
 
     def decode(self, payload: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The inverse of `encode`: numbers, int64 [n], and values, float32 (or `dtype`) [n, columns]."""
+        """The inverse of `encode`: the rows' numbers, int64 [n], and values, float32 (or `dtype`) [n, columns]."""
         size = index_bytes(self.table)
         rows = tf.bitcast(tf.pad(payload[:, :size], [[0, 0], [0, 8 - size]]), tf.int64)
         return rows, tf.ensure_shape(self._decode(payload[:, size:]), [None, self.columns])
@@ -78,80 +76,80 @@ class Rows:
         compressor = self.compressor
         if not isinstance(compressor, (Quantize, OneBit)):
             sent = tf.cast(x, self._wire)
-            return _bytes(sent), x - tf.cast(sent, x.dtype)
+            return _to_bytes(sent), x - tf.cast(sent, x.dtype)
         count = tf.shape(x)[0]
-        padded = _padded(x)
+        padded = _pad_rows(x)
         zero = tf.zeros_like(padded[:, :1])
         if isinstance(compressor, OneBit):
             _, block = blocks_of(self.columns, SIGN_BLOCK)
-            parts, left = _signs(self._filled(padded, block, zero), self._sizes(block))
+            parts, new_residuals = _encode_signs(
+                self._to_blocks(padded, block, zero), self._block_sizes(block)
+            )
         else:
             _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
             seed = None
             if compressor.rounding == "stochastic":
                 seed = noise.fold(noise.fold(seeds.local, seeds.chunk), compressor.seed)
-            # The last column again, which changes no extremes.
-            filled = self._filled(clipped, block, clipped[:, -1:])
-            (step, *others), left, _ = encode_matrix(filled, None, 1.0, compressor.bits, seed, True)
-            finite = tf.reduce_all(tf.math.is_finite(self._filled(padded, block, zero)), 1, keepdims=True)
+            # Padded with the last column, which does not change minimum and maximum.
+            matrix = self._to_blocks(clipped, block, clipped[:, -1:])
+            (step, *others), new_residuals, _ = encode_matrix(matrix, None, 1.0, compressor.bits, seed, True)
+            finite = tf.reduce_all(tf.math.is_finite(self._to_blocks(padded, block, zero)), 1, keepdims=True)
             parts = [tf.where(finite, step, float("nan")), *others]
             if clipped is not padded:
-                left += self._filled(padded - clipped, block, zero)
-        coded = [tf.reshape(_bytes(part), [tf.shape(padded)[0], -1]) for part in parts]
-        left = tf.reshape(left, [tf.shape(padded)[0], -1])[:count, : self.columns]
-        return tf.concat(coded, 1)[:count], left
+                new_residuals += self._to_blocks(padded - clipped, block, zero)
+        encoded = [tf.reshape(_to_bytes(part), [tf.shape(padded)[0], -1]) for part in parts]
+        new_residuals = tf.reshape(new_residuals, [tf.shape(padded)[0], -1])[:count, : self.columns]
+        return tf.concat(encoded, 1)[:count], new_residuals
 
-    def _decode(self, coded: tf.Tensor) -> tf.Tensor:
+    def _decode(self, encoded: tf.Tensor) -> tf.Tensor:
         compressor = self.compressor
         if not isinstance(compressor, (Quantize, OneBit)):
-            values = tf.bitcast(tf.reshape(coded, [-1, self.columns, self._wire.size]), self._wire)
-            return values if isinstance(compressor, NoCompression) else tf.cast(values, tf.float32)
-        count = tf.shape(coded)[0]
-        coded = _padded(coded)
+            values = tf.bitcast(tf.reshape(encoded, [-1, self.columns, self._wire.size]), self._wire)
+            return values if compressor.uncompressed else tf.cast(values, tf.float32)
+        count = tf.shape(encoded)[0]
+        encoded = _pad_rows(encoded)
         signs = isinstance(compressor, OneBit)
-        blocks_, block = blocks_of(self.columns, SIGN_BLOCK if signs else BLOCK)
+        num_blocks, block = blocks_of(self.columns, SIGN_BLOCK if signs else BLOCK)
         widths = [1] if signs else bitpack.fields(compressor.bits)
-        sizes = [4] if signs else [4, 4]
-        sizes += [block * width // 8 for width in widths]
+        scales = 1 if signs else 2  # of a block: the magnitude, or step and base
         parts, start = [], 0
-        for i, size in enumerate(sizes):
-            part = tf.reshape(coded[:, start : start + blocks_ * size], [-1, size])
-            parts.append(tf.bitcast(part, tf.float32)[:, None] if i < len(sizes) - len(widths) else part)
-            start += blocks_ * size
+        for i, size in enumerate([4] * scales + [block * width // 8 for width in widths]):
+            part = tf.reshape(encoded[:, start : start + num_blocks * size], [-1, size])
+            parts.append(tf.bitcast(part, tf.float32)[:, None] if i < scales else part)
+            start += num_blocks * size
         if signs:
-            values = _unsigned(*parts)
+            values = _decode_signs(*parts)
         else:
             values = decode_matrix([parts], compressor.bits, tf.constant(1.0))
-        return tf.reshape(values, [-1, blocks_ * block])[:count, : self.columns]
+        return tf.reshape(values, [-1, num_blocks * block])[:count, : self.columns]
 
     @property
     def _wire(self) -> tf.DType:
-        plain = isinstance(self.compressor, NoCompression)
-        return self.dtype if plain else self.compressor.wire_dtype
+        return self.dtype if self.compressor.uncompressed else self.compressor.wire_dtype
 
-    def _filled(self, x: tf.Tensor, block: int, column: tf.Tensor) -> tf.Tensor:
-        """Rows of `columns` elements as whole blocks, [rows * blocks, block]; `column` is put behind the last."""
+    def _to_blocks(self, x: tf.Tensor, block: int, column: tf.Tensor) -> tf.Tensor:
+        """Rows of `columns` elements as [rows * blocks, block]; their last blocks are padded with `column`."""
         missing = -self.columns % block
         if missing:
             x = tf.concat([x, *[column] * missing], 1)
         return tf.reshape(x, [-1, block])
 
-    def _sizes(self, block: int) -> tf.Tensor:
-        """How many elements of each of a row's blocks are its own, float32 [blocks, 1]."""
+    def _block_sizes(self, block: int) -> tf.Tensor:
+        """How many elements of each block of a row are not padding, float32 [blocks, 1]."""
         count, _ = blocks_of(self.columns, SIGN_BLOCK)
         return tf.constant([[float(min(block, self.columns - i * block))] for i in range(count)])
 
 
-def _padded(x: tf.Tensor) -> tf.Tensor:
-    """`x` [n, m] with zeros behind it, up to the next of the numbers of rows that kernels are compiled for."""
+def _pad_rows(x: tf.Tensor) -> tf.Tensor:
+    """`x` [n, m] padded with rows of zeros to the next of `_PADDED_COUNTS`."""
     count = tf.cast(tf.shape(x)[0], tf.int64)
-    steps = tf.constant(_STEPS, tf.int64)
-    missing = steps[tf.searchsorted(steps, count[None])[0]] - count
+    padded_counts = tf.constant(_PADDED_COUNTS, tf.int64)
+    missing = padded_counts[tf.searchsorted(padded_counts, count[None])[0]] - count
     return tf.pad(x, [[0, missing], [0, 0]])
 
 
-def _bytes(x: tf.Tensor) -> tf.Tensor:
+def _to_bytes(x: tf.Tensor) -> tf.Tensor:
     """The elements of `x` [n, m] as bytes, uint8 [n, m * size]."""
     if x.dtype == tf.uint8:
         return x
@@ -159,18 +157,18 @@ def _bytes(x: tf.Tensor) -> tf.Tensor:
 
 
 @compiled
-def _signs(x: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Magnitude and signs of blocks, [rows * blocks, block], zeros where they are longer than `sizes` [blocks, 1]."""
+def _encode_signs(x: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Magnitudes and signs of blocks [rows * blocks, block], padded with zeros beyond `sizes` [blocks, 1]."""
     width = x.shape[1]
     # Scaled by a power of two, as the sum itself may overflow.
-    summed = blocks.halving(tf.abs(x) * (1.0 / SIGN_BLOCK), tf.add)
-    mean = tf.reshape(tf.reshape(summed, [-1, *sizes.shape]) / sizes, [-1, 1]) * float(SIGN_BLOCK)
+    scaled_sum = blocks.halving(tf.abs(x) * (1.0 / SIGN_BLOCK), tf.add)
+    mean = tf.reshape(tf.reshape(scaled_sum, [-1, *sizes.shape]) / sizes, [-1, 1]) * float(SIGN_BLOCK)
     negative = x < 0.0
     (packed,) = bitpack.pack(tf.cast(negative, tf.uint8), 1)
     return [mean, packed], tf.ensure_shape(x - tf.where(negative, -mean, mean), [None, width])
 
 
 @compiled
-def _unsigned(mean: tf.Tensor, packed: tf.Tensor) -> tf.Tensor:
-    size = mean[:, None]
-    return tf.where(bitpack.unpack([packed], 1) > 0, -size, size)
+def _decode_signs(mean: tf.Tensor, packed: tf.Tensor) -> tf.Tensor:
+    magnitude = mean[:, None]
+    return tf.where(bitpack.unpack([packed], 1) > 0, -magnitude, magnitude)

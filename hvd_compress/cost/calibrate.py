@@ -14,12 +14,12 @@ import tensorflow as tf
 from ..common import host_memory
 from ..compressors import Compressor
 from ..compressors import payload as _payload
-from ..compressors.auto import CANDIDATES
 from ..compressors.base import no_seeds
-from ..compressors.registry import CompressionLike, resolve
+from ..compressors.resolve import CompressionLike, resolve
 from ..engine.layout import LARGEST
 from ..exchange import common, hosts
 from ..exchange import within_host as inside
+from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
 from .link import Link

@@ -1,35 +1,23 @@
-"""What can be said of a compressor without running it: its arguments, its spec string, and what it sends.
+"""What is known of a compressor without running it: its arguments, its spec string and the sizes of what it sends.
 
-Pure Python, so that sizes and times can be predicted where neither TensorFlow nor Horovod is installed. The
-compressors (`hvd_compress.compressors`) are these classes with the tensors added.
+Pure Python: sizes and times can be predicted where neither TensorFlow nor Horovod is installed. The compressors
+(`hvd_compress.compressors`) are subclasses of these classes that add the tensor operations.
 """
 
-from .base import Format, Part, is_summed
-from .cast import BFloat16, Float16, NoCompression
-from .dgc import DGC
-from .power_sgd import PowerSGD
-from .quantize import OneBit, Quantize
-from .sparse import BlockSparse, BlockTopK, Hybrid, RandomK, Strided, TopK
-from .specs import CANDIDATES, PRESETS, parse
-
-__all__ = [
-    "CANDIDATES",
-    "DGC",
-    "PRESETS",
-    "BFloat16",
-    "BlockSparse",
-    "BlockTopK",
-    "Float16",
-    "Format",
-    "Hybrid",
-    "NoCompression",
-    "OneBit",
-    "Part",
-    "PowerSGD",
-    "Quantize",
-    "RandomK",
-    "Strided",
-    "TopK",
-    "is_summed",
-    "parse",
-]
+from .base import Format as Format
+from .base import Part as Part
+from .base import is_summed as is_summed
+from .cast import BFloat16 as BFloat16
+from .cast import Float16 as Float16
+from .cast import NoCompression as NoCompression
+from .dgc import DGC as DGC
+from .power_sgd import PowerSGD as PowerSGD
+from .quantize import OneBit as OneBit
+from .quantize import Quantize as Quantize
+from .registry import parse as parse
+from .sparse import BlockSparse as BlockSparse
+from .sparse import BlockTopK as BlockTopK
+from .sparse import Hybrid as Hybrid
+from .sparse import RandomK as RandomK
+from .sparse import Strided as Strided
+from .sparse import TopK as TopK

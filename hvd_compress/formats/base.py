@@ -1,14 +1,13 @@
-"""What a format is, and how its arguments are checked."""
+"""The base class of formats: a compressor's arguments, and the sizes of what it sends."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..common.error_text import error_text
+from .specs import format_spec
 
 Shape = tuple[int, ...]
 
@@ -24,7 +23,7 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * _SIZES[self.dtype]
 
 
@@ -36,12 +35,12 @@ class Traits:
             exchanged in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
         per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
-        model_wide: Whether all gradients of the model are exchanged at once, as `powersgd` does.
+        model_wide: Whether all gradients of the model are exchanged at once, as with `powersgd`.
         uncompressed: Whether gradients are left as they are, for Horovod's own allreduce.
         automatic: Whether it stands for a choice among `candidates` in each step.
-        pure: Whether `encode` depends on nothing but its arguments, so that buckets of one shape share a function.
+        pure: Whether `encode` depends on its arguments only, so that buckets of one shape share a function.
         value_bits: The bits of each value that is sent.
-        alignment: Chunks whose size is a multiple of this are encoded without padding; others too.
+        alignment: Chunks whose size is a multiple of this are encoded without padding; others are padded.
     """
 
     summable: bool = False
@@ -56,7 +55,7 @@ class Traits:
 
     @property
     def stages(self) -> tuple[Any, ...]:
-        """The compressors that it is in the course of training, in their order; most are always the same."""
+        """The compressors that take turns in the course of training, in order; most compressors have one stage."""
         return (self,)
 
     @property
@@ -66,46 +65,59 @@ class Traits:
 
 
 class Format(Traits):
-    """A built-in compressor's arguments and sizes.
+    """A built-in compressor's arguments and sizes, without TensorFlow.
+
+    A subclass is a frozen dataclass whose fields are the compressor's arguments. It defines `name` and `parts`, checks
+    its arguments in `__post_init__`, and is decorated with `@formats.registry.register`.
 
     Attributes:
         name: The first word of its spec string.
+        short_names: Spec strings that have a shorter name, and this name.
+        examples: Spec strings for the tests; together they exercise all branches of the compressor.
     """
 
     name: ClassVar[str]
+    short_names: ClassVar[Mapping[str, str]] = {}
+    examples: ClassVar[tuple[str, ...]] = ()
 
     def parts(self, shape: Shape) -> list[Part]:
-        """What a tensor of this shape, with at least one element, becomes."""
+        """The tensors that are sent for a tensor of this shape, which has at least one element."""
         raise NotImplementedError
 
     def wire_bytes(self, shape: int | Sequence[int]) -> int:
-        """The exact number of bytes that a tensor of this shape (or number of elements) becomes."""
+        """The exact number of bytes that are sent for a tensor of this shape (or number of elements)."""
         shape = as_shape(shape)
         return sum(part.nbytes for part in self.parts(shape)) if size_of(shape) else 0
 
     @property
     def spec(self) -> str:
-        """One line that `hvdc.Compression.parse` turns back into this compressor."""
-        from .specs import spec_of
-
-        return spec_of(self)
+        """One line that `hvdc.Compression.parse` turns back into this compressor: its name and changed arguments."""
+        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        changed = {field.name: value for field, value in values if value != self.default_of(field)}
+        spec = format_spec(self.name, changed)
+        return self.short_names.get(spec, spec)
 
     def default_of(self, field: dataclasses.Field[Any]) -> Any:
-        """An argument's default, as it is kept."""
+        """An argument's default, as the compressor stores it."""
         return field.default
+
+    def _set(self, **arguments: Any) -> None:
+        """Stores checked arguments; for `__post_init__`, as the dataclass is frozen."""
+        for name, value in arguments.items():
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         return self.spec
 
 
 def is_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
-    """Whether a compressor's payloads of tensors of these shapes are summed as they are.
+    """Whether the payloads of tensors of these shapes are summed without decompression.
 
-    Not those of 16 bits, though they may be: sums would round at every rank.
+    Payloads of 16 bits are not, although they may be: the sum would be rounded at every rank.
 
     Args:
         compressor: A `Format` or a `hvdc.Compressor`.
-        shapes: Of the tensors.
+        shapes: Shapes of the tensors.
     """
     if not compressor.summable:
         return False
@@ -122,57 +134,6 @@ def as_shape(shape: int | Sequence[int]) -> Shape:
 def size_of(shape: Shape) -> int:
     """The number of elements of a tensor of this shape."""
     return math.prod(shape)
-
-
-def check_ratio(ratio: float, who: str) -> float:
-    """`ratio` as a float.
-
-    Raises:
-        ValueError: It is not a number above 0 and at most 1.
-    """
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{who}: ratio must be a number above 0 and at most 1, got {error_text(ratio)}")
-    return float(ratio)
-
-
-def check_integer(value: int, name: str, who: str, largest: float = math.inf, smallest: int = 1) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: It is not a whole number from `smallest` to `largest`.
-    """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not smallest <= value <= largest:
-        upto = "on" if largest == math.inf else f"to {largest}"
-        raise ValueError(
-            f"{who}: {name} must be a whole number from {smallest} {upto}, got {error_text(value)}"
-        )
-    return int(value)
-
-
-def check_flag(value: bool, name: str, who: str) -> bool:
-    """`value`, which is True or False.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{who}: {name} must be true or false, got {error_text(value)}")
-    return value
-
-
-def check_seed(value: int, who: str) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: It is not a whole number of 32 bits.
-    """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not -(2**31) <= value < 2**31:
-        raise ValueError(
-            f"{who}: seed must be a whole number from -2**31 to 2**31 - 1, got {error_text(value)}"
-        )
-    return int(value)
 
 
 def num_kept(ratio: float, n: int) -> int:

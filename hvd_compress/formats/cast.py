@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from .base import Format, Part, Shape, size_of
+from .registry import register
 
 
 class Cast(Format):
@@ -24,26 +25,32 @@ class Cast(Format):
         return [Part((size_of(shape),), self.wire_type)]
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class NoCompression(Cast):
-    """All as it is."""
+    """Each value as it is."""
 
-    name: ClassVar[str] = "none"
+    name = "none"
+    examples = ("none",)
     uncompressed = True
-    wire_type: ClassVar[str] = "float32"
+    wire_type = "float32"
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Float16(Cast):
     """Half precision."""
 
-    name: ClassVar[str] = "fp16"
-    wire_type: ClassVar[str] = "float16"
+    name = "fp16"
+    examples = ("fp16",)
+    wire_type = "float16"
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Cast):
-    """bfloat16."""
+    """The type bfloat16."""
 
-    name: ClassVar[str] = "bf16"
-    wire_type: ClassVar[str] = "bfloat16"
+    name = "bf16"
+    examples = ("bf16",)
+    wire_type = "bfloat16"

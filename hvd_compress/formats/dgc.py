@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
-from typing import Any, ClassVar
+from typing import Any
 
+from ..common import checks
 from ..common.error_text import error_text
-from .base import check_integer
+from .registry import register
 from .sparse import TopK
 
-# The density of the warm-up's first stage; each next one has a quarter of it (Lin et al. 2018, section 3.3).
-_QUARTER = 0.25
-# A last quarter that would be within this factor of the final ratio, as 1 / 1024 is of 0.001, is the final ratio.
-_NEAR = 1.1
+# The density of the warm-up's first stage; each next stage has a quarter of it (Lin et al. 2018, section 3.3).
+_FIRST_DENSITY = 0.25
+# A density within this factor of the final ratio, as 1 / 1024 is of 0.001, counts as the final ratio.
+_CLOSE = 1.1
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class DGC(TopK):
     """As top-k; in the warm-up with more elements."""
 
-    name: ClassVar[str] = "dgc"
+    name = "dgc"
+    examples = ("dgc:ratio=0.01,clipnorm=1", "dgc:ratio=0.01,warmup_epochs=0")
     ratio: float = 0.001
     momentum: float = 0.9
     clipnorm: float | None = None
@@ -31,33 +32,32 @@ class DGC(TopK):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        momentum = float(_number(self.momentum, "momentum"))
+        momentum = float(checks.integer_or_float("dgc: momentum", self.momentum))
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"dgc: momentum must be from 0 to below 1, got {error_text(self.momentum)}")
-        object.__setattr__(self, "momentum", momentum)
+        self._set(momentum=momentum)
         if self.clipnorm is not None:
-            object.__setattr__(self, "clipnorm", _number(self.clipnorm, "clipnorm"))
+            self._set(clipnorm=checks.integer_or_float("dgc: clipnorm", self.clipnorm))
             if self.clipnorm <= 0.0:
                 raise ValueError(f"dgc: clipnorm must be above 0 or None, got {error_text(self.clipnorm)}")
         if self.warmup_epochs is not None:
-            epochs = _number(self.warmup_epochs, "warmup_epochs")
-            if epochs < 0.0:
-                raise ValueError(f"dgc: warmup_epochs must be from 0 on or None, got {error_text(epochs)}")
-            object.__setattr__(self, "warmup_epochs", epochs)
+            self._set(warmup_epochs=checks.integer_or_float("dgc: warmup_epochs", self.warmup_epochs))
+            if self.warmup_epochs < 0.0:
+                raise ValueError(
+                    f"dgc: warmup_epochs must be from 0 on or None, got {error_text(self.warmup_epochs)}"
+                )
         if self.steps_per_epoch is not None:
-            object.__setattr__(
-                self, "steps_per_epoch", check_integer(self.steps_per_epoch, "steps_per_epoch", self.name)
-            )
+            self._set(steps_per_epoch=checks.integer("dgc: steps_per_epoch", self.steps_per_epoch, 1))
 
     @functools.cached_property
     def densities(self) -> list[float]:
-        """The share that is kept in each stage of the warm-up, and at last `ratio`."""
-        found = []
-        density = _QUARTER
-        while self.warmup_epochs != 0.0 and density > _NEAR * self.ratio:
-            found.append(density)
+        """The share of elements that is sent in each stage of the warm-up, and finally `ratio`."""
+        warmup = []
+        density = _FIRST_DENSITY
+        while self.warmup_epochs != 0.0 and density > _CLOSE * self.ratio:
+            warmup.append(density)
             density /= 4.0
-        return [*found, self.ratio]
+        return [*warmup, self.ratio]
 
     @functools.cached_property
     def stages(self) -> tuple[Any, ...]:
@@ -71,14 +71,6 @@ class DGC(TopK):
 
     @property
     def epochs_per_stage(self) -> float:
-        """How long each stage of the warm-up lasts."""
+        """How many epochs each stage of the warm-up lasts."""
         stages = len(self.densities) - 1
         return 1.0 if self.warmup_epochs is None or not stages else self.warmup_epochs / stages
-
-
-def _number(value: Any, what: str) -> float:
-    """`value`, whole numbers as such, so that a spec string shows them in short."""
-    wrong = isinstance(value, bool) or not isinstance(value, numbers.Real)
-    if wrong or not math.isfinite(value):
-        raise ValueError(f"dgc: {what} must be a number, got {error_text(value)}")
-    return int(value) if float(value).is_integer() else float(value)

@@ -1,39 +1,39 @@
-"""What rows of a table (an embedding) become when they are sent one by one: numbers only."""
+"""The size of rows of a table (an embedding) that are sent one by one."""
 
 from __future__ import annotations
 
 import math
 
 from .base import Format
-from .cast import Cast, NoCompression
+from .cast import Cast
 from .quantize import BLOCK, SIGN_BLOCK, OneBit, Quantize
 
 
 def index_bytes(table: int) -> int:
-    """Bytes of a row's number in a table of so many rows; they also hold `table`, which is none of them."""
+    """Bytes of a row's number in a table of `table` rows. The number `table` itself fits, too: it means no row."""
     return math.ceil(table.bit_length() / 8)
 
 
 def blocks_of(columns: int, largest: int) -> tuple[int, int]:
-    """Into how many blocks a row is divided, all of the same size, and this size: a multiple of 8."""
+    """How many blocks of equal size a row is divided into, and this size: a multiple of 8."""
     count = max(1, math.ceil(columns / largest))
     return count, 8 * math.ceil(columns / count / 8)
 
 
 def row_bytes(form: Format, table: int, columns: int, itemsize: int = 4) -> int:
-    """The bytes of one row, its number included.
+    """The bytes of one row, including its number.
 
     Args:
         form: none, fp16, bf16, quantize or onebit.
         table: How many rows the table has.
         columns: Elements of a row.
-        itemsize: Bytes of an element that is sent as it is.
+        itemsize: Bytes of an element that is not compressed.
 
     Raises:
         TypeError: Rows are not sent in another form.
     """
     if isinstance(form, Cast):
-        size = itemsize if isinstance(form, NoCompression) else 2
+        size = itemsize if form.uncompressed else 2
         return index_bytes(table) + columns * size
     if isinstance(form, Quantize):
         count, block = blocks_of(columns, BLOCK)

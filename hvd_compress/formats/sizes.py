@@ -1,4 +1,4 @@
-"""How many blocks, bits and bytes codes and indices take: numbers that kernels and formats share."""
+"""Numbers of blocks, bits and bytes of codes and indices, shared by kernels and formats."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 from .base import Part
 
-PAGE = 65536  # of indices; see `kernels.indices`
+PAGE = 65536  # elements of a page of indices; see `kernels.indices`
 ROW = 1024  # bitmap bits packed as one row
 
 
 def block_size(n: int, largest: int) -> int:
-    """The block length used for `n` elements: `largest`, or all of them rounded up to 8."""
+    """The block size for `n` elements: `largest`, or `n` rounded up to a multiple of 8 if that is less."""
     return min(largest, 8 * math.ceil(max(n, 1) / 8))
 
 
@@ -21,7 +21,7 @@ def block_count(n: int, block: int) -> int:
 
 
 def fields(bits: int) -> list[int]:
-    """The field widths that make up `bits`, widest first: 7 gives [4, 2, 1]."""
+    """The widths of the fields that a code of `bits` bits is split into, widest first: [4, 2, 1] for 7."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
@@ -31,7 +31,7 @@ def stride_blocks(n: int, k: int) -> int:
 
 
 def row_dtype(rows: int) -> str:
-    """The shortest integer that holds one of `rows` rows."""
+    """The smallest integer dtype for the number of one of `rows` rows."""
     return "uint8" if rows <= 256 else "uint16" if rows <= 65536 else "int32"
 
 
@@ -41,7 +41,7 @@ def index_form(n: int, k: int) -> str:
 
 
 def index_parts(n: int, k: int) -> list[Part]:
-    """What `k` of `n` indices become."""
+    """The parts of `k` packed indices below `n`."""
     if index_form(n, k) == "bitmap":
         return [Part((bitmap_bytes(n),), "uint8")]
     low = Part((k,), "uint16")

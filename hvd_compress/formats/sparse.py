@@ -5,23 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from .base import Format, Part, Shape, check_flag, check_integer, check_ratio, check_seed, num_kept, size_of
+from ..common import checks
+from .base import Format, Part, Shape, num_kept, size_of
 from .quantize import block_parts
+from .registry import register
 from .sizes import index_parts, row_dtype, stride_blocks
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class TopK(Format):
-    """The largest elements, and where they are."""
+    """The elements of largest magnitude, and their indices."""
 
-    name: ClassVar[str] = "topk"
+    name = "topk"
+    examples = ("topk:ratio=0.01", "topk:ratio=0.3")
     sparse = True
     ratio: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
+        self._set(ratio=checks.ratio(f"{self.name}: ratio", self.ratio))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values, then the indices."""
@@ -35,65 +39,73 @@ class Strided(Format):
 
     ratio: float
 
+    def __post_init__(self) -> None:
+        self._set(ratio=checks.ratio(f"{self.name}: ratio", self.ratio))
+
     @property
     def alignment(self) -> int:  # type: ignore[override]
-        """Such that all blocks are of one size: 1 / ratio where that is whole, and 64 bytes for slices."""
+        """Makes all blocks equally long: 1 / ratio if that is an integer; also a multiple of 64 bytes, for slices."""
         size = round(1.0 / self.ratio)
         return math.lcm(16, size) if abs(size * self.ratio - 1.0) < 1e-9 else 16
 
     def rows_of(self, n: int) -> Part:
-        """Each block's row, for `n` elements."""
+        """The part that holds the selected row of each block, for `n` elements."""
         k = num_kept(self.ratio, n)
         return Part((k,), row_dtype(stride_blocks(n, k)))
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BlockTopK(Strided):
     """The largest element of each strided block."""
 
-    name: ClassVar[str] = "block_topk"
+    name = "block_topk"
+    examples = ("block_topk:ratio=0.05",)
     ratio: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-
     def parts(self, shape: Shape) -> list[Part]:
-        """The values, then each block's row."""
+        """The values, then the row of each."""
         rows = self.rows_of(size_of(shape))
         return [Part(rows.shape, "float32"), rows]
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class RandomK(Strided):
     """A random element of each strided block, the same on all ranks."""
 
-    name: ClassVar[str] = "randomk"
+    name = "randomk"
+    examples = ("randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true")
     summable = True
     ratio: float
     unbiased: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "unbiased", check_flag(self.unbiased, "unbiased", self.name))
-        object.__setattr__(self, "seed", check_seed(self.seed, self.name))
+        super().__post_init__()
+        self._set(
+            unbiased=checks.true_or_false("randomk: unbiased", self.unbiased),
+            seed=checks.seed("randomk: seed", self.seed),
+        )
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values."""
         return [Part((num_kept(self.ratio, size_of(shape)),), "float32")]
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Hybrid(Strided):
     """The largest element of each strided block, in `bits` bits."""
 
-    name: ClassVar[str] = "hybrid"
+    name = "hybrid"
+    examples = ("hybrid:ratio=0.05,bits=4",)
     ratio: float
     bits: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "bits", check_integer(self.bits, "bits", self.name, 8))
+        super().__post_init__()
+        self._set(bits=checks.integer("hybrid: bits", self.bits, 1, 8))
 
     @property
     def value_bits(self) -> int:  # type: ignore[override]
@@ -101,36 +113,40 @@ class Hybrid(Strided):
         return self.bits
 
     def parts(self, shape: Shape) -> list[Part]:
-        """Each block's row, then the parts of the quantized values."""
+        """The row of each value, then the parts of the quantized values."""
         rows = self.rows_of(size_of(shape))
         return [rows, *block_parts(size_of(rows.shape), self.bits)]
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Format):
     """The blocks of matrices with the largest norms."""
 
-    name: ClassVar[str] = "block_sparse"
+    name = "block_sparse"
+    examples = ("block_sparse:ratio=0.1,block=4",)
     sparse = True
     per_tensor = True
     ratio: float
     block: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.ratio, self.name))
-        object.__setattr__(self, "block", check_integer(self.block, "block", self.name))
+        self._set(
+            ratio=checks.ratio("block_sparse: ratio", self.ratio),
+            block=checks.integer("block_sparse: block", self.block, 1),
+        )
 
     def parts(self, shape: Shape) -> list[Part]:
         """The blocks' values, then their indices."""
         grid = self.grid(shape)
         if grid is None:
             return TopK(self.ratio).parts(shape)
-        m = math.prod(grid)
-        k = num_kept(self.ratio, m)
-        return [Part((k, self.block * self.block), "float32"), *index_parts(m, k)]
+        num_blocks = math.prod(grid)
+        k = num_kept(self.ratio, num_blocks)
+        return [Part((k, self.block * self.block), "float32"), *index_parts(num_blocks, k)]
 
     def grid(self, shape: Sequence[Any]) -> tuple[int, int] | None:
-        """Rows and columns of blocks, or None where they do not fit."""
+        """How many rows and columns of blocks there are; None if blocks do not fit the tensor."""
         if len(shape) < 2:
             return None
         rows, columns = math.prod(shape[:-1]), shape[-1]

@@ -1,117 +1,52 @@
-"""Spec strings: one line that names a compressor and its arguments."""
+"""The grammar of spec strings: `name` or `name:argument=value,argument=value`."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.error_text import error_text
-from . import cast as casts
-from . import dgc, sparse
-from . import power_sgd as low_rank
-from . import quantize as quantized
-from .base import Format
 
-# What `auto` chooses from, unless it is told otherwise.
-CANDIDATES = ("none", "int8", "int4", "quantize:bits=2")
-# The share of a bucket's energy that it wants through, and what that may cost: see `compressors.auto`.
-TARGET = 0.01
-MAX_SLOWDOWN = 0.02
-# Shorter names of some.
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8": ("quantize", {"bits": 8}),
-    "int4": ("quantize", {"bits": 4}),
-}
-
-_FORMATS: dict[str, type] = {
-    cls.name: cls
-    for cls in (
-        casts.NoCompression, casts.Float16, casts.BFloat16, quantized.Quantize, quantized.OneBit, sparse.TopK,
-        sparse.RandomK, sparse.BlockTopK, sparse.BlockSparse, sparse.Hybrid, dgc.DGC, low_rank.PowerSGD,
-    )
-}  # fmt: skip
-# A comma that is not inside of parentheses.
+# A comma outside of parentheses.
 _COMMA = re.compile(r",(?![^(]*\))")
-_LONGEST_NAME = 50  # of what is compared with known names
 
 
-def parse(spec: str) -> Format:
-    """The format that a spec string names.
-
-    Raises:
-        ValueError: The name, an argument or a value is not known or not valid.
-    """
-    cls, arguments = split(spec, _FORMATS)
-    found: Format = cls(**arguments)
-    return found
+def format_spec(name: str, arguments: Mapping[str, Any]) -> str:
+    """The spec string of a compressor with these arguments."""
+    text = ",".join(f"{key}={_to_text(value)}" for key, value in arguments.items())
+    return f"{name}:{text}" if text else name
 
 
-def split(spec: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]:
-    """The class that a spec string names, and the arguments to make one.
+def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
+    """The arguments in a spec string.
 
     Args:
-        spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
-        classes: Dataclasses by their names.
+        spec: The whole spec string.
+        known: The arguments that its compressor takes.
 
     Raises:
-        ValueError: The name or an argument is not known, or one is missing.
+        ValueError: An argument is not known, has no value or stands twice.
     """
-    name, _, rest = spec.strip().partition(":")
-    name = name.strip()
-    if name in PRESETS:
-        if rest.strip():
-            raise ValueError(f"compressor {name!r} takes no arguments, got {error_text(rest.strip())}")
-        long, arguments = PRESETS[name]
-        return classes[long], dict(arguments)
-    if name not in classes:
-        known = sorted([*classes, *PRESETS])
-        word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[0]  # "topk(0.01)" is near to "topk", too
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown compressor {error_text(name)}: {hint}Known are {', '.join(known)}")
-    fields = {field.name: field for field in dataclasses.fields(classes[name])}
-    arguments = {}
-    for item in filter(None, (part.strip() for part in _COMMA.split(rest))):
+    name, _, text = spec.strip().partition(":")
+    arguments: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in _COMMA.split(text))):
         key, equals, value = (part.strip() for part in item.partition("="))
-        if key not in fields:
-            takes = ", ".join(fields) or "no arguments"
+        if key not in known:
             raise ValueError(
-                f"compressor {name!r} has no argument {error_text(key)} (in {error_text(spec)}): it takes {takes}"
+                f"compressor {name.strip()!r} has no argument {error_text(key)} (in {error_text(spec)}): "
+                f"it takes {', '.join(known) or 'no arguments'}"
             )
         if not equals:
             raise ValueError(f"argument {key!r} in {error_text(spec)} has no value: write {key}=...")
         if key in arguments:
             raise ValueError(f"argument {key!r} stands twice in {error_text(spec)}")
-        arguments[key] = _value(value)
-    missing = [
-        key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in arguments
-    ]
-    if missing:
-        example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
-        raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
-    return classes[name], arguments
+        arguments[key] = _from_text(value)
+    return arguments
 
 
-def spec_of(compressor: Any) -> str:
-    """The spec string of a built-in compressor: its name and the arguments that are not defaults."""
-    values = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)}
-    given = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(compressor)
-        if values[field.name] != compressor.default_of(field)
-    }
-    for name, preset in PRESETS.items():
-        if (compressor.name, given) == preset:
-            return name
-    arguments = [f"{key}={_show(value)}" for key, value in given.items()]
-    return compressor.name + (":" + ",".join(arguments) if arguments else "")
-
-
-def _value(text: str) -> Any:
-    """An argument's value: none, true, false, a whole number, a number, (several|values), else the text itself."""
+def _from_text(text: str) -> Any:
+    """A value: none, true, false, an integer, a float, a (list|of|texts), else the text itself."""
     if text.startswith("(") and text.endswith(")"):
         return tuple(part.strip() for part in text[1:-1].split("|") if part.strip())
     words = {"none": None, "true": True, "false": False}
@@ -125,8 +60,11 @@ def _value(text: str) -> Any:
     return text
 
 
-def _show(value: Any) -> str:
+def _to_text(value: Any) -> str:
+    """The inverse of `_from_text`; pairs in a list become `first:second`."""
     if isinstance(value, tuple):
-        parts = (":".join(map(_show, part)) if isinstance(part, tuple) else _show(part) for part in value)
-        return f"({'|'.join(parts)})"
+        items = (
+            ":".join(map(_to_text, item)) if isinstance(item, tuple) else _to_text(item) for item in value
+        )
+        return f"({'|'.join(items)})"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

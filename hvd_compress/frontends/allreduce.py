@@ -13,7 +13,7 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
-from ..compressors.registry import CompressionLike, resolve
+from ..compressors.resolve import CompressionLike, resolve
 from ..engine.grouping import TensorGroup
 from ..engine.layout import PerTensorLayout
 from ..engine.pipeline import BucketInput, StepContext, reduce_bucket

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors import Compressor
-from ..compressors.registry import CompressionLike, policies, resolve
+from ..compressors.resolve import CompressionLike, policies, resolve
 from ..engine import nonfinite
 from ..engine.compression_report import CompressionReport
 from ..engine.reducer import Reducer, scale_local_gradient

@@ -1,5 +1,5 @@
-"""Pure numeric functions that the compressors share: tensors in, tensors out, no state.
+"""Pure functions on tensors that the compressors share.
 
-The loops over whole buckets are compiled with XLA (`compile.compiled`); plain TensorFlow ops
-remain where XLA is slower (joining and cutting payloads, compaction, scatter).
+Loops over whole buckets are compiled with XLA (`compile.compiled`). Plain TensorFlow operations are used where XLA is
+slower: joining and splitting payloads, compaction, scatter.
 """

@@ -1,8 +1,8 @@
-"""Codes of 1 to 8 bits, packed into bytes without a bit to spare.
+"""Packs codes of 1 to 8 bits into bytes, without unused bits.
 
-A width is a sum of the powers of two 8, 4, 2 and 1; each of these fields is packed for itself.
-Within a block, the codes that share a byte lie a fraction of the block apart (for 4 bits, code j
-and code j + block / 2), so that packing and unpacking are shifts of whole rows.
+The number of bits is a sum of the powers of two 8, 4, 2 and 1. A code is split into fields of these widths, and each
+field is packed separately. Codes that share a byte are a fraction of the block apart (for 4 bits, code j and
+code j + block / 2), so that packing and unpacking are shifts of whole rows.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def pack(codes: tf.Tensor, bits: int) -> list[tf.Tensor]:
 def unpack(packed: list[tf.Tensor], bits: int) -> tf.Tensor:
     """The inverse of `pack`: int32 codes [rows, a, b], a * b = block.
 
-    Not flattened, as XLA writes what was reshaped two to three times as slowly; outside, a reshape is free.
+    They are not flattened: inside a compiled function, XLA writes a reshaped tensor two to three times as slowly.
     """
-    fields_ = [_unpack_field(byte, width) for width, byte in zip(fields(bits), packed)]
-    if len(fields_) == 1:
-        return fields_[0]
+    unpacked = [_unpack_field(byte, width) for width, byte in zip(fields(bits), packed)]
+    if len(unpacked) == 1:
+        return unpacked[0]
     codes = None
-    for width, field in zip(fields(bits), fields_):  # spread over other numbers of rows: brought together
+    for width, field in zip(fields(bits), unpacked):  # each has another shape [rows, a, b]
         field = tf.reshape(field, [-1, 1, field.shape[1] * field.shape[2]])
         codes = field if codes is None else tf.bitwise.bitwise_or(tf.bitwise.left_shift(codes, width), field)
     return codes

@@ -1,7 +1,7 @@
 """A flat vector as a matrix of blocks.
 
-Outside of compiled kernels, which then take and return matrices: there a reshape is free, while XLA writes
-what was reshaped or padded at two to three times the cost.
+These functions are called outside compiled kernels, which take and return matrices. Outside, a reshape is free; inside,
+XLA writes a reshaped or padded tensor at two to three times the cost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..formats.sizes import block_size
 def to_blocks(flat: tf.Tensor, block: int) -> tf.Tensor:
     """Views `flat` [n] as [ceil(n / block), block].
 
-    A last block that is not full repeats the last element, which changes neither the minimum nor
-    the maximum of that block.
+    The last block is padded with the last element, which changes neither its minimum nor its maximum.
     """
     n = flat.shape[0]
     missing = -n % block
@@ -35,7 +34,7 @@ def from_blocks(blocks: tf.Tensor, n: int) -> tf.Tensor:
 
 
 def of(tensor: tf.Tensor, largest: int) -> tf.Tensor:
-    """The elements of `tensor` as [blocks, block size], blocks of at most `largest`."""
+    """The elements of `tensor` as [blocks, block size], with a block size of at most `largest`."""
     flat = tf.reshape(tensor, [-1])
     return to_blocks(flat, block_size(flat.shape[0], largest))
 

@@ -1,4 +1,4 @@
-"""How kernels are compiled."""
+"""Compilation of kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tensorflow as tf
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a pure tensor function with XLA, once per static shape and Python argument.
 
-    XLA fuses each kernel into one pass over memory, where plain TensorFlow takes one pass per op. What
-    needs a reduction first (the range of a block, say) is two kernels: fused into one, XLA computes the
-    reduction's input again in slower code. A compiled function can be called eagerly and inside any
+    XLA fuses each kernel into one pass over memory, where plain TensorFlow takes one pass per operation. A kernel
+    that first needs a reduction, such as the range of a block, is split in two: in one kernel, XLA would compute
+    the reduction's input again, in slower code. A compiled function can be called eagerly and inside any
     `tf.function`; a call costs about 50 microseconds.
     """
     return tf.function(function, jit_compile=True, autograph=False)
 
 
 def fed_back(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:
-    """Gradient + decay * residual in float32, for use inside kernels; `residual` may be None."""
+    """Gradient + decay * residual in float32, for use inside kernels. `residual` may be None."""
     if residual is None:
         return gradient
     residual = tf.cast(residual, tf.float32)

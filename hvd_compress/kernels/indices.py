@@ -1,9 +1,9 @@
-"""Sorted index sets in few bytes, of a size known beforehand.
+"""Packs sorted sets of indices into few bytes; the size depends on n and k only.
 
-Two forms; `form` names the smaller for given n and k:
+There are two forms, and `form` returns the smaller one for given n and k:
 
 * `pages`: 16 bits per index within pages of 65,536 elements, and the number of indices in each page
-  (4 bytes a page; left out where there is only one page);
+  (4 bytes a page; omitted if there is only one page);
 * `bitmap`: one bit per element.
 """
 
@@ -49,15 +49,15 @@ def _pack_pages(indices: tf.Tensor, n: int) -> list[tf.Tensor]:
 def unpack(packed: Sequence[tf.Tensor], n: int, k: int) -> tuple[tf.Tensor, tf.Tensor]:
     """The inverse of `pack`: int64 [k], ascending, and whether these are `k` indices below `n`.
 
-    Of a damaged set, indices that are too large become n - 1, so that nothing is written where it must not be.
+    If the packed bytes are damaged, indices that are too large become n - 1, so that writes stay inside the tensor.
     """
     if form(n, k) == "bitmap":
         rows, width = _bitmap_shape(n)
         flags, count = _unpack_flags(tf.reshape(packed[0], [rows, width // 8]))
-        found = tf.where(flags)[:, 0]
-        # Exactly k: a damaged bitmap must not change the shape of what follows.
-        found = tf.ensure_shape(tf.concat([found, tf.zeros([k], tf.int64)], 0)[:k], [k])
-        return _below(found, n, count == k)
+        indices = tf.where(flags)[:, 0]
+        # Exactly k: a damaged bitmap must not change shapes.
+        indices = tf.ensure_shape(tf.concat([indices, tf.zeros([k], tf.int64)], 0)[:k], [k])
+        return _checked(indices, n, count == k)
     return _unpack_pages(list(packed), n)
 
 
@@ -68,8 +68,8 @@ def _unpack_flags(packed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 @compiled
-def _below(found: tf.Tensor, n: int, good: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return tf.minimum(found, n - 1), good & tf.reduce_all(found < n)
+def _checked(indices: tf.Tensor, n: int, valid: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return tf.minimum(indices, n - 1), valid & tf.reduce_all(indices < n)
 
 
 @compiled
@@ -77,19 +77,19 @@ def _unpack_pages(packed: list[tf.Tensor], n: int) -> tuple[tf.Tensor, tf.Tensor
     low = tf.cast(packed[-1], tf.int64)
     if n <= PAGE:
         return tf.minimum(low, n - 1), tf.reduce_all(low < n)
-    # In 64 bits, as damaged counts may add up to anything.
-    good = tf.reduce_all(packed[0] >= 0) & (
+    # In 64 bits, because the sum of damaged counts may be large.
+    valid = tf.reduce_all(packed[0] >= 0) & (
         tf.reduce_sum(tf.cast(packed[0], tf.int64)) == tf.constant(low.shape[0], tf.int64)
     )
     ends = tf.cumsum(packed[0])
     position = tf.range(low.shape[0], dtype=tf.int32)
-    # How many pages have ended before this position.
+    # An index is in the page whose number is how many pages end at or before its position.
     page = tf.reduce_sum(tf.cast(ends[:, None] <= position, tf.int32), 0)
-    found = tf.cast(page, tf.int64) * PAGE + low
-    return tf.minimum(found, n - 1), good & tf.reduce_all(found < n)
+    indices = tf.cast(page, tf.int64) * PAGE + low
+    return tf.minimum(indices, n - 1), valid & tf.reduce_all(indices < n)
 
 
 def _bitmap_shape(n: int) -> tuple[int, int]:
-    """The bitmap's bits as rows and columns."""
+    """Rows and columns of the bitmap's bits."""
     bits = 8 * bitmap_bytes(n)
     return (1, bits) if n <= ROW else (bits // ROW, ROW)

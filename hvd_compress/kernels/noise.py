@@ -1,7 +1,7 @@
-"""Random numbers from a hash of (seed, position): the same on every machine, fast under XLA.
+"""Random numbers from a hash of (seed, position): the same on every machine, and fast under XLA.
 
-`tf.random.uniform` ignores its seed under XLA and `tf.random.stateless_uniform` is six times as
-slow; an integer hash needs neither state nor order.
+`tf.random.uniform` ignores its seed under XLA, and `tf.random.stateless_uniform` is six times as
+slow. An integer hash needs neither state nor order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _GOLDEN = 0x9E3779B9
 
 
 def mix(x: tf.Tensor) -> tf.Tensor:
-    """Scrambles uint32 `x` so that every input bit changes half of the output bits.
+    """Hashes uint32 `x`: every input bit changes half of the output bits on average.
 
     Source: the 32-bit finalizer of MurmurHash3 (Appleby, public domain).
     """

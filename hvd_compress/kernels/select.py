@@ -1,4 +1,4 @@
-"""Which elements of a vector are kept."""
+"""Selection of the elements of a vector that are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..formats.sizes import row_dtype, stride_blocks
 from . import noise
 from .compile import compiled, fed_back
 
-# Below this size sorting out candidates first costs more than it saves.
+# Up to this size, preselecting candidates costs more than it saves.
 _SMALL = 1 << 16
 _SAMPLES = 1 << 15
 
@@ -19,8 +19,8 @@ _SAMPLES = 1 << 15
 def top_k(flat: tf.Tensor, k: int) -> tf.Tensor:
     """Indices, int64 [k] ascending, of the `k` largest |values| of float32 `flat` [n].
 
-    Exact; of equal values the first ones win. On large vectors a threshold from a strided sample leaves
-    few candidates to rank; where the sample misleads (fewer than k candidates), all elements are ranked.
+    Exact; the first of equal values are selected. On large vectors, a threshold from a strided sample leaves
+    few candidates to rank. If fewer than k candidates reach it, all elements are ranked.
     """
     n = flat.shape[0]
     magnitude = tf.abs(flat)
@@ -28,7 +28,7 @@ def top_k(flat: tf.Tensor, k: int) -> tf.Tensor:
         return _first_largest(magnitude, None, k)
     sample = magnitude[:: max(1, n // _SAMPLES)]
     share = k / n * sample.shape[0]
-    # Three standard deviations of the sample's count above k, so that k are found almost always.
+    # Three standard deviations of the count in the sample, so that there are almost always k candidates.
     rank = min(sample.shape[0], math.ceil(share + 3.0 * math.sqrt(share) + 3.0))
     threshold = tf.math.top_k(sample, rank).values[-1]
     candidates = tf.where(magnitude >= threshold)[:, 0]
@@ -40,25 +40,25 @@ def top_k(flat: tf.Tensor, k: int) -> tf.Tensor:
 
 
 def _first_largest(values: tf.Tensor, labels: tf.Tensor | None, k: int) -> tf.Tensor:
-    """Labels (or positions) of the `k` largest values, in the order in which they stand."""
+    """Labels (or positions) of the `k` largest values, in the order of their positions."""
     least = tf.reduce_min(tf.math.top_k(values, k, sorted=False).values)
-    # NaN compares as nothing: it is neither above nor equal, and the caller has noticed it elsewhere.
+    # NaN is neither above nor equal. The caller detects it elsewhere.
     above = values > least
     equal = tf.cast(values == least, tf.int64)
-    room = k - tf.reduce_sum(tf.cast(above, tf.int64))
-    chosen = tf.where(above | ((equal > 0) & (tf.cumsum(equal) <= room)))[:, 0]
+    num_equal = k - tf.reduce_sum(tf.cast(above, tf.int64))
+    selected = tf.where(above | ((equal > 0) & (tf.cumsum(equal) <= num_equal)))[:, 0]
     if labels is not None:
-        chosen = tf.gather(labels, chosen)
-    # With NaN among the values there may be fewer; the shape must not follow from values.
-    chosen = tf.concat([chosen, tf.zeros([k], tf.int64)], 0)[:k]
-    return tf.ensure_shape(chosen, [k])
+        selected = tf.gather(labels, selected)
+    # If values are NaN there may be fewer, but the shape must not depend on values.
+    selected = tf.concat([selected, tf.zeros([k], tf.int64)], 0)[:k]
+    return tf.ensure_shape(selected, [k])
 
 
 def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
-    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; zeros fill the last row."""
+    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; the last row is padded with zeros."""
     missing = stride_blocks(flat.shape[0], k) * k - flat.shape[0]
     if missing:
-        # Outside of compiled kernels: padding inside costs twice the whole selection.
+        # Outside compiled kernels: inside, padding costs twice as much as the whole selection.
         flat = tf.concat([flat, tf.zeros([missing], flat.dtype)], 0)
     return tf.reshape(flat, [-1, k])
 
@@ -73,33 +73,33 @@ def unstrided(grid: tf.Tensor, n: int) -> tf.Tensor:
 def strided_top1(
     gradient: tf.Tensor, residual: tf.Tensor | None, decay: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Of each column of gradient + decay * residual (float32 [rows, k]), the largest |element|.
+    """The element of largest magnitude in each column of gradient + decay * residual (float32 [rows, k]).
 
-    Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. The largest is
-    found as one integer maximum over magnitudes whose lowest bits hold the row, so that near ties (closer
-    than 2**-15 for up to 256 rows) may go to either.
+    Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. It is found
+    as one integer maximum over magnitudes whose lowest bits are replaced by the row, so that either of two close
+    magnitudes (closer than 2**-15 for up to 256 rows) may be selected.
     """
     grid = fed_back(gradient, residual, decay)
     rows = grid.shape[0]
-    low = (1 << max(rows - 1, 1).bit_length()) - 1
-    bits = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~low)
-    # Of equal magnitudes the first row wins: a zero of the padding never stands before a real one.
-    row = tf.reshape(tf.constant(low) - tf.range(rows, dtype=tf.int32), [rows, 1])
-    best = tf.reduce_max(tf.bitwise.bitwise_or(bits, row), 0)
+    row_mask = (1 << max(rows - 1, 1).bit_length()) - 1
+    magnitudes = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~row_mask)
+    # Rows count down, so that the first of equal magnitudes is selected: never a padding zero before a real one.
+    row = tf.reshape(tf.constant(row_mask) - tf.range(rows, dtype=tf.int32), [rows, 1])
+    largest = tf.reduce_max(tf.bitwise.bitwise_or(magnitudes, row), 0)
     # Infinities and NaN have the highest exponent, and are therefore among the largest.
-    finite = tf.reduce_all(best < 0x7F800000)
-    chosen = low - tf.bitwise.bitwise_and(best, low)
-    where = strided_indices(chosen)
-    old = None if residual is None else tf.gather(tf.reshape(residual, [-1]), where)
-    values = fed_back(tf.gather(tf.reshape(gradient, [-1]), where), old, decay)
-    return tf.cast(chosen, row_dtype(rows)), values, finite
+    finite = tf.reduce_all(largest < 0x7F800000)
+    selected = row_mask - tf.bitwise.bitwise_and(largest, row_mask)
+    indices = strided_indices(selected)
+    old = None if residual is None else tf.gather(tf.reshape(residual, [-1]), indices)
+    values = fed_back(tf.gather(tf.reshape(gradient, [-1]), indices), old, decay)
+    return tf.cast(selected, row_dtype(rows)), values, finite
 
 
 @compiled
 def strided_rest(
     gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, rows: tf.Tensor, sent: tf.Tensor
 ) -> tf.Tensor:
-    """Gradient + decay * residual (float32 [rows, k]), less `sent` [k] at `rows` [k] of the columns."""
+    """Gradient + decay * residual (float32 [rows, k]) minus `sent` [k] at row `rows` [k] of each column."""
     grid = fed_back(gradient, residual, decay)
     row = tf.reshape(tf.range(grid.shape[0], dtype=tf.int32), [-1, 1])
     return tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid)
@@ -107,27 +107,27 @@ def strided_rest(
 
 @compiled
 def strided_random(n: int, k: int, seed: tf.Tensor) -> tf.Tensor:
-    """For each of `k` strided blocks of `n` elements, one row (int32 [k]), uniform by `seed`."""
+    """A random row, uniform by `seed`, of each of `k` strided blocks of `n` elements; int32 [k]."""
     return noise.below(seed, strided_counts(n, k))
 
 
 def strided_counts(n: int, k: int) -> tf.Tensor:
-    """How many of the `n` elements lie in each of the `k` strided blocks, int32 [k]."""
+    """The number of elements in each of `k` strided blocks of `n` elements, int32 [k]."""
     full = n - (stride_blocks(n, k) - 1) * k
     return tf.where(tf.range(k) < full, stride_blocks(n, k), stride_blocks(n, k) - 1)
 
 
 def strided_indices(rows: tf.Tensor) -> tf.Tensor:
-    """The vector's indices of int32 `rows` [k]: row * k + block."""
+    """The indices in the flat vector of int32 `rows` [k]: row * k + block."""
     k = rows.shape[0]
     return rows * k + tf.range(k, dtype=tf.int32)
 
 
 def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
-    """Puts each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, else zero.
+    """Places each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, among zeros.
 
-    Sums over the ranks, in order, into float32 [n], and multiplies by `scale`. A row that a block has not is written
-    nowhere and makes all of it NaN.
+    Returns the sum over the ranks, in their order, times `scale`; float32 [n]. If a block does not have the row, its
+    value is not written, and all of the result is NaN.
     """
     return unstrided(_spread([tuple(pair) for pair in ranks], n, scale), n)
 
@@ -141,6 +141,6 @@ def _spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tens
     for values, rows in ranks:
         rows = tf.cast(rows, tf.int32)
         scale = tf.where(tf.reduce_all((rows >= 0) & (rows < counts)), scale, math.nan)
-        put = tf.where(row == rows, values, 0.0)
-        total = put if total is None else total + put
+        placed = tf.where(row == rows, values, 0.0)
+        total = placed if total is None else total + placed
     return total * scale

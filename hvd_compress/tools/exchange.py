@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..compressors.registry import Compression
+from ..compressors.namespace import Compression
 from ..engine.grouping import Shape
 from ..engine.plan import Plan
 from ..engine.settings import BUCKET_BYTES, Settings

@@ -32,7 +32,7 @@ from ..formats import (
     RandomK,
     TopK,
 )
-from ..formats.specs import CANDIDATES, MAX_SLOWDOWN, TARGET
+from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, TARGET
 from .network import Network
 
 

@@ -10,7 +10,7 @@ from specs import INDEXED, PACKED
 
 import hvd_compress as hvdc
 from hvd_compress.common import checks
-from hvd_compress.compressors.registry import resolve
+from hvd_compress.compressors.resolve import resolve
 from hvd_compress.engine.settings import Settings
 
 Compression = hvdc.Compression

@@ -1,5 +1,6 @@
 """The `Compression` namespace, spec strings, and what `resolve` takes."""
 
+import dataclasses
 import math
 
 import horovod.tensorflow as hvd
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from specs import ALL
 
 import hvd_compress as hvdc
-from hvd_compress.compressors.registry import resolve
+from hvd_compress.compressors.registry import COMPRESSORS, register
+from hvd_compress.compressors.resolve import resolve
+from hvd_compress.formats.registry import FORMATS, example_specs
 
 Compression = hvdc.Compression
 parse = Compression.parse
@@ -18,7 +21,7 @@ parse = Compression.parse
 ratios = st.floats(0.0, 1.0, exclude_min=True)
 bits = st.integers(1, 8)
 seeds = st.integers(-(2**31), 2**31 - 1)
-COMPRESSORS = st.one_of(
+BUILTIN = st.one_of(
     st.sampled_from([Compression.none, Compression.fp16, Compression.bf16, Compression.onebit]),
     st.sampled_from([Compression.int8, Compression.int4]),
     st.builds(
@@ -39,7 +42,7 @@ COMPRESSORS = st.one_of(
 phases = st.dictionaries(st.integers(0, 10**9), st.floats(0.0, 1.0), max_size=4)
 AUTOS = st.builds(
     Compression.auto,
-    candidates=st.lists(COMPRESSORS.filter(lambda c: not c.per_tensor), min_size=1, max_size=4),
+    candidates=st.lists(BUILTIN.filter(lambda c: not c.per_tensor), min_size=1, max_size=4),
     target=st.floats(0.0, 1.0),
     warmup_steps=st.integers(0, 10**9),
     phases=phases.map(lambda found: sorted(found.items())),
@@ -48,7 +51,7 @@ AUTOS = st.builds(
 )
 
 
-@given(COMPRESSORS | AUTOS)
+@given(BUILTIN | AUTOS)
 def test_every_spec_parses_back(compressor):
     again = parse(str(compressor))
     assert again == compressor and hash(again) == hash(compressor)
@@ -206,6 +209,46 @@ def test_unbiased_is_true_or_false(unbiased):
 def test_compressors_do_not_change():
     with pytest.raises(AttributeError):
         Compression.topk(0.1).ratio = 0.2
+
+
+# the register
+
+
+def test_every_format_has_examples_and_a_compressor():
+    assert {FORMATS.parse(spec).name for spec in example_specs()} == set(FORMATS.classes)
+    assert set(COMPRESSORS.classes) == {*FORMATS.classes, "auto"}
+
+
+@pytest.mark.parametrize("spec", example_specs())
+def test_examples_are_canonical(spec):
+    assert FORMATS.parse(spec).spec == parse(spec).spec == spec
+
+
+def test_the_namespace_holds_what_is_registered():
+    for name in Compression.__annotations__:
+        assert getattr(Compression, name) in (COMPRESSORS.instances.get(name), COMPRESSORS.classes.get(name))
+    assert Compression.topk is type(parse("topk:ratio=0.1")) and Compression.int8 == Compression.quantize(8)
+    assert {"none", "int4", "topk", "auto", "parse"} <= set(dir(Compression))
+    with pytest.raises(AttributeError, match="type object 'Compression' has no attribute 'gzip'"):
+        _ = Compression.gzip
+
+
+def test_a_compressor_needs_no_more_than_to_register(monkeypatch):
+    for field in ("classes", "instances"):
+        monkeypatch.setattr(COMPRESSORS, field, dict(getattr(COMPRESSORS, field)))
+
+    @register
+    @dataclasses.dataclass(frozen=True)
+    class Best(Compression.topk):
+        name = "best"
+        short_names = {"best:ratio=0.5": "half"}  # noqa: RUF012
+
+    assert parse("best:ratio=0.1") == Compression.best(0.1) and str(Compression.best(0.1)) == "best:ratio=0.1"
+    assert parse("half") is Compression.half and Compression.half.spec == "half"
+    with pytest.raises(ValueError, match="did you mean 'best'.*Known are auto, best, .*, half, "):
+        parse("bests")
+    with pytest.raises(ValueError, match="compressor 'half' takes no arguments, got 'ratio=0.2'"):
+        parse("half:ratio=0.2")
 
 
 # resolve

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from hvd_compress import formats
 from hvd_compress.auto import policy
-from hvd_compress.compressors.registry import Compression
+from hvd_compress.compressors.namespace import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import advice, cli, prediction

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 
 from ...common import checks
 from ...common.error_text import error_text
-from ...compressors.registry import CompressionLike, policies, resolve
+from ...compressors.resolve import CompressionLike, policies, resolve
 from ...engine.compression_report import CompressionReport
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution, OptimizerSettings

@@ -1,0 +1,84 @@
+"""The base class of the compressors of `hvdc.Compression`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..formats.base import Format, Shape
+from . import error_feedback as feedback
+from .base import Compressor, as_float32, no_seeds
+from .payload import Payload, join, split
+
+
+class BuiltinCompressor(Format, Compressor):
+    """A compressor whose format states its arguments and sizes.
+
+    A subclass defines `encode` and `decode_sum`. The context that `encode` returns is the tensor's shape, or a tuple
+    that begins with it.
+    """
+
+    pure = True
+
+    def layout(self, shape: Shape) -> list[tf.TensorSpec]:
+        """The static shapes and dtypes of the parts that `encode` returns for a tensor of this shape."""
+        return [tf.TensorSpec(part.shape, part.dtype) for part in self.parts(shape)]
+
+    def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
+        """Decodes one rank's parts to float32."""
+        return self.decode_sum([parts], ctx, tf.constant(1.0))
+
+    def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
+        """Compresses a float tensor of static shape.
+
+        Args:
+            tensor: float16, bfloat16, float32 or float64, of any shape.
+
+        Returns:
+            The payload and the context for `decompress`.
+
+        Raises:
+            TypeError: The tensor does not hold real floating point numbers.
+            ValueError: Its shape is not static.
+        """
+        x, shape, dtype = as_float32(tensor, self.spec)
+        if math.prod(shape) == 0:
+            empty = tf.zeros([0], tf.float32 if self.summable else tf.uint8)
+            return (empty if self.summable else Payload(empty, self.spec)), (None, shape, dtype)
+        parts, ctx, _, _ = self.encode(x, no_seeds())
+        payload = parts[0] if self.summable else Payload(join(parts), self.spec)
+        return payload, (ctx, shape, dtype)
+
+    def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
+        """Returns the lossy tensor, in the shape and dtype of the original.
+
+        Raises:
+            TypeError: It is not a payload.
+            ValueError: The payload's length does not match the context; or, in eager mode, its indices lie outside
+                the tensor. (In a graph, the whole result is NaN then.)
+        """
+        inner, shape, dtype = ctx
+        if math.prod(shape) == 0:
+            return tf.zeros(shape, dtype)
+        if self.summable:
+            parts = [tf.convert_to_tensor(payload)]
+        else:
+            parts = split(getattr(payload, "tensor", payload), self.layout(shape))
+        decoded = self.decode(parts, inner)
+        if tf.executing_eagerly() and _is_damaged(parts, decoded):
+            raise ValueError(
+                f"a payload of {self.spec} cannot be decoded: its indices are not those of a tensor of shape {shape}; "
+                "it is damaged, or was made by another compressor, for another shape or of what was not finite"
+            )
+        return tf.cast(tf.reshape(decoded, shape), dtype)
+
+
+def _is_damaged(parts: Sequence[tf.Tensor], decoded: tf.Tensor) -> bool:
+    """Whether finite values decode to NaN, as they do if an index is invalid."""
+    floats = [part for part in parts if part.dtype.is_floating]
+    if len(floats) == len(parts) or not tf.math.is_nan(tf.reshape(decoded, [-1])[0]):
+        return False
+    return all(bool(feedback.all_finite(part)) for part in floats)

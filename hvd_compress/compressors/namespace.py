@@ -1,0 +1,62 @@
+"""The public namespace of compressors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import compressors
+from ..common.error_text import error_text
+from .registry import COMPRESSORS
+
+
+class _Registered(type):
+    """Looks attributes up in the register: an instance where a name needs no arguments, else the class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        for registered in (COMPRESSORS.instances, COMPRESSORS.classes):
+            if name in registered:
+                return registered[name]
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+    def __dir__(cls) -> list[str]:
+        return [*super().__dir__(), *COMPRESSORS.classes, *COMPRESSORS.instances]
+
+
+class Compression(metaclass=_Registered):
+    """The compressors, as Horovod's `Compression`: `hvdc.Compression.int8`, `hvdc.Compression.topk(0.01)`.
+
+    Each has a spec string (`str(compressor)`) that `parse` turns back into the compressor.
+    """
+
+    # For editors and type checkers. The values, and further names, come from the register.
+    none: compressors.NoCompression
+    fp16: compressors.Float16
+    bf16: compressors.BFloat16
+    int8: compressors.Quantize
+    int4: compressors.Quantize
+    onebit: compressors.OneBit
+    quantize: type[compressors.Quantize]
+    topk: type[compressors.TopK]
+    randomk: type[compressors.RandomK]
+    block_topk: type[compressors.BlockTopK]
+    block_sparse: type[compressors.BlockSparse]
+    hybrid: type[compressors.Hybrid]
+    dgc: type[compressors.DGC]
+    powersgd: type[compressors.PowerSGD]
+    auto: type[compressors.Auto]
+
+    @staticmethod
+    def parse(spec: str) -> compressors.Compressor:
+        """Makes a compressor from its spec string, such as `"topk:ratio=0.01"`.
+
+        Args:
+            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
+
+        Raises:
+            TypeError: `spec` is not a string.
+            ValueError: The name, an argument or a value is not known or not valid.
+        """
+        if not isinstance(spec, str):
+            raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {error_text(spec)}")
+        compressor: compressors.Compressor = COMPRESSORS.parse(spec)
+        return compressor
