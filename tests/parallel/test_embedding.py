@@ -149,7 +149,7 @@ def test_rows_are_watched(rank, size):
     assert len(steps) == STEPS
     seen = plan.slices.numpy()[0]
     assert steps.buckets.bytes[-1, at] == plan.embeddings[0].table.bytes_sent(*seen)[0] > 0
-    assert (steps.buckets.plain[:, at] == BATCH * LENGTH * (16 * 4 + 8) * (size - 1)).all()
+    assert (steps.buckets.uncompressed_bytes[:, at] == BATCH * LENGTH * (16 * 4 + 8) * (size - 1)).all()
     assert ((steps.buckets.error[:, at] > 0) & (steps.buckets.error[:, at] < 0.02)).all()
     owed = np.linalg.norm(plan.embeddings[0].state.residuals[0].numpy())
     np.testing.assert_allclose(steps.buckets.residual_norm[-1, at], owed, rtol=1e-5)
