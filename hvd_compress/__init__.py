@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import cost
+    from . import callbacks, cost, elastic, optimizers
     from .analysis.sensitivity import sensitivity
     from .compressors import Compressor
     from .compressors.namespace import Compression
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from .cost import CostModel, Link
     from .cost.calibrate import calibrate
     from .exchange.hosts import init
-    from .frontends import elastic, optimizers
     from .frontends.allreduce import allreduce, grouped_allreduce
-    from .frontends.keras import callbacks
     from .frontends.keras.optimizer import DistributedOptimizer
     from .frontends.residuals import load_residuals, save_residuals
     from .frontends.tape import DistributedGradientTape
@@ -53,9 +51,10 @@ __all__ = [
     "sensitivity",
 ]
 
-# Loaded when they are first asked for (PEP 562): predictions need neither TensorFlow nor Horovod.
-_ANYWHERE = {"CostModel": "cost", "Link": "cost", "cost": "cost"}
-_WITH_HOROVOD = {
+# The modules that define the public names. A module is imported when one of its names is first used (PEP 562):
+# importing hvd_compress and predicting with the cost model need neither TensorFlow nor Horovod.
+_WITHOUT_TENSORFLOW = {"CostModel": "cost", "Link": "cost"}
+_WITH_TENSORFLOW = {
     "Compression": "compressors.namespace",
     "Compressor": "compressors",
     "DistributedGradientTape": "frontends.tape",
@@ -63,27 +62,25 @@ _WITH_HOROVOD = {
     "Payload": "compressors.payload",
     "allreduce": "frontends.allreduce",
     "calibrate": "cost.calibrate",
-    "callbacks": "frontends.keras.callbacks",
-    "elastic": "frontends.elastic",
     "grouped_allreduce": "frontends.allreduce",
     "init": "exchange.hosts",
     "load_residuals": "frontends.residuals",
-    "optimizers": "frontends.optimizers",
     "profile": "monitor.profile",
     "save_residuals": "frontends.residuals",
     "sensitivity": "analysis.sensitivity",
 }
-_MODULES = ("callbacks", "cost", "elastic", "optimizers")  # themselves, not something in them
+_MODULES = ("callbacks", "cost", "elastic", "optimizers")
 
 
 def __getattr__(name: str) -> Any:
-    home = _ANYWHERE.get(name) or _WITH_HOROVOD.get(name)
-    if home is None:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    module = _WITHOUT_TENSORFLOW.get(name) or _WITH_TENSORFLOW.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _WITH_HOROVOD:
+    if name in _WITH_TENSORFLOW:
         importlib.import_module(".common.requirements", __name__)  # says clearly what is missing
-    module = importlib.import_module(f".{home}", __name__)
-    value = module if name in _MODULES else getattr(module, name)
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,1 +1,3 @@
-"""What users call: Keras optimizer and callbacks, tape, `allreduce`, elastic jobs, residual checkpoints."""
+"""What training scripts call: optimizer, tape, callbacks, `allreduce`, residual checkpoints, elastic training."""
+
+from ..common import requirements as requirements  # raises a clear error if TensorFlow or Horovod is missing

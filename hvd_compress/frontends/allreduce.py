@@ -1,4 +1,4 @@
-"""`hvdc.allreduce` and `hvdc.grouped_allreduce`: Horovod's, with any compressor."""
+"""`hvdc.allreduce` and `hvdc.grouped_allreduce`: Horovod's functions with any compressor."""
 
 from __future__ import annotations
 
@@ -40,31 +40,35 @@ def allreduce(
     process_set: Any = hvd.global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduces a tensor over the ranks, compressed on the way.
+    """Averages or sums a tensor over all ranks, compressed on the way.
 
-    As `horovod.tensorflow.allreduce`, for any of our compressors. Stateless: what the compressor loses
-    is lost; `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` keep it for the next step.
+    Has the arguments of `horovod.tensorflow.allreduce` and takes any compressor. It keeps no state: what the compressor
+    loses is lost. `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` keep it for the next step.
+
+    Example:
+        mean = hvdc.allreduce(tensor, compression="int8")
 
     Args:
-        tensor: tf.Tensor, tf.Variable or tf.IndexedSlices, of the same static shape on all ranks.
-            IndexedSlices and integers are reduced uncompressed.
+        tensor: A `tf.Tensor`, `tf.Variable` or `tf.IndexedSlices`, with the same static shape on all ranks.
+            Integers and `tf.IndexedSlices` are not compressed.
         average: Deprecated by Horovod; use `op`.
-        device_dense: Device for dense tensors.
-        device_sparse: Device for IndexedSlices.
-        compression: A compressor, or its spec string; None for what `HVD_COMPRESS` says, else none.
-        op: hvd.Average (default) or hvd.Sum; with compression none, any of Horovod's.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
-        name: Of the operation, the same on all ranks.
-        process_set: The ranks that take part.
-        ignore_name_scope: Use `name` without the outer name scope.
+        device_dense: TensorFlow device on which dense tensors are reduced.
+        device_sparse: TensorFlow device on which `tf.IndexedSlices` are reduced.
+        compression: A compressor or its spec string. None uses the environment variable `HVD_COMPRESS`, and does not
+            compress if it is not set.
+        op: `hvd.Average` (the default) or `hvd.Sum`; any of Horovod's operations if the tensor is not compressed.
+        prescale_factor: Factor that multiplies the tensor before the reduction.
+        postscale_factor: Factor that multiplies the result.
+        name: Name of the operation, the same on all ranks.
+        process_set: The Horovod process set whose ranks take part.
+        ignore_name_scope: Whether to use `name` without the outer name scope.
 
     Returns:
-        A tensor of the shape and dtype of `tensor`, the same on all ranks to the bit.
+        A tensor of the shape and dtype of `tensor`, bit for bit the same on all ranks.
 
     Raises:
-        ValueError: An argument is not valid, the op cannot be combined with compression, or the shape is not static.
-        TypeError: An argument is of a wrong type, or the tensor of a dtype that Horovod cannot reduce (complex, say).
+        ValueError: An argument is not valid, `op` does not support compression, or the shape is not static.
+        TypeError: An argument is of a wrong type, or Horovod cannot reduce the dtype of the tensor (such as complex64).
     """
     return grouped_allreduce(
         [tensor],
@@ -95,12 +99,27 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduces several tensors over the ranks, each compressed for itself, in one collective.
+    """Averages or sums several tensors over all ranks in one collective; each is compressed by itself.
 
-    See `allreduce` for the arguments, which hold for every tensor, and for the errors.
+    Args:
+        tensors: A list of tensors as in `allreduce`.
+        average: See `allreduce`, also for the other arguments, which apply to every tensor.
+        device_dense: See `allreduce`.
+        device_sparse: See `allreduce`.
+        compression: See `allreduce`.
+        op: See `allreduce`.
+        prescale_factor: See `allreduce`.
+        postscale_factor: See `allreduce`.
+        process_set: See `allreduce`.
+        ignore_name_scope: See `allreduce`.
+        name: See `allreduce`.
 
     Returns:
-        A list like `tensors`.
+        A list of tensors with the shapes and dtypes of `tensors`, bit for bit the same on all ranks.
+
+    Raises:
+        ValueError: See `allreduce`.
+        TypeError: See `allreduce`.
     """
     compressor = resolve(compression)
     op = handle_average_backwards_compatibility(op, average)
@@ -122,16 +141,17 @@ def grouped_allreduce(
         raise TypeError(f"tensors must be a list of tensors, got {error_text(tensors)}")
     tensors = [_tensor(tensor) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)
-    chosen = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
-    if chosen and op not in (hvd.Average, hvd.Sum):
+    compressed = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
+    if compressed and op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"compression {compressor.spec!r} supports op Average and Sum only")
-    for i in chosen:  # before any collective
+    for i in compressed:  # refuses shapes before any collective
         compressor.layout(static_shape(tensors[i], compressor.spec))
-    compressed = set(chosen)
-    rest = [i for i in range(len(tensors)) if i not in compressed]
-    kinds = {i: _kind(tensors[i]) for i in rest}
-    for kind in sorted(set(kinds.values())):  # Horovod's grouped ops take one dtype each
-        members = [i for i in rest if kinds[i] == kind]
+
+    # Horovod's grouped operations take tensors of one dtype each.
+    by_kind: dict[str, list[int]] = {}
+    for i in sorted(set(range(len(tensors))) - set(compressed)):
+        by_kind.setdefault(_kind(tensors[i]), []).append(i)
+    for kind, members in sorted(by_kind.items()):
         reduced = hvd.grouped_allreduce(
             [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense,
             device_sparse=device_sparse, op=op,
@@ -140,50 +160,43 @@ def grouped_allreduce(
         )  # fmt: skip
         for i, result in zip(members, reduced):
             results[i] = uncompressed.of_dtype(result, tensors[i].dtype)
-    if chosen:
+
+    if compressed:
         check_not_in_xla()
+        group = Group(process_set, name, ignore_name_scope)
+        scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
         with tf.device(device_dense):
-            for i, result in zip(chosen, _reduce(
-                [tensors[i] for i in chosen], compressor, op, prescale_factor, postscale_factor, process_set, name,
-                ignore_name_scope,
-            )):  # fmt: skip
-                results[i] = result
+            reduced = _reduce([tensors[i] for i in compressed], compressor, prescale_factor, scale, group)
+        for i, result in zip(compressed, reduced):
+            results[i] = result
     return results
 
 
 def _reduce(
-    tensors: Sequence[Any],
-    compressor: Any,
-    op: Any,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: Any,
-    name: str | None,
-    ignore_name_scope: bool,
+    tensors: Sequence[Any], compressor: Any, prescale_factor: float, scale: float, group: Group
 ) -> list[tf.Tensor]:
-    triples = [as_float32(tensor, compressor.spec) for tensor in tensors]
-    chunks = [x if prescale_factor == 1.0 else x * prescale_factor for x, _, _ in triples]
-    shapes = tuple(shape for _, shape, _ in triples)
+    """The sums over the ranks of `prescale_factor` times each tensor, compressed, times `scale`."""
+    dense, shapes, dtypes = zip(*(as_float32(tensor, compressor.spec) for tensor in tensors))
+    chunks = [x if prescale_factor == 1.0 else x * prescale_factor for x in dense]
     shared = no_seeds().shared
     bucket = BucketInput(
         PerTensorLayout(TensorGroup(tuple(range(len(shapes))), shapes)),
         range(len(shapes)),
         FixedSelector(compressor),
-        Seeds(shared, noise.fold(shared, process_set.rank() + 1)),
-        lambda _: Group(process_set, name, ignore_name_scope),
+        Seeds(shared, noise.fold(shared, group.process_set.rank() + 1)),
+        lambda _: group,
     )
-    scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
-    # Never scatter-reduce, as between two ranks: without a residual, its second loss would be lost.
+    # As for two ranks: never by scatter-reduce, which compresses twice and needs a residual for the second loss.
     step = StepContext(scale, functools.partial(choice.choose, ranks=2))
     reduced = reduce_bucket(bucket, chunks, step).chunks
-    return [tf.cast(tf.reshape(chunk, shape), dtype) for chunk, (_, shape, dtype) in zip(reduced, triples)]
+    return [tf.cast(tf.reshape(chunk, shape), dtype) for chunk, shape, dtype in zip(reduced, shapes, dtypes)]
 
 
 def _tensor(value: Any) -> Any:
-    """`value` as a tensor or IndexedSlices that Horovod can reduce.
+    """Converts `value` to a tensor; returns `tf.IndexedSlices` unchanged.
 
     Raises:
-        TypeError: It is none.
+        TypeError: `value` is not a tensor, or Horovod cannot reduce its dtype.
     """
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise TypeError(f"Horovod cannot reduce a {type(value).__name__}: pass its values, or make it dense")
@@ -197,6 +210,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _kind(tensor: Any) -> str:
+    """The dtype in which Horovod reduces the tensor, and whether it is `tf.IndexedSlices`."""
     return ("slices_" if isinstance(tensor, tf.IndexedSlices) else "") + uncompressed.wide(tensor).dtype.name
 
 

@@ -1,7 +1,7 @@
-"""`hvdc.save_residuals` and `hvdc.load_residuals`: what ranks keep for later steps, in files next to the model's.
+"""`hvdc.save_residuals` and `hvdc.load_residuals`.
 
-All ranks decide alike: what one rank finds wrong, every rank raises. Nothing is put in place before all ranks
-have read and checked their files.
+If one rank finds an error, all ranks raise it. No rank restores anything before all ranks have read and checked their
+files.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def save_residuals(
     step: int | None = None,
     max_to_keep: int = 2,
 ) -> None:
-    """Saves each rank's residuals, velocities and the step counter; call it on all ranks, outside of tf.function.
+    """Saves the residuals of all ranks, their velocities (momentum correction) and the step counter.
 
-    A process killed at any point leaves the complete saves before this one as they were. One rank has no
-    residuals, and saves nothing.
+    Call it on all ranks, outside of tf.function. If a process is killed at any point, the complete saves made before
+    stay intact. With a single rank there are no residuals, and nothing is saved.
 
     Args:
-        optimizer_or_tape: What `hvdc.DistributedOptimizer` or `hvdc.DistributedGradientTape` returned; any
-            tape with the same settings will do.
-        directory: Where to, shared by all ranks or each rank's own; one for each optimizer and process set.
-        variables: For a tape: the sources whose gradients it takes.
-        step: The training step that this belongs to. None takes the optimizer's `iterations`; for a tape, the number of
-            its steps.
-        max_to_keep: So many complete saves are kept, this one included; at least 1.
+        optimizer_or_tape: The result of `hvdc.DistributedOptimizer` or `hvdc.DistributedGradientTape`. Any tape
+            with the same settings stands for the others.
+        directory: The directory of the saves. All ranks may share it, or each rank may have one of its own. Use another
+            one for each optimizer and process set.
+        variables: Only for a tape: the sources whose gradients it computes.
+        step: The training step of the save. None uses the optimizer's `iterations`, or the tape's number of steps.
+        max_to_keep: The number of complete saves to keep, this one included; at least 1.
 
     Raises:
-        RuntimeError: On all ranks, if a rank cannot write its file.
-        TypeError, ValueError: An argument is not valid, or the ranks are at different steps.
+        RuntimeError: On all ranks: a rank cannot write its file.
+        TypeError: `optimizer_or_tape` or `directory` is of a wrong type.
+        ValueError: Another argument is not valid, or the ranks are at different steps.
     """
-    if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
-        raise ValueError(f"max_to_keep must be a whole number from 1 on, got {max_to_keep!r}")
+    max_to_keep = checks.integer("max_to_keep", max_to_keep, 1)
     directory = checks.path("directory", directory)
     reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
     group = reducer.settings.process_set
@@ -64,10 +64,12 @@ def save_residuals(
         step = _steps_of(reducer) if own_step is None else own_step
     rank, ranks = group.rank(), group.size()
 
-    # A number and a token from rank 0: files of another save, left by a killed job, are not taken for this one's.
-    begun = _on_all(group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError)
-    _check_steps([other for other, *_ in begun], directory)
-    _, number, token = begun[0]
+    # All ranks use rank 0's number and token. The token distinguishes this save's files from those of a killed job.
+    proposals = _on_all(
+        group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError
+    )
+    _check_steps([rank_step for rank_step, *_ in proposals], directory)
+    _, number, token = proposals[0]
     manifest = {
         "save": token,
         "step": step,
@@ -87,8 +89,8 @@ def save_residuals(
         return files.complete(directory)[-max_to_keep:] if rank == 0 else []
 
     _on_all(group, write, RuntimeError)
-    kept = _on_all(group, commit, RuntimeError)[0]
-    files.prune(directory, kept)
+    saves_to_keep = _on_all(group, commit, RuntimeError)[0]
+    files.prune(directory, saves_to_keep)
 
 
 def load_residuals(
@@ -97,28 +99,28 @@ def load_residuals(
     variables: Sequence[Any] | None = None,
     step: int | None = None,
 ) -> int | None:
-    """Loads the newest complete save of the model's step; call it on all ranks, outside of tf.function.
+    """Restores the residuals of all ranks from the newest complete save of the model's step.
 
-    On as many ranks as saved, training goes on as if it had never been interrupted. On m instead of n ranks,
-    rank r takes the sum of what ranks r, r + m, r + 2 m, ... had, or zeros if there are none: the sum over all
-    ranks stays the same. (With op Average, a step then divides it by m, not by n: see docs/checkpoints.md.)
-    One rank has no use for residuals: a warning says that they are left out.
+    Call it on all ranks, outside of tf.function. On as many ranks as saved, training continues as if it had not been
+    interrupted. On m instead of n ranks, rank r gets the sum of the residuals of ranks r, r + m, r + 2 m, ..., or zeros
+    if there are none of these, so the sum over all ranks does not change. (With `op=hvd.Average`, a step then
+    divides by m instead of n; see docs/checkpoints.md.) A single rank has no residuals: a warning says that they
+    are not restored.
 
     Args:
         optimizer_or_tape: As in `save_residuals`.
-        directory: As in `save_residuals`; if the number of ranks changed, all ranks must see all files.
-        variables: As in `save_residuals`. For an optimizer, the variables that it trains: with them another model is
-            found here, otherwise in the first step.
-        step: The step that the restored model is at. None takes the optimizer's `iterations`; for a tape, whatever step
-            is newest.
+        directory: As in `save_residuals`. If the number of ranks has changed, all ranks must see all files.
+        variables: For a tape, as in `save_residuals`. For an optimizer, the variables that it trains: with them, a save
+            of another model is detected here, otherwise in the first step.
+        step: The step of the restored model. None uses the optimizer's `iterations`; for a tape, the newest save.
 
     Returns:
-        The step of the save, or None if there is no complete one (or only one rank).
+        The step of the save, or None if there is no complete save or only one rank.
 
     Raises:
-        ValueError: On all ranks, with one line: a file is missing, damaged, of another model, of other settings
-            or of another version; or there are saves, but none of this step.
-        TypeError: An argument is not valid.
+        TypeError: `optimizer_or_tape` or `directory` is of a wrong type.
+        ValueError: On all ranks, in one line: a file is missing, damaged, of another model, of other settings or of
+            another version; or there are saves, but none of this step.
     """
     directory = checks.path("directory", directory)
     reducer, aggregation, own_step = owner(optimizer_or_tape, variables)
@@ -132,17 +134,17 @@ def load_residuals(
     step = own_step if step is None else step
     rank, ranks = group.rank(), group.size()
 
-    def look() -> Any:
+    def look_up() -> Any:
         return step, resume.find(directory, step) if rank == 0 else None, bool(files.numbers(directory))
 
-    looked = _on_all(group, look)
-    _check_steps([other for other, *_ in looked], directory)
-    found = looked[0][1]
-    if found is None:
-        if rank == 0 and any(begun for *_, begun in looked):
+    answers = _on_all(group, look_up)
+    _check_steps([rank_step for rank_step, *_ in answers], directory)
+    save = answers[0][1]
+    if save is None:
+        if rank == 0 and any(has_incomplete for *_, has_incomplete in answers):
             _warn(f"{directory} holds no complete save: residuals start from zero")
         return None
-    number, manifest = found
+    number, manifest = save
     resume.check_settings(
         manifest["settings"], _settings(reducer.settings, aggregation), files.save_path(directory, number)
     )
@@ -155,18 +157,13 @@ def load_residuals(
 
 
 def has_steps(optimizer: Any) -> bool:
-    """Whether this distributed optimizer has reduced gradients in this process, or has residuals of such that did."""
+    """Whether this distributed optimizer has reduced gradients in this process, or has restored residuals."""
     reducer = owner(optimizer)[0]
     return bool(reducer.plans or reducer.pending)
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """Whether `hvdc.DistributedOptimizer` is it, or is in it (a LossScaleOptimizer)."""
-    return hasattr(optimizer_state.innermost(optimizer), "_hvdc") or hasattr(optimizer, "_hvdc")
-
-
 def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) -> list[PlanState]:
-    """A copy of all that this rank keeps for later steps, that of `backward_passes_per_step` first."""
+    """Copies of all state that this rank keeps from step to step; that of `backward_passes_per_step` is the first."""
     states = [plan_state.state_of(plan) for plan in reducer.plans.values()] + reducer.pending
     return states if aggregation is None else [aggregation.state(), *states]
 
@@ -174,15 +171,22 @@ def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) ->
 def owner(
     source: Any, variables: Sequence[Any] | None = None
 ) -> tuple[Reducer, LocalGradientAggregation | None, int | None]:
-    """Who keeps the residuals, and the optimizer's step; None for a tape's."""
+    """The reducer and the aggregation that keep the state of `source`, and the step of an optimizer (None for a tape).
+
+    Args:
+        source: A distributed optimizer or tape.
+        variables: For a tape, its sources.
+
+    Raises:
+        TypeError: `source` is not distributed.
+        ValueError: `source` is a tape, and `variables` is not a list of variables.
+    """
     if isinstance(source, tf.GradientTape) and hasattr(source, "_hvdc_settings"):
         if variables is None or not all(hasattr(variable, "assign") for variable in variables):
             raise ValueError("a tape's residuals belong to its sources: pass them, as a list, as `variables`")
         return reducer_of(source, variables), None, None
-    optimizer = source
-    while not hasattr(optimizer, "_hvdc") and hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    if not hasattr(optimizer, "_hvdc"):
+    optimizer = optimizer_state.distributed_optimizer(source)
+    if optimizer is None:
         raise TypeError(
             f"residuals are kept by hvdc.DistributedOptimizer and hvdc.DistributedGradientTape, not by {source!r}"
         )
@@ -196,11 +200,10 @@ def _steps_of(reducer: Reducer) -> int:
 
 
 def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:
-    """The settings that say what residuals there are and in which unit."""
+    """The settings on which the residuals and their unit depend."""
     compressor = settings.compressor
-    if (
-        compressor.momentum_settings is not None
-    ):  # on another number of ranks, an epoch has another number of steps
+    if compressor.momentum_settings is not None:
+        # The number of steps per epoch depends on the number of ranks, which may change.
         compressor = dataclasses.replace(compressor, steps_per_epoch=None)
     return {
         "compression": compressor.spec,

@@ -1,4 +1,4 @@
-"""`hvdc.DistributedGradientTape`: gradients of a custom training loop, reduced over the ranks."""
+"""`hvdc.DistributedGradientTape`, for custom training loops."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import tensorflow as tf
 from ..common import checks
 from ..common.error_text import error_text
 from ..compressors import Compressor
-from ..compressors.resolve import CompressionLike, policies, resolve
+from ..compressors.resolve import CompressionLike
 from ..engine import nonfinite
 from ..engine.compression_report import CompressionReport
 from ..engine.reducer import Reducer, scale_local_gradient
-from ..engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
+from ..engine.settings import MIN_COMPRESS_SIZE, Settings
+from .arguments import settings_from
 from .build import new_reducer
 
-# A tape is made anew for every step, residuals must outlive it: reducers by variables and settings.
+# Reducers, which keep the residuals, by variables and settings: they outlive the tape, which is new in every step.
 _reducers: dict[Any, Reducer] = {}
 
 
@@ -46,22 +47,32 @@ def DistributedGradientTape(
     on_nonfinite: str = "propagate",
     hierarchical: bool | str = "auto",
 ) -> Any:
-    """A tape whose `gradient()` returns gradients reduced over the ranks, compressed on the way.
+    """Wraps a tape so that `gradient()` returns gradients averaged over all ranks, compressed on the way.
 
-    Residuals belong to the variables and settings, not to the tape: make a new tape every step, as usual.
+    Takes every argument of `horovod.tensorflow.DistributedGradientTape`, with the same meaning. Make a new tape in
+    every
+    step, as usual: residuals belong to the variables and the settings, not to the tape.
+
+    Example:
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True))
+        tape = hvdc.DistributedGradientTape(tape, compression="int8")
+        gradients = tape.gradient(loss, model.trainable_variables)
 
     Args:
-        gradtape: The tf.GradientTape that recorded the step.
-        device_dense: As Horovod's.
-        device_sparse: As Horovod's.
-        compression: A compressor, or its spec string; None for what `HVD_COMPRESS` says, else none.
-        sparse_as_dense: As Horovod's: IndexedSlices become dense, and are compressed as such.
-        op: hvd.Average or hvd.Sum.
-        gradient_predivide_factor: As Horovod's.
+        gradtape: The `tf.GradientTape` that recorded the step.
+        device_dense: See `hvdc.DistributedOptimizer`, also for the arguments that are not explained here.
+        device_sparse: See `hvdc.DistributedOptimizer`.
+        compression: A compressor or its spec string. None uses the environment variable `HVD_COMPRESS`, and does not
+            compress if it is not set.
+        sparse_as_dense: Whether to convert `tf.IndexedSlices` to dense tensors, and to compress them as such.
+        op: `hvd.Average` or `hvd.Sum`.
+        gradient_predivide_factor: See `hvdc.DistributedOptimizer`.
         num_groups: Deprecated by Horovod; use `groups`.
-        groups: As Horovod's: a number of buckets, or a list of lists of variables.
-        process_set: As Horovod's.
-        scale_local_gradients: As Horovod's.
+        groups: The number of buckets, or a list of lists of variables, one bucket for each list.
+        process_set: The Horovod process set whose ranks train together.
+        scale_local_gradients: Whether to divide the gradients of local sources (`register_local_source`) by the number
+            of ranks.
         min_compress_size: See `hvdc.DistributedOptimizer`.
         bucket_bytes: See `hvdc.DistributedOptimizer`.
         error_feedback: See `hvdc.DistributedOptimizer`.
@@ -69,20 +80,21 @@ def DistributedGradientTape(
         residual_dtype: See `hvdc.DistributedOptimizer`.
         momentum_correction: See `hvdc.DistributedOptimizer`.
         policy: See `hvdc.DistributedOptimizer`.
-        on_nonfinite: What happens where a gradient of any rank is infinite or NaN. "propagate": every rank gets
-            gradients that are not finite. "skip": every rank gets zeros for all sources (an optimizer with
-            momentum still moves). "raise": every rank raises tf.errors.InvalidArgumentError. Residuals stay as they
-            were in any case.
+        on_nonfinite: What to do if a gradient of any rank is infinite or NaN. "propagate": all ranks get gradients that
+            are not finite. "skip": all ranks get zeros for all sources (an optimizer with momentum still moves the
+            variables). "raise": all ranks raise `tf.errors.InvalidArgumentError`. Residuals stay as they were in all
+            three cases.
         hierarchical: See `hvdc.DistributedOptimizer`.
 
     Returns:
-        A tape with the state of `gradtape`; besides `gradient`, it has `register_local_source(source)` and
-        `get_local_and_global_gradients(...)`, as Horovod's.
+        A tape with the state of `gradtape`. It has three more methods: `register_local_source(source)` and
+        `get_local_and_global_gradients(...)`, as Horovod's, and `compression_report(sources)`.
 
     Raises:
-        ValueError: An argument is not valid.
-        TypeError: `gradtape` is no tf.GradientTape.
+        TypeError: `gradtape` is not a `tf.GradientTape` or is distributed already, or an argument is of a wrong type.
+        ValueError: An argument is not valid, or two arguments contradict each other.
     """
+    arguments = dict(locals())  # before there are other local variables
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape must be a tf.GradientTape, got {error_text(gradtape)}")
     if isinstance(gradtape, _DistributedGradientTape):
@@ -92,39 +104,18 @@ def DistributedGradientTape(
             "gradtape is distributed by Horovod already: leave hvd.DistributedGradientTape out, "
             "hvdc.DistributedGradientTape takes its place"
         )
-    settings = Settings(
-        compressor=resolve(compression),
-        name="DistributedGradientTape",
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        process_set=process_set,
-        groups=groups if groups is not None else num_groups or None,
-        sparse_as_dense=sparse_as_dense,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-        min_compress_size=min_compress_size,
-        bucket_bytes=resolve_bucket_bytes(bucket_bytes),
-        error_feedback=error_feedback,
-        residual_decay=residual_decay,
-        residual_dtype=residual_dtype,
-        momentum_correction=momentum_correction,
-        policy=policies(policy),
-        on_nonfinite=on_nonfinite,
-        hierarchical=hierarchical,
-    )
-    return _DistributedGradientTape(gradtape, settings)
+    return _DistributedGradientTape(gradtape, settings_from(arguments, "DistributedGradientTape"))
 
 
 class _DistributedGradientTape(tf.GradientTape):
     def __init__(self, tape: tf.GradientTape, settings: Settings) -> None:
-        # The wrapped tape's whole state: a tape holds no other identity.
+        # Takes over the whole state of the wrapped tape.
         self.__dict__.update(tape.__dict__)
         self._hvdc_settings = settings
         self._hvdc_local: set[int] = set()
 
     def register_local_source(self, source: Any) -> None:
-        """Leaves the gradients of `source` (a variable) local to this rank."""
+        """Keeps the gradient of `source` (a variable) local to this rank."""
         self._hvdc_local.add(id(source))
 
     @checks.plain_errors
@@ -136,9 +127,22 @@ class _DistributedGradientTape(tf.GradientTape):
         use_generic_names: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As tf.GradientTape.gradient, reduced over the ranks.
+        """As `tf.GradientTape.gradient`; the result is reduced over the ranks.
 
-        `use_generic_names` is Horovod's; names are generic here in any case.
+        Args:
+            target: As of `tf.GradientTape.gradient`.
+            sources: As of `tf.GradientTape.gradient`.
+            output_gradients: As of `tf.GradientTape.gradient`.
+            use_generic_names: Accepted as by Horovod, and ignored: names of operations never contain names of
+                variables.
+            **kwargs: As of `tf.GradientTape.gradient`.
+
+        Returns:
+            Gradients in the structure of `sources`, the same on all ranks except those of local sources.
+
+        Raises:
+            ValueError: The ranks disagree about what to reduce, or Horovod is not initialized.
+            RuntimeError: Called inside a function that is compiled with `jit_compile=True`.
         """
         gradients = super().gradient(target, sources, output_gradients, **kwargs)
         flat_sources = tf.nest.flatten(sources)
@@ -149,7 +153,7 @@ class _DistributedGradientTape(tf.GradientTape):
         policy = self._hvdc_settings.on_nonfinite
         if policy == "skip":
             finite = nonfinite.all_finite(reduced)
-            flat = nonfinite.zeros_unless(finite, flat)  # of local sources, too
+            flat = nonfinite.zeros_unless(finite, flat)  # gradients of local sources
             reduced = nonfinite.zeros_unless(finite, reduced)
         elif policy == "raise":
             steps = [plan.state.step for plan in reducer.plans.values()]
@@ -164,9 +168,12 @@ class _DistributedGradientTape(tf.GradientTape):
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def compression_report(self, sources: Any) -> CompressionReport:
-        """What each bucket of the gradients of `sources` (variables) is compressed with, and why.
+        """The compressor of each bucket of the gradients of `sources`; with "auto" also why it was chosen.
 
-        Any tape with the same settings knows it.
+        Any tape with the same settings returns the same report.
+
+        Args:
+            sources: The variables that `gradient` was called with.
 
         Raises:
             RuntimeError: No step has been made yet.
@@ -176,7 +183,10 @@ class _DistributedGradientTape(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs of (source, gradient): those of registered local sources, and the reduced ones."""
+        """Two lists of pairs (source, gradient): of the local sources, and of the others, whose gradients are reduced.
+
+        See `gradient` for the arguments.
+        """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients))
         local = [(s, g) for s, g in pairs if id(s) in self._hvdc_local]
@@ -184,22 +194,22 @@ class _DistributedGradientTape(tf.GradientTape):
 
 
 def reducer_of(tape: Any, sources: Sequence[Any]) -> Reducer:
-    """The reducer of a distributed tape's gradients for these sources, but for its local ones."""
+    """The reducer for the gradients of these sources, except the tape's local ones."""
     return _reducer(tape._hvdc_settings, [s for s in sources if id(s) not in tape._hvdc_local])
 
 
 def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
-    """The reducer that keeps the residuals of these variables under these settings."""
+    """The reducer with the residuals of these sources under these settings."""
     if not all(hasattr(source, "assign") for source in sources):
-        # Tensors come and go: nothing to keep a residual for.
-        bare = dataclasses.replace(
+        # Tensors exist for one step only: nothing can be kept for the next one.
+        stateless = dataclasses.replace(
             settings,
             compressor=settings.compressor.stateless(),
             policy=tuple((pattern, compressor.stateless()) for pattern, compressor in settings.policy),
             error_feedback=False,
             momentum_correction=0.0,
         )
-        return new_reducer(bare)
+        return new_reducer(stateless)
     fields = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     key = (tuple(id(s) for s in sources), tuple(_hashable(value) for value in fields))
     if key not in _reducers:
@@ -209,10 +219,10 @@ def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
     return _reducers[key]
 
 
-class _Alike:
-    """A compressor as a key: equal to one of the same class, spec and attributes.
+class _CompressorKey:
+    """A compressor as a key of a dictionary: equal to one of the same class, spec and attributes.
 
-    What users write need not say when two are equal, nor have a hash, and may be made anew with each tape.
+    Compressors written by users need not define equality or a hash, and may be new objects in each step.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -222,18 +232,18 @@ class _Alike:
         return hash((type(self._compressor), self._compressor.spec))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Alike) or hash(self) != hash(other):
+        if not isinstance(other, _CompressorKey) or hash(self) != hash(other):
             return False
-        mine, theirs = self._compressor, other._compressor
+        a, b = self._compressor, other._compressor
         try:
-            return mine is theirs or bool(mine == theirs or vars(mine) == vars(theirs))
-        except (TypeError, ValueError):  # arrays, say, of which nobody knows
+            return a is b or bool(a == b or vars(a) == vars(b))
+        except (TypeError, ValueError):  # some attributes cannot be compared, for example arrays
             return False
 
 
 def _hashable(value: Any) -> Any:
     if isinstance(value, Compressor):
-        return _Alike(value)
+        return _CompressorKey(value)
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(item) for item in value)
     return value if not hasattr(value, "assign") else id(value)

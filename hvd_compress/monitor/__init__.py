@@ -1,1 +1,1 @@
-"""Watching a run: what each step's exchange takes, sends and loses, measured in the graph, and the files it goes to."""
+"""Monitoring: measures in the graph what each step's exchange takes, sends and loses, and writes it to files."""

@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard."""
+"""Writes scalars and text for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 import tensorflow as tf
 
-# TensorBoard's DataClass: a scalar, or a tensor of any shape per step.
+# Values of TensorBoard's DataClass: a scalar per step, or a tensor of any shape per step.
 _SCALAR, _TENSOR = 1, 2
 
 
 def write(writer: Any, step: int, values: Mapping[str, float | str]) -> None:
-    """Writes numbers (as tf.summary.scalar does) and text (as tf.summary.text), all as one event.
+    """Writes numbers as tf.summary.scalar does, and strings as tf.summary.text does, all in one event.
 
     Args:
-        writer: Of tf.summary.create_file_writer.
+        writer: A writer of tf.summary.create_file_writer.
         step: The training step.
-        values: By tag.
+        values: Numbers and strings by tag.
     """
     summary = tf.compat.v1.Summary()
     for tag, value in values.items():
-        added = summary.value.add(tag=tag)
-        metadata, tensor = added.metadata, added.tensor
+        entry = summary.value.add(tag=tag)
+        metadata, tensor = entry.metadata, entry.tensor
         if isinstance(value, str):
             metadata.plugin_data.plugin_name, metadata.data_class = "text", _TENSOR
             tensor.CopyFrom(tf.make_tensor_proto([value]))
-        else:  # what tf.make_tensor_proto makes, in a tenth of the time
+        else:  # the same as tf.make_tensor_proto makes, in a tenth of the time
             metadata.plugin_data.plugin_name, metadata.data_class = "scalars", _SCALAR
             tensor.dtype = tf.float32.as_datatype_enum
             tensor.tensor_shape.SetInParent()

@@ -1,4 +1,4 @@
-"""The files of a run's directory; see docs/monitor.md."""
+"""Writes the files of a run's directory; see docs/monitor.md for their contents."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ BUCKET_COLUMNS = (
 
 
 class RunFiles:
-    """Writes one rank's files; a full disk stops the writing, not the training.
+    """Writes one rank's files. If the disk is full, it stops writing, and training continues.
+
+    Args:
+        directory: The directory of the run. It is created if it does not exist.
+        rank: This rank.
 
     Raises:
-        OSError: The directory cannot be made or written to.
+        OSError: The directory cannot be created or written to.
     """
 
     def __init__(self, directory: str, rank: int) -> None:
@@ -46,7 +50,14 @@ class RunFiles:
         return file
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:
-        """Appends steps; memory in MB."""
+        """Appends steps to the CSV files.
+
+        Args:
+            steps: The steps.
+            buckets: Their buckets.
+            epoch: The epoch of the steps, or None if there are no epochs.
+            memory: The memory of the process in MB.
+        """
         if self._steps is None or self._buckets is None:
             return
         try:
@@ -62,17 +73,17 @@ class RunFiles:
             self.close()
 
     def describe(self, run: dict[str, Any]) -> None:
-        """Writes run.json; by a new name first, so that it is always whole."""
+        """Writes run.json: under a temporary name first, so that the file is always complete."""
         path = self.directory / "run.json"
-        new = path.with_suffix(".json.new")
+        temporary = path.with_suffix(".json.new")
         try:
-            new.write_text(json.dumps({"format": FORMAT, **run}, indent=2) + "\n", encoding="utf-8")
-            os.replace(new, path)
+            temporary.write_text(json.dumps({"format": FORMAT, **run}, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
         except OSError as error:
             print(f"hvd_compress: cannot write {path} ({error})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """No more is written."""
+        """Closes the files; later calls of `write` do nothing."""
         for file in (self._steps, self._buckets):
             if file is not None:
                 file.close()
@@ -80,38 +91,40 @@ class RunFiles:
 
 
 def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
-    """A line of CSV for each step."""
+    """The lines of CSV for these steps, one each."""
     times = (steps.seconds, steps.exchange, steps.exposed, steps.encode, steps.wire, steps.decode)
     columns = [
         steps.step, steps.done, steps.loss, *(1e3 * x for x in times), steps.bytes, steps.ratio, steps.error,
         steps.gradient_norm, steps.residual_norm, steps.finite, np.full(len(steps), memory),
     ]  # fmt: skip
-    known = "" if epoch is None else epoch
-    return "".join(_lines(f"%d,{known},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g", columns))
+    epoch_cell = "" if epoch is None else epoch
+    return "".join(
+        _lines(f"%d,{epoch_cell},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g", columns)
+    )
 
 
 def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:
-    """A line of CSV for each step and bucket."""
+    """The lines of CSV for these steps, one for each step and bucket."""
     b = steps.buckets
     names = [[f"{bucket.name},{_quoted(c)}," for c in bucket.compressors] for bucket in buckets]
-    begins = [
+    starts = [
         f"{step},{names[i][c]}"
         for step, row in zip(steps.step.tolist(), b.compressor.tolist())
         for i, c in enumerate(row)
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(b.bytes > 0, b.plain / b.bytes, np.nan)
+        ratio = np.where(b.bytes > 0, b.uncompressed_bytes / b.bytes, np.nan)
     times = (1e3 * x for x in (b.encode, b.wire, b.decode))
     columns = [b.bytes, ratio, *times, b.error, b.gradient_norm, b.residual_norm]
     lines = _lines("%.0f" + ",%.7g" * 7, [column.ravel() for column in columns])
-    return "".join(map("".join, zip(begins, lines)))
+    return "".join(map("".join, zip(starts, lines)))
 
 
-def _lines(form: str, columns: Sequence[np.ndarray]) -> list[str]:
-    """A line for each row of numbers, as `form` says, which is that of printf; nothing for NaN."""
+def _lines(template: str, columns: Sequence[np.ndarray]) -> list[str]:
+    """A line for each row of numbers, formatted by a printf template; NaN becomes an empty cell."""
     cells = np.stack([np.asarray(column, np.float64) for column in columns], 1)
-    # All at once: a hundred cells a step otherwise make most of what watching costs on the host.
-    text = (form + "\n") * len(cells) % tuple(cells.ravel().tolist())
+    # One formatting operation for all rows: with one per cell, this would be most of the monitor's cost on the host.
+    text = (template + "\n") * len(cells) % tuple(cells.ravel().tolist())
     return text.replace("nan", "").splitlines(keepends=True)
 
 

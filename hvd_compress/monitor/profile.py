@@ -1,4 +1,4 @@
-"""`hvdc.profile`: watches a custom training loop."""
+"""`hvdc.profile`: measures the steps of a custom training loop."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from .steps import Steps
 
 
 class profile:
-    """Measures the steps of a custom loop, on this rank.
+    """Context manager that measures the steps of a custom training loop on this rank.
 
+    Example:
         with hvdc.profile() as prof:
             for x, y in batches:
                 loss = train_step(x, y)
                 prof.step(loss)
         print(prof.summary())
 
-    Of `hvdc.DistributedGradientTape` and `hvdc.DistributedOptimizer` alike; where there are several, of the one with
-    the most gradients. A `tf.function` must be traced (called for the first time) inside of the `with`. Communicates
-    with nobody: it may be used on some ranks only, and does not change what is trained.
+    It measures `hvdc.DistributedGradientTape` and `hvdc.DistributedOptimizer`; if there are several, the one with the
+    most gradients. A `tf.function` must be traced, that is called for the first time, inside the `with` block.
+    The profile does not communicate: it may be used on some ranks only, and does not change the training.
 
     Args:
-        log_dir: Where to write the files that `hvd-compress doctor` and `report` read (see docs/monitor.md); None to
-            write none.
+        log_dir: Directory for the files that `hvd-compress doctor` and `hvd-compress report` read (see
+            docs/monitor.md). None writes no files.
 
     Attributes:
-        first_step_seconds: What the first step took, tracing and compiling included; None before it.
+        first_step_seconds: Seconds of the first step, including tracing and compiling. None before it.
 
     Raises:
-        TypeError: `log_dir` is no path.
+        TypeError: `log_dir` is not a path.
         OSError: `log_dir` cannot be written to.
     """
 
     def __init__(self, log_dir: str | os.PathLike | None = None) -> None:
         self._log_dir = None if log_dir is None else checks.path("log_dir", log_dir)
-        self._some: list[Steps] = []
+        self._steps: list[Steps] = []
         self._session: Session | None = None
-        self._begun = 0.0
+        self._start = 0.0
 
     @property
     def first_step_seconds(self) -> float | None:
-        """What the first step took."""
+        """Seconds of the first step."""
         return None if self._session is None else self._session.first_step_seconds
 
     def __enter__(self) -> profile:
         self._session = Session(alive, self._log_dir, "profile")
         watch_all.append(Recorder)
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         return self
 
     def __exit__(
@@ -66,35 +67,40 @@ class profile:
         self._session.finish()
 
     def step(self, loss: Any = None) -> None:
-        """Says that a step was made.
+        """Call it after each training step.
 
         Args:
-            loss: The step's loss, a scalar; it is looked at later, so that nothing waits for it.
+            loss: The loss of the step, a scalar or None. It is read later, so that the loop does not wait for it.
 
         Raises:
-            RuntimeError: Called before the `with`.
+            RuntimeError: Called outside of the `with` block.
         """
         if self._session is None:
             raise RuntimeError("profile.step: call it inside of `with hvdc.profile() as prof:`")
         first = self._session.first_step_seconds is None
         self._session.losses.append(loss)
-        self._keep(self._session.stepped(time.perf_counter() - self._begun if first else None))
+        self._keep(self._session.stepped(time.perf_counter() - self._start if first else None))
         if first:
             self._session.log_first_step()
 
     def _keep(self, steps: Steps | None) -> None:
         if steps is not None:
-            self._some.append(steps)
+            self._steps.append(steps)
 
     def summary(self) -> str:
-        """A table: mean, standard deviation, percentiles and maximum of each quantity; the first step apart."""
-        if not self._some:
+        """The numbers of `stats` as a table, and the seconds of the first step."""
+        if not self._steps:
             return (
                 "no step was recorded: a single rank exchanges nothing, and a tf.function that was traced before the "
                 "profile began does not record"
             )
-        return summary.table(self._some, self.first_step_seconds)
+        return summary.table(self._steps, self.first_step_seconds)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The numbers of `summary`: by quantity, then "mean", "std", "p50", "p90", "p99" and "max"."""
-        return summary.stats(self._some) if self._some else {}
+        """The mean, standard deviation, percentiles and maximum of each quantity, without the first step.
+
+        Returns:
+            By quantity (`step_ms`, `bytes`, ...), a dictionary with the keys "mean", "std", "p50", "p90", "p99" and
+            "max". Times are in milliseconds. Empty if no step was recorded.
+        """
+        return summary.stats(self._steps) if self._steps else {}

@@ -1,4 +1,4 @@
-"""One watched run of this process: reads what is recorded, keeps sums, writes files. Communicates with nobody."""
+"""One monitored run of this process: reads recorded steps and writes them to files. It does not communicate."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from .files import RunFiles
 from .recorder import ROWS, Recorder, WatchedBucket, recorder_of
 from .steps import Reader, Steps
 
-# Seconds between two readings while nobody needs the numbers at once, and between two looks at how many there are:
-# half of the rows are enough for 1280 steps a second.
+# Seconds between two reads, unless the numbers are needed at once, and between two checks of how many steps there are.
+# Rows are read when half of them are used: that is enough for 1280 steps a second.
 _READ_EVERY = 1.0
-_LOOK_EVERY = 0.2
+_CHECK_EVERY = 0.2
 
 
 class Session:
-    """What is read of the reducers, of whose plans the one with the most gradients is followed.
+    """Reads the recorded steps of one plan: of all plans of the reducers, the one with the most gradients.
+
+    Args:
+        reducers: Returns the reducers.
+        directory: The directory of the files, or None to write none.
+        what: The name of the user's tool: "profile", for example.
 
     Attributes:
-        first_step_seconds: What the first step took, which includes tracing and compiling; None before it.
-        losses: Of steps that are still to be read, where the graph does not know them: numbers, tensors or None.
-        epoch: That steps belong to; None where there are none.
+        first_step_seconds: Seconds of the first step, including tracing and compiling. None before it.
+        losses: The losses of steps that have not been read yet, if the graph does not record them: numbers,
+            tensors or None.
+        epoch: The epoch of the steps; None if there are no epochs.
     """
 
     def __init__(self, reducers: Callable[[], Sequence[Reducer]], directory: str | None, what: str) -> None:
@@ -52,45 +58,45 @@ class Session:
         self._recorder: Recorder | None = None
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
-        self._read_at = self._look_at = time.monotonic()
+        self._read_at = self._check_at = time.monotonic()
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._run: dict[str, Any] = {}
 
     @property
     def buckets(self) -> list[WatchedBucket]:
-        """Those of the plan that is followed; none before the first step."""
+        """The buckets of the plan; empty before the first step."""
         return [] if self._recorder is None else self._recorder.buckets
 
     @property
-    def known(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether a step was recorded."""
         return self._plan is not None
 
     def stepped(self, seconds: float | None = None) -> Steps | None:
-        """A step was made; reads if it is time to.
+        """Call it after each step. It reads if it is time to.
 
         Args:
-            seconds: What it took, looked at for the first one only.
+            seconds: Seconds of the step; ignored except for the first step.
 
         Returns:
-            The steps that were read, if any.
+            The steps that it read, or None.
         """
         now = time.monotonic()
         first = self.first_step_seconds is None and seconds is not None
-        if now < self._look_at and not first:  # nearly all steps: nothing here may take time
+        if now < self._check_at and not first:  # the case of nearly all steps: it must take no time
             return None
         with self._lock:
-            self._look_at = now + _LOOK_EVERY
+            self._check_at = now + _CHECK_EVERY
             if first:
                 self.first_step_seconds = seconds
             full = self._recorder is not None and self._recorder.pending() >= ROWS // 2
             return self.read() if first or full or now - self._read_at > _READ_EVERY else None
 
     def read(self) -> Steps | None:
-        """Reads and writes to the files what was recorded since the last call; None if nothing was."""
+        """Reads the steps recorded since the last call, and writes them to the files; None if there are none."""
         with self._lock:
             self._read_at = time.monotonic()
-            if self._plan is None and not self._begin():
+            if self._plan is None and not self._start():
                 return None
             assert self._recorder is not None and self._reader is not None
             rows = self._recorder.read()
@@ -107,21 +113,21 @@ class Session:
         count = min(len(steps), len(self.losses))
         loss = steps.loss.copy()
         for i, value in enumerate(self.losses[:count]):
-            found = np.nan if value is None else float(np.mean(np.asarray(value)))
-            loss[i] = np.inf if value is not None and np.isnan(found) else found
+            mean = np.nan if value is None else float(np.mean(np.asarray(value)))
+            loss[i] = np.inf if value is not None and np.isnan(mean) else mean
         del self.losses[:count]
         return dataclasses.replace(steps, loss=loss)
 
     def new_epoch(self, epoch: int) -> None:
-        """What is recorded from now on belongs to this epoch."""
+        """Steps that are recorded from now on belong to this epoch."""
         with self._lock:
             self.read()
             self.epoch = epoch
             if self._reader is not None:
                 self._reader.new_epoch()
 
-    def _begin(self) -> bool:
-        """Finds the plan that is followed."""
+    def _start(self) -> bool:
+        """Selects the plan; returns whether there is one."""
         plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
         watched = [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
         if not watched:
@@ -129,7 +135,7 @@ class Session:
         self._plan, recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
         self._recorder = recorder
         self._reader = Reader(self.buckets)
-        # What was recorded for somebody else.
+        # Discards steps that were recorded for an earlier session.
         while recorder.pending() > 1:
             recorder.read()
         self._describe()
@@ -167,7 +173,7 @@ class Session:
         self._files.describe(self._run)
 
     def finish(self) -> None:
-        """Reads the rest, closes the files."""
+        """Reads the remaining steps and closes the files."""
         with self._lock:
             self.read()
             self._describe(
@@ -187,8 +193,8 @@ class Session:
 
 
 def settings_of(settings: Any) -> dict[str, Any]:
-    """The settings as JSON can hold them."""
-    found: dict[str, Any] = {"compression": settings.compressor.spec}
+    """The settings, converted to types that JSON can represent."""
+    converted: dict[str, Any] = {"compression": settings.compressor.spec}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.name in ("compressor", "process_set"):
@@ -197,20 +203,22 @@ def settings_of(settings: Any) -> dict[str, Any]:
             value = {pattern: compressor.spec for pattern, compressor in value}
         elif field.name == "op":
             value = settings.op_name
-        found[field.name] = value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
-    return found
+        converted[field.name] = (
+            value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
+        )
+    return converted
 
 
 def memory_mb() -> float:
-    """The process's resident memory in MB, GPU memory that TensorFlow has allocated included; NaN if not known."""
+    """Memory of the process in MB: resident memory and the GPU memory that TensorFlow has allocated; NaN if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            found = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+            megabytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except OSError:
         return float("nan")
     for device in _gpus():
-        found += tf.config.experimental.get_memory_info(device)["current"] / 1e6
-    return round(found, 1)
+        megabytes += tf.config.experimental.get_memory_info(device)["current"] / 1e6
+    return round(megabytes, 1)
 
 
 def _gpus() -> list[str]:
@@ -218,7 +226,7 @@ def _gpus() -> list[str]:
 
 
 def memory_total_mb() -> float | None:
-    """Of the host, in MB; None if not known."""
+    """Memory of the host in MB; None if unknown."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Means, spread and percentiles of steps."""
+"""Means, standard deviations and percentiles over steps."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _COLUMNS = ("mean", "std", "p50", "p90", "p99", "max")
 STEP = (*_TIMES, "loss", "bytes", "ratio", "error", "gradient_norm", "residual_norm")
 
 
-def series(some: Sequence[Steps]) -> dict[str, np.ndarray]:
-    """Each quantity of all steps, [T]; times in ms (`step_ms`, `exchange_ms`, ...)."""
-    found = {}
+def series(steps: Sequence[Steps]) -> dict[str, np.ndarray]:
+    """Each quantity of all steps, [T]; times are in ms (`step_ms`, `exchange_ms`, ...)."""
+    by_name = {}
     for name in STEP:
-        values = np.concatenate([np.asarray(getattr(steps, name), np.float64) for steps in some])
-        found[_name(name)] = 1e3 * values if name in _TIMES else values
-    return found
+        values = np.concatenate([np.asarray(getattr(part, name), np.float64) for part in steps])
+        by_name[_name(name)] = 1e3 * values if name in _TIMES else values
+    return by_name
 
 
-def means(some: Sequence[Steps]) -> dict[str, float]:
-    """The means, over the steps where each is known; NaN where none is."""
-    found = series(some)
-    return dict(zip(found, _means(np.stack(list(found.values()), 1)).tolist()))
+def means(steps: Sequence[Steps]) -> dict[str, float]:
+    """The mean of each quantity, over the steps in which it is known; NaN if it is known in none."""
+    by_name = series(steps)
+    return dict(zip(by_name, _means(np.stack(list(by_name.values()), 1)).tolist()))
 
 
-def bucket_means(some: Sequence[Steps]) -> list[dict[str, float]]:
-    """Of each bucket."""
+def bucket_means(steps: Sequence[Steps]) -> list[dict[str, float]]:
+    """As `means`, for each bucket."""
     tables = {
-        name: _means(np.concatenate([getattr(steps.buckets, name) for steps in some]))
+        name: _means(np.concatenate([getattr(part.buckets, name) for part in steps]))
         * (1e3 if name in _TIMES else 1.0)
-        for name in (*_BUCKET, "plain")
+        for name in (*_BUCKET, "uncompressed_bytes")
     }
-    plain = tables.pop("plain")
+    uncompressed = tables.pop("uncompressed_bytes")
     tables["ratio"] = np.divide(
-        plain, tables["bytes"], where=tables["bytes"] > 0, out=np.full(len(plain), np.nan)
+        uncompressed, tables["bytes"], where=tables["bytes"] > 0, out=np.full(len(uncompressed), np.nan)
     )
     rows = zip(*(values.tolist() for values in tables.values()))
     return [dict(zip(map(_name, tables), row)) for row in rows]
@@ -50,36 +50,36 @@ def _name(name: str) -> str:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Over the steps, [T, K] to [K]; as of `means`."""
+    """The means over the steps, [T, K] to [K]. NaN values are left out."""
     known = ~np.isnan(values)
     count = known.sum(0)
     total = np.where(known, values, 0.0).sum(0)
     return np.divide(total, count, where=count > 0, out=np.full(total.shape, np.nan))
 
 
-def stats(some: Sequence[Steps]) -> dict[str, dict[str, float]]:
-    """Mean, standard deviation, percentiles and maximum of each quantity; without the first step, which compiles."""
-    found = {}
-    for name, values in series(some).items():
+def stats(steps: Sequence[Steps]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation, percentiles and maximum of each quantity, without the first step, which compiles."""
+    rows = {}
+    for name, values in series(steps).items():
         values = values[1:] if len(values) > 1 else values
         known = values[np.isfinite(values)]
         if len(known):
             p50, p90, p99 = np.percentile(known, (50, 90, 99))
             numbers = (known.mean(), known.std(), p50, p90, p99, known.max())
-            found[name] = {column: float(number) for column, number in zip(_COLUMNS, numbers)}
-    return found
+            rows[name] = {column: float(number) for column, number in zip(_COLUMNS, numbers)}
+    return rows
 
 
-def table(some: Sequence[Steps], first_step_seconds: float | None) -> str:
-    """`stats` as text."""
+def table(steps: Sequence[Steps], first_step_seconds: float | None) -> str:
+    """The numbers of `stats` as a table."""
     cells: list[tuple[str, ...]] = [("", *_COLUMNS)]
-    for name, row in stats(some).items():
+    for name, row in stats(steps).items():
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     first = (
         "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
     )
-    lines = [f"{sum(map(len, some))} steps{first}"]
+    lines = [f"{sum(map(len, steps))} steps{first}"]
     for name, *numbers in cells:
         lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))
     return "\n".join(lines)

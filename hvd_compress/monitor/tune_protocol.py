@@ -1,6 +1,6 @@
-"""How a run tells `hvd-compress tune` about itself: see `tuning` for what it tells."""
+"""The output by which a run reports to `hvd-compress tune`; see `tuning` for its contents."""
 
-# The environment variable that asks for it.
+# The environment variable that makes a run report.
 VARIABLE = "HVD_COMPRESS_TUNE"
-# With which such a line of output begins; JSON follows.
+# The start of a line of the report. JSON follows.
 MARK = "hvd_compress-tune: "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_compress.frontends.keras import callbacks as hvdc
+from hvd_compress import callbacks as hvdc
 
 KERASES = [default_keras]
 try:

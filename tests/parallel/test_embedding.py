@@ -146,7 +146,7 @@ def test_rows_are_watched(rank, size):
     at = names.index("sparse-0")
     assert len(steps) == STEPS
     assert steps.buckets.bytes[-1, at] == introspect.row_bytes_sent(plan, 0) > 0
-    assert (steps.buckets.plain[:, at] == BATCH * LENGTH * (16 * 4 + 8) * (size - 1)).all()
+    assert (steps.buckets.uncompressed_bytes[:, at] == BATCH * LENGTH * (16 * 4 + 8) * (size - 1)).all()
     assert ((steps.buckets.error[:, at] > 0) & (steps.buckets.error[:, at] < 0.02)).all()
     owed = np.linalg.norm(introspect.row_residual_variables(plan)[0].numpy())
     np.testing.assert_allclose(steps.buckets.residual_norm[-1, at], owed, rtol=1e-5)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.frontends.keras import onebit_adam
+from hvd_compress.frontends.keras import variance
 
 IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 pytestmark = pytest.mark.skipif(not IS_KERAS3, reason="a Keras 3 optimizer")
@@ -195,7 +195,7 @@ def test_a_small_variance_is_told_by_its_block():
     for small in (3, 700, 1030):
         roots[small] *= 0.05
         expected[small] = 0.0
-    found = onebit_adam.without_small(tf.constant((roots**2).astype(F).reshape(10, 110)))
+    found = variance.without_small(tf.constant((roots**2).astype(F).reshape(10, 110)))
     np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-6)
 
 

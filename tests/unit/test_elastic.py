@@ -50,13 +50,13 @@ def plan_states(seed, dtype=np.float32):
     ],
 )
 def test_who_takes_over(ranks, present, copied, heirs, lost):
-    assert takeover.shares(ranks, present, copied) == (heirs, lost)
+    assert takeover.succession(ranks, present, copied) == (heirs, lost)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_copies_are_exact(dtype):
     sent, own = plan_states(1, dtype), plan_states(2, dtype)
-    (found,) = takeover._taken_apart(takeover._joined(sent), own)
+    (found,) = takeover._deserialized(takeover._serialized(sent), own)
     for i, tensor in sent[0].tensors["residuals"].items():
         assert found.tensors["residuals"][i].dtype == dtype
         np.testing.assert_array_equal(found.tensors["residuals"][i], tensor)
@@ -70,7 +70,7 @@ def test_copies_are_exact(dtype):
 
 def test_copies_of_another_model_are_refused():
     with pytest.raises(RuntimeError, match="the rank before has other residuals: commit on all ranks"):
-        takeover._taken_apart(takeover._joined(plan_states(1) + plan_states(2)), plan_states(1))
+        takeover._deserialized(takeover._serialized(plan_states(1) + plan_states(2)), plan_states(1))
 
 
 def test_a_rank_that_joins_owes_nothing():

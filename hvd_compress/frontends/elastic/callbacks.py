@@ -1,125 +1,124 @@
-"""The elastic callbacks of `horovod.tensorflow.keras.elastic`, for every Keras."""
+"""The callbacks of `horovod.tensorflow.keras.elastic`, for every Keras."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...common import checks
 from ..keras import epochs
-from ..keras.callback import Callback
+from ..keras.callback import BatchCounter, Callback
 
 
 class CommitStateCallback(Callback):
-    """Commits the state every `batches_per_commit` batches, and at the end of each epoch.
+    """Commits the elastic state every `batches_per_commit` batches, and at the end of each epoch.
 
-    The last one in the list of callbacks, so that what the others put into the state is committed, too. A commit copies
-    model, optimizer and residuals to the host's memory, and residuals to another rank: not every batch.
+    Put it last in the list of callbacks, so that it commits what the others write into the state. A commit copies
+    model, optimizer and residuals to host memory, and sends the residuals to another rank. So do not commit every
+    batch.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        """Create the callback.
+        """Creates the callback.
 
         Args:
-            state: an elastic state, such as `hvdc.elastic.KerasState`.
-            batches_per_commit: after how many batches it is committed.
+            state: An elastic state, such as `hvdc.elastic.KerasState`.
+            batches_per_commit: The number of batches between commits, at least 1.
 
         Raises:
-            ValueError: if `batches_per_commit` is no whole number from 1 on.
+            ValueError: `batches_per_commit` is not a whole number from 1 on.
         """
         super().__init__()
-        if (
-            isinstance(batches_per_commit, bool)
-            or not isinstance(batches_per_commit, int)
-            or batches_per_commit < 1
-        ):
-            raise ValueError(
-                f"batches_per_commit must be a whole number from 1 on, got {batches_per_commit!r}"
-            )
         self.state = state
-        self.batches_per_commit = batches_per_commit
-        self._batches = 0  # since the last commit
-        self._last = -1  # number, in its epoch, of the last batch that ended
+        self.batches_per_commit = checks.integer("batches_per_commit", batches_per_commit, 1)
+        self._batches = BatchCounter()  # since the last commit
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Count anew, so that all ranks commit after the same batches."""
-        self._batches = 0
+        """Counts from 0, so that all ranks commit after the same batches."""
+        self._batches.count = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Count batches from 0 again."""
-        self._last = -1
+        """Counts the epoch's batches from 0."""
+        self._batches.new_epoch()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Commit, if it is time to."""
-        self._batches += batch - self._last  # more than 1 with steps_per_execution
-        self._last = batch
-        if self._batches >= self.batches_per_commit:
-            self._batches = 0
-            self.state.commit()
+        """Commits, if `batches_per_commit` batches have been trained since the last commit."""
+        if self._batches.add(batch) >= self.batches_per_commit:
+            self._commit()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Commit."""
-        self._batches = 0
+        """Commits."""
+        self._commit()
+
+    def _commit(self) -> None:
+        self._batches.count = 0
         self.state.commit()
 
 
 class UpdateBatchStateCallback(Callback):
-    """Keeps in `state.batch` how many batches of the epoch are done, also before a reset; 0 between epochs.
+    """Keeps the number of completed batches of the epoch in `state.batch`, also across a reset; 0 between epochs.
 
-    The first epoch after a reset is cut short by them, where Keras knows how many steps an epoch has.
+    In the first epoch after a reset, only the remaining batches are trained, if Keras knows how many steps an
+    epoch has.
     """
 
     def __init__(self, state: Any) -> None:
-        """Create the callback.
+        """Creates the callback.
 
         Args:
-            state: an elastic state with an attribute `batch`.
+            state: An elastic state with an attribute `batch`.
         """
         super().__init__()
         self.state = state
-        self._before = 0  # batches of this epoch that were done before a reset
-        self._cut = _Cut()
+        self._before_reset = 0  # batches of this epoch that were trained before a reset
+        self._stop_epoch = _StopEpoch()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """See where the epoch begins."""
-        self._before = self.state.batch
+        """Reads how many batches were trained before a reset."""
+        self._before_reset = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Count the batch, and end the epoch if it was the last one."""
-        self.state.batch = self._before + batch + 1
+        """Counts the batch, and ends the epoch if it was the last one."""
+        self.state.batch = self._before_reset + batch + 1
         steps = (self.params or {}).get("steps")
-        if steps and self._before and self.state.batch >= steps and not self.model.stop_training:
-            self.model.stop_training = self._cut
+        if steps and self._before_reset and self.state.batch >= steps and not self.model.stop_training:
+            self.model.stop_training = self._stop_epoch
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Begin the next epoch at 0."""
+        """Sets the number to 0 for the next epoch."""
         self.state.batch = 0
-        if self.model.stop_training is self._cut:  # and not what EarlyStopping, say, has put there since
+        if (
+            self.model.stop_training is self._stop_epoch
+        ):  # and not set by another callback, such as EarlyStopping
             self.model.stop_training = False
 
 
 class UpdateEpochStateCallback(Callback):
-    """Keeps in `state.epoch` how many epochs are done, also before a reset: `fit(epochs=epochs - state.epoch)`."""
+    """Keeps the number of completed epochs in `state.epoch`, also across a reset.
+
+    Train the remaining ones with `fit(epochs=epochs - state.epoch)`.
+    """
 
     def __init__(self, state: Any) -> None:
-        """Create the callback.
+        """Creates the callback.
 
         Args:
-            state: an elastic state with an attribute `epoch`.
+            state: An elastic state with an attribute `epoch`.
         """
         super().__init__()
         self.state = state
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Tell the optimizer which epoch it is, which counts in the warm-up of `dgc`."""
+        """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
         epochs.begin(self.model, self.state.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Count the epoch."""
+        """Counts the epoch."""
         epochs.end(self.model)
         self.state.epoch += 1
 
 
-class _Cut:
-    """Ends an epoch, in the place of the True that ends training."""
+class _StopEpoch:
+    """A true value of `model.stop_training` that ends only the epoch: `on_epoch_end` recognizes and removes it."""
 
     def __bool__(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""`hvdc.elastic.run`, and how a lost rank is told from any other error."""
+"""`hvdc.elastic.run`, and the detection of errors that a lost rank causes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import init, shutdown
 
-# Of Horovod's operations, ours and its own, and of what carries them; not the user's paths in a traceback.
+# Occur in errors of collectives, this package's and Horovod's own. They do not count in the paths of a traceback.
 _WORDS = re.compile(r"horovod|hvdc_|gloo|nccl", re.IGNORECASE)
 _PATHS = re.compile(r'File "[^"\n]*"')
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates the training function of an elastic job, as `horovod.tensorflow.elastic.run`.
+    """Decorates the training function of an elastic job, as `horovod.tensorflow.elastic.run` does.
 
-    The function is called again whenever ranks have left or joined; before, the state (its first argument) is
-    brought to the same point on all ranks. A tf.function that reduces gradients must be made in it: it is traced for
-    the ranks that there are. (Keras makes its own anew.)
+    The function is called again whenever ranks have left or joined. Before each call, its first argument, the
+    state, is synchronized across the ranks. Define a `tf.function` that reduces gradients inside the training
+    function, because it is traced for the current ranks. (`fit` needs nothing: Keras creates a new one.)
 
-    Horovod's own `run` knows a lost rank by the names of three of its operations, and returns None, as if training
-    were over, when another one fails.
+    Horovod's own `run` recognizes a lost rank only by the names of three of its operations. If another operation
+    fails, it returns None as if training had ended.
+
+    Args:
+        func: The training function. Its first argument is an elastic state, such as `hvdc.elastic.KerasState`.
+
+    Returns:
+        The decorated function, which takes the same arguments.
     """
 
     @functools.wraps(func)
@@ -40,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def horovod_errors() -> Iterator[None]:
-    """Raises HorovodInternalError where an operation failed because of another rank; from it, Horovod recovers."""
+    """Raises HorovodInternalError, from which Horovod recovers, if an operation failed because of another rank."""
     try:
         yield
     except (tf.errors.UnknownError, tf.errors.AbortedError) as error:

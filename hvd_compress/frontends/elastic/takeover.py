@@ -1,4 +1,4 @@
-"""Whose residuals a rank goes on with: copies for the neighbour, and what is done with them."""
+"""Which rank takes over which residuals after a reset, and the copies that make this possible."""
 
 from __future__ import annotations
 
@@ -12,55 +12,64 @@ import tensorflow as tf
 from ...checkpoint import plan_state
 from ...checkpoint.plan_state import PlanState
 
-_WORD = 4  # bytes: counted in bytes, a large model's residuals would be too many for Horovod
+_WORD = 4  # bytes of an int32; Horovod cannot count all residuals of a large model in bytes
 
 
-class Shares(NamedTuple):
-    """What becomes of the residuals of ranks that are gone."""
+class Succession(NamedTuple):
+    """What happens to the residuals of ranks that are gone. Ranks have their old numbers.
 
-    heirs: dict[
-        int, int
-    ]  # the rank that goes on with them, by the rank that is gone; both as they were numbered
-    lost: list[int]  # ranks whose residuals nobody has
+    Attributes:
+        heirs: By rank that is gone, the rank that takes over its residuals.
+        lost: Ranks whose residuals no rank has.
+    """
+
+    heirs: dict[int, int]
+    lost: list[int]
 
 
-def shares(ranks: int, present: Collection[int], copied: bool) -> Shares:
-    """Of `ranks` ranks only those `present` are left; each one's copy, if there are any, is with the next one."""
+def succession(ranks: int, present: Collection[int], copied: bool) -> Succession:
+    """Decides which rank takes over from which.
+
+    Args:
+        ranks: The number of ranks before.
+        present: Those that are left.
+        copied: Whether each rank has sent a copy of its residuals to the next rank.
+    """
     gone = [rank for rank in range(ranks) if rank not in present]
     heirs = {rank: (rank + 1) % ranks for rank in gone if copied and (rank + 1) % ranks in present}
-    return Shares(heirs, [rank for rank in gone if rank not in heirs])
+    return Succession(heirs, [rank for rank in gone if rank not in heirs])
 
 
 def exchange(states: Sequence[PlanState]) -> list[PlanState]:
-    """Hands a copy of one's states to the next rank, and returns those of the rank before; a collective call.
+    """Sends a copy of this rank's states to the next rank, and returns the states of the previous rank.
 
-    On the wire: all residuals once, uncompressed. Padding is left out: no gradient gets it.
+    A collective call. All residuals are sent once, uncompressed, without padding, which belongs to no gradient.
 
     Raises:
-        RuntimeError: The rank before has other states.
+        RuntimeError: The previous rank's states have other sizes.
     """
     ranks = hvd.size()
-    words = _joined(states)
+    words = _serialized(states)
     splits = np.zeros(ranks, np.int32)
     splits[(hvd.rank() + 1) % ranks] = len(words)
     with tf.device("CPU"):
         received, _ = hvd.alltoall(tf.constant(words), tf.constant(splits), name="hvdc_elastic_copies")
-    return _taken_apart(received.numpy(), states)
+    return _deserialized(received.numpy(), states)
 
 
 def merged(states: Sequence[Sequence[PlanState]]) -> list[PlanState]:
-    """The states of a rank that takes over from several, each a list of one for each plan; their sum."""
-    return list(states[0]) if len(states) == 1 else [plan_state.merged(same) for same in zip(*states)]
+    """The sum of several ranks' states. Each rank has a list of states, one for each plan."""
+    return list(states[0]) if len(states) == 1 else [plan_state.merged(of_plan) for of_plan in zip(*states)]
 
 
 def outline(states: Sequence[PlanState]) -> list[PlanState]:
-    """The states without what differs from rank to rank: as small as the list of variables."""
+    """The states without their tensors, which differ from rank to rank: as small as the list of variables."""
     return [
         PlanState(
             state.members,
             {
-                field: {i: np.empty(0, tensor.dtype) for i, tensor in held.items()}
-                for field, held in state.tensors.items()
+                field: {i: np.empty(0, tensor.dtype) for i, tensor in by_index.items()}
+                for field, by_index in state.tensors.items()
             },
             {field: [np.zeros(0, np.float32) for _ in state.pieces] for field in state.tensors},
             [None for _ in state.pieces],
@@ -71,45 +80,47 @@ def outline(states: Sequence[PlanState]) -> list[PlanState]:
 
 
 def zeros(outlines: Sequence[PlanState]) -> list[PlanState]:
-    """The states of a rank that joins: nothing is owed, and what is alike on all ranks is as on the others."""
-    found = []
+    """The states of a rank that joins: residuals are zero, everything else is as in the outlines of another rank."""
+    states = []
     for state in outlines:
         tensors = {
-            field: {i: np.zeros(state.members[i].shape, empty.dtype) for i, empty in held.items()}
-            for field, held in state.tensors.items()
+            field: {i: np.zeros(state.members[i].shape, empty.dtype) for i, empty in by_index.items()}
+            for field, by_index in state.tensors.items()
         }
-        found.append(PlanState(state.members, tensors, state.padding, state.pieces, state.named))
-    return found
+        states.append(PlanState(state.members, tensors, state.padding, state.pieces, state.named))
+    return states
 
 
-def _joined(states: Sequence[PlanState]) -> np.ndarray:
-    """All residuals end to end, as int32 [any number]."""
+def _serialized(states: Sequence[PlanState]) -> np.ndarray:
+    """The bytes of all residuals one after the other, as an int32 vector."""
     raw = b"".join(
         np.ascontiguousarray(tensor).tobytes()
         for state in states
-        for held in state.tensors.values()
-        for tensor in held.values()
+        for by_index in state.tensors.values()
+        for tensor in by_index.values()
     )
     return np.frombuffer(raw + b"\0" * (-len(raw) % _WORD), np.int32)
 
 
-def _taken_apart(words: np.ndarray, like: Sequence[PlanState]) -> list[PlanState]:
-    """The inverse of `_joined`, for states of these shapes."""
+def _deserialized(words: np.ndarray, like: Sequence[PlanState]) -> list[PlanState]:
+    """The inverse of `_serialized`: states with the shapes and dtypes of `like`."""
     if len(words) != -(-_nbytes(like) // _WORD):
         raise RuntimeError(
             "elastic: the rank before has other residuals: commit on all ranks, after the same step"
         )
-    raw, start, found = words.tobytes(), 0, []
+    raw, start, states = words.tobytes(), 0, []
     for state, outer in zip(like, outline(like)):
         tensors: dict[str, dict[int, Any]] = {}
-        for field, held in state.tensors.items():
+        for field, by_index in state.tensors.items():
             tensors[field] = {}
-            for i, own in held.items():
-                tensors[field][i] = np.frombuffer(raw, own.dtype, own.size, start).reshape(own.shape)
-                start += own.nbytes
-        found.append(PlanState(state.members, tensors, outer.padding, outer.pieces, state.named))
-    return found
+            for i, template in by_index.items():
+                tensors[field][i] = np.frombuffer(raw, template.dtype, template.size, start).reshape(
+                    template.shape
+                )
+                start += template.nbytes
+        states.append(PlanState(state.members, tensors, outer.padding, outer.pieces, state.named))
+    return states
 
 
 def _nbytes(states: Sequence[PlanState]) -> int:
-    return sum(t.nbytes for state in states for held in state.tensors.values() for t in held.values())
+    return sum(t.nbytes for state in states for by_index in state.tensors.values() for t in by_index.values())

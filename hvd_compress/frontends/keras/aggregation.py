@@ -1,4 +1,4 @@
-"""`backward_passes_per_step`: gradients are summed locally over several passes before one exchange."""
+"""`backward_passes_per_step`: sums gradients locally over several passes before they are exchanged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ...common.names import path_of
 
 
 class LocalGradientAggregation:
-    """Sums gradients over passes; every `backward_passes_per_step`-th pass reduces the sum.
+    """Sums the gradients of `backward_passes_per_step` passes, and reduces the sums over the ranks in the last one.
 
     Attributes:
-        counter: Passes since the last reduction, an int32 tf.Variable; 0 right after one.
+        backward_passes_per_step: Passes per step.
+        counter: Passes since the last reduction, an int32 `tf.Variable`.
     """
 
     def __init__(
@@ -34,17 +35,22 @@ class LocalGradientAggregation:
         self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
         self._sums: dict[int, tf.Variable] = {}
         self._paths: list[str] = []  # of the variables that the sums belong to
-        # Loaded for sums that are still to be made, in their order: path of the variable, and value.
+        # Restored sums that have no variable yet, in the order of creation: path of the variable, and value.
         self._pending: list[tuple[str, np.ndarray]] = []
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Adds one pass.
+        """Adds the gradients of one pass.
+
+        Args:
+            gradients: One for each of `variables`; None where there is no gradient.
+            variables: The trained variables.
 
         Returns:
-            The reduced sums where this pass completes a step (`is_step` then holds), else the sums so far.
+            The reduced sums if this pass completes a step (`is_step()` is then True), otherwise the sums so far. None
+            where the gradient is None.
 
         Raises:
-            ValueError: There are IndexedSlices, and `sparse_as_dense` is False.
+            ValueError: A gradient is `tf.IndexedSlices`, and `sparse_as_dense` is False.
         """
         dense = [self._dense(gradient) for gradient in gradients]
         sums = [self._sum(g, v) for g, v in zip(dense, variables)]
@@ -73,20 +79,19 @@ class LocalGradientAggregation:
         return totals
 
     def is_step(self) -> tf.Tensor:
-        """Whether the last pass completed a step; bool scalar."""
+        """Whether the last pass completed a step; a bool scalar."""
         return tf.equal(self.counter, 0)
 
     def state(self) -> PlanState:
-        """The sums so far and the counter, to be saved: gradients of this rank that no step has sent yet."""
-        made = zip(self._paths, (variable.numpy() for variable in self._sums.values()))
-        sums = dict(enumerate([*made, *self._pending]))
+        """The sums so far and the counter, to be saved: this rank's gradients that have not been exchanged yet."""
+        current = zip(self._paths, (variable.numpy() for variable in self._sums.values()))
+        sums = dict(enumerate([*current, *self._pending]))
         members = [Member(path, value.shape, "dense") for path, value in sums.values()]
-        named = {"counter": np.asarray(self.counter.numpy())}
         tensors = {"sums": {i: value for i, (_, value) in sums.items()}}
-        return PlanState(members, tensors, {"sums": []}, [], named)
+        return PlanState(members, tensors, {"sums": []}, [], {"counter": np.asarray(self.counter.numpy())})
 
     def restore(self, state: PlanState) -> None:
-        """Goes on from a saved state; the sums that are not made yet begin with it."""
+        """Restores a saved state. Sums whose variables do not exist yet are restored when they are created."""
         self.counter.assign(state.named["counter"])
         saved = [(member.path, state.tensors["sums"][i]) for i, member in enumerate(state.members)]
         for i, variable in enumerate(self._sums.values()):
@@ -110,8 +115,8 @@ class LocalGradientAggregation:
             with tf.init_scope():
                 saved = self._pending.pop(0)[1] if self._pending else None
                 start = tf.zeros(variable.shape, gradient.dtype) if saved is None else saved
-                # A plain tf.Variable would make TensorFlow trace the step twice, on a rank that joins an elastic job
-                # only, and so its collectives' names would be others.
+                # With a plain tf.Variable, TensorFlow would trace the step twice on a rank that joins an elastic job,
+                # and the names of its collectives would differ from those of the other ranks.
                 self._sums[id(variable)] = tracing.variable(start, "aggregated_gradient")
             self._paths.append(path_of(variable))
         return self._sums[id(variable)]

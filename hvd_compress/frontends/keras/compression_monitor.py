@@ -17,44 +17,45 @@ from ...monitor.recorder import Recorder
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
-from .callback import Callback
+from .callback import BatchCounter, Callback
+from .optimizer_state import distributed_optimizer, innermost
 
 
 class CompressionMonitor(Callback):
-    """Writes down what each step's exchange takes, sends and loses: for TensorBoard, as CSV, in the progress bar.
+    """Records what each step's exchange takes, sends and loses: for TensorBoard, as CSV, and in the progress bar.
 
-    Put it on all ranks: each writes what it has measured to files of its own in `log_dir`, without communicating,
-    and rank 0 besides writes for TensorBoard. `hvd-compress doctor log_dir` says what is wrong with the run,
-    `hvd-compress report log_dir` makes a page of it; see docs/monitor.md. Where only some ranks have it, only their
-    numbers are there, and training is the same.
+    Put it on all ranks. Each rank writes its own measurements to files of its own in `log_dir`, without communicating;
+    rank 0 also writes for TensorBoard. `hvd-compress doctor log_dir` names problems of the run, and
+    `hvd-compress report log_dir` makes a page of it; see docs/monitor.md. If only some ranks have the callback, only
+    their measurements are written.
 
-    Times are taken in the graph; the training loop does not wait for them. Training with it is the same, to the bit, as
-    without. In `logs`, and so in the progress bar and the history, there are `ratio` (bytes that no compression would
-    send, over those sent) and `comm_ms` (the exchange of a step).
+    Times are taken in the graph, and the training loop does not wait for them. Training is the same, bit for bit, as
+    without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the
+    bytes of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's
+    exchange.
 
-    A directory holds one run: what is in its files is replaced.
+    A directory holds one run; existing files are replaced.
 
     Raises:
-        ValueError: an argument is not valid.
-        TypeError: from `on_train_begin`: the model's optimizer is no hvdc.DistributedOptimizer.
-        OSError: from `on_train_begin`: `log_dir` cannot be written to.
+        TypeError: In `on_train_begin`: the model's optimizer is not a `hvdc.DistributedOptimizer`.
+        OSError: In `on_train_begin`: `log_dir` cannot be written to.
     """
 
-    # Keras 3 then calls the batch hooks from threads of their own, and does not wait for a step's results.
+    # Keras 3 then calls the batch hooks from other threads, and does not wait for a step's results.
     async_safe = True
 
     def __init__(self, log_dir: str | os.PathLike, update_freq: int | str = "epoch") -> None:
-        """Create the callback.
+        """Creates the callback.
 
         Args:
-            log_dir: a directory for this run; made if it is not there.
-            update_freq: when to write for TensorBoard, as of Keras's TensorBoard callback: "batch", "epoch", or after
-                how many batches. Each time the means over the steps since the last time. The CSV files have
+            log_dir: The directory of this run. It is created if it does not exist.
+            update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a
+                number of batches. It writes the means over the steps since the last time. The CSV files contain
                 every step in any case.
 
         Raises:
-            TypeError: `log_dir` is no path.
-            ValueError: `update_freq` is none of these.
+            TypeError: `log_dir` is not a path.
+            ValueError: `update_freq` is not valid.
         """
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
@@ -66,69 +67,67 @@ class CompressionMonitor(Callback):
         self.update_freq = 1 if update_freq == "batch" else update_freq
         self._session: Session | None = None
         self._writer: Any = None
-        self._unwritten: list[Steps] = []
-        self._epoch: list[Steps] = []
-        self._batches = 0  # since TensorBoard was written
-        self._last = -1
-        self._begun = 0.0
-        self._shown: dict[str, float] = {}  # of the steps that were read last
-        self._compressors: dict[str, str] = {}
+        self._unwritten: list[Steps] = []  # read, but not written for TensorBoard
+        self._epoch: list[Steps] = []  # of this epoch
+        self._batches = BatchCounter()  # since the last write for TensorBoard
+        self._start = 0.0  # time of the first step's start
+        self._logs: dict[str, float] = {}  # of the steps that were read last
+        self._compressors: dict[str, str] = {}  # by bucket name, as last written for TensorBoard
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Have the steps record what they measure."""
+        """Makes the training step record measurements."""
         reducer = _reducer(self.model)
-        anew = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
-        if anew and getattr(self.model, "train_function", None) is not None:
-            self.model.make_train_function(force=True)  # traced before, without recording
+        must_retrace = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
+        if must_retrace and getattr(self.model, "train_function", None) is not None:
+            self.model.make_train_function(force=True)
         if self._session is None:
             self._session = Session(lambda: [reducer], self.log_dir, type(self).__name__)
         if self._writer is None and hvd.rank() == 0:
             self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "tensorboard"))
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Count batches from 0 again."""
-        self._last = -1
+        """Counts batches from 0 again."""
+        self._batches.new_epoch()
         assert self._session is not None
         self._session.new_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        """Take the time of the first step."""
-        if not self._begun:
-            self._begun = time.perf_counter()
+        """Takes the time of the first step."""
+        if not self._start:
+            self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Read and write, if it is time to."""
+        """Reads and writes, if it is time to."""
         session = self._session
         assert session is not None
         first = session.first_step_seconds is None
-        self._keep(session.stepped(time.perf_counter() - self._begun if first else None))
+        self._keep(session.stepped(time.perf_counter() - self._start if first else None))
         if first:
             session.log_first_step()
-            if not session.known and hvd.rank() == 0:
+            if not session.has_steps and hvd.rank() == 0:
                 print(
                     "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
-        self._batches += max(0, batch - self._last)  # more than 1 with steps_per_execution
-        self._last = max(batch, self._last)
-        if self.update_freq != "epoch" and self._batches >= int(self.update_freq):
+        batches = self._batches.add(batch)
+        if self.update_freq != "epoch" and batches >= int(self.update_freq):
             self._keep(session.read())
             self._write()
         if logs is not None:
-            logs.update(self._shown)
+            logs.update(self._logs)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Read, write, and put the epoch's means into the logs."""
+        """Reads and writes, and puts the epoch's means into the logs."""
         assert self._session is not None
         self._keep(self._session.read())
         if self.update_freq == "epoch":
             self._write()
         if logs is not None and self._epoch:
-            logs.update(_shown(self._epoch))
+            logs.update(_logs_of(self._epoch))
         self._epoch = []
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Write the rest."""
+        """Writes the remaining measurements."""
         assert self._session is not None
         self._keep(self._session.read())
         self._write()
@@ -136,58 +135,57 @@ class CompressionMonitor(Callback):
         if self._writer is not None:
             self._writer.close()
         self._session = self._writer = None
-        self._begun, self._shown = 0.0, {}
+        self._start, self._logs = 0.0, {}
 
     def _keep(self, steps: Steps | None) -> None:
         if steps is not None:
-            self._shown = _shown([steps])
+            self._logs = _logs_of([steps])
             self._epoch.append(steps)
             if self._writer is not None:
                 self._unwritten.append(steps)
 
     def _write(self) -> None:
-        """The means since the last time, for TensorBoard."""
-        self._batches = 0
+        """Writes the means over the steps since the last call for TensorBoard."""
+        self._batches.count = 0
         if self._writer is None or not self._unwritten:
             return
         assert self._session is not None
-        some, self._unwritten = self._unwritten, []
+        steps, self._unwritten = self._unwritten, []
         values: dict[str, Any] = {
-            f"hvd_compress/{name}": x for name, x in means(some).items() if not np.isnan(x)
+            f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)
         }
-        for bucket, row in zip(self._session.buckets, bucket_means(some)):
+        for bucket, row in zip(self._session.buckets, bucket_means(steps)):
             tag = f"hvd_compress/bucket_{bucket.name}"
             values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}
         for b, bucket in enumerate(self._session.buckets):
-            spec = bucket.compressors[some[-1].buckets.compressor[-1, b]]
+            spec = bucket.compressors[steps[-1].buckets.compressor[-1, b]]
             if self._compressors.get(bucket.name) != spec:
                 self._compressors[bucket.name] = spec
                 values[f"hvd_compress/bucket_{bucket.name}/compressor"] = spec
-        events.write(self._writer, int(some[-1].step[-1]), values)
+        events.write(self._writer, int(steps[-1].step[-1]), values)
         self._writer.flush()
 
 
-def _shown(some: list[Steps]) -> dict[str, float]:
-    found = means(some)
-    return {"ratio": found["ratio"], "comm_ms": found["exchange_ms"]}
+def _logs_of(steps: list[Steps]) -> dict[str, float]:
+    by_name = means(steps)
+    return {"ratio": by_name["ratio"], "comm_ms": by_name["exchange_ms"]}
 
 
 def _reducer(model: Any) -> Any:
-    optimizer: Any = getattr(model, "optimizer", None)
-    while not hasattr(optimizer, "_hvdc") and hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    if not hasattr(optimizer, "_hvdc"):
+    optimizer = getattr(model, "optimizer", None)
+    distributed = distributed_optimizer(optimizer)
+    if distributed is None:
         raise TypeError(
-            f"CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with {optimizer!r}: "
-            "wrap its optimizer"
+            f"CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
+            f"{innermost(optimizer)!r}: wrap its optimizer"
         )
-    return optimizer._hvdc.reducer
+    return distributed._hvdc.reducer
 
 
 def _running_loss(model: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Sum and weight of Keras's running mean of the loss, read where the graph is traced; None if there is none.
+    """Sum and weight of Keras's running mean of the loss, as tensors of the graph; None if the model has none.
 
-    Keras adds a step's loss to it before it takes the gradients.
+    Keras adds a step's loss to them before it computes the gradients.
     """
     for metric in getattr(model, "metrics", ()):
         if metric.name == "loss" and hasattr(metric, "total") and hasattr(metric, "count"):

@@ -1,10 +1,10 @@
-"""What makes an optimizer distributed, apart from Keras's ways of calling it."""
+"""The distributed state of one optimizer, independent of the Keras version that calls it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -27,13 +27,15 @@ class OptimizerSettings:
 
 
 class Distribution:
-    """The distributed state of one optimizer: its reducer, its residuals, what is local.
+    """Reduces the gradients of one optimizer.
 
-    Deliberately nothing that Keras or TensorFlow would track: residuals are rank-local, and must be
-    neither broadcast nor saved with the model.
+    Keras and TensorFlow must not track this object: its residuals differ from rank to rank, and must be neither
+    broadcast nor saved with the model.
 
     Attributes:
-        aggregation: The helper for `backward_passes_per_step` > 1, else None.
+        settings: How gradients are reduced.
+        reducer: Reduces them and keeps the residuals.
+        aggregation: Sums the gradients of several passes if `backward_passes_per_step` > 1, else None.
     """
 
     def __init__(self, settings: OptimizerSettings) -> None:
@@ -47,7 +49,7 @@ class Distribution:
                 settings.reduction.sparse_as_dense,
                 settings.average_aggregated_gradients,
             )
-        self._local: set[int] = set()
+        self._local: set[int] = set()  # ids of the variables whose gradients stay local
 
     def register_local_var(self, variable: Any) -> None:
         """Keeps the gradient of `variable` local to this rank."""
@@ -56,7 +58,7 @@ class Distribution:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
     ) -> list[Any]:
-        """Reduces the gradients over the ranks, but for those of local variables; see `Reducer` for `so_far`."""
+        """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`."""
         result = list(gradients)
         shared = [i for i, variable in enumerate(variables) if id(variable) not in self._local]
         reduced = self.reducer([gradients[i] for i in shared], [variables[i] for i in shared], so_far)
@@ -67,13 +69,49 @@ class Distribution:
                 result[i] = scale_local_gradient(result[i], self.settings.process_set.size())
         return result
 
-    @checks.plain_errors
-    def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
-        """Refuses, before any exchange, what the optimizer would refuse after it, and in many lines.
+    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Adds the gradients of one pass, and reduces the sum if this pass completes a step."""
+        if self.aggregation is None:
+            return self.reduce(gradients, variables)
+        return self.aggregation.add(gradients, variables)
+
+    def update_if_complete(
+        self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None
+    ) -> None:
+        """Calls `update` if this pass completes a step; otherwise only counts the pass.
 
         Args:
-            gradients: One for each of `variables`, None where there is none.
-            variables: What is to be updated; at least one.
+            update: Applies the reduced gradients.
+            iterations: The optimizer's step counter, an integer variable.
+            finite: Returns whether the update may be made, a bool scalar that is the same on all ranks. None always
+                updates.
+        """
+
+        def updated() -> tf.Tensor:
+            update()
+            return tf.constant(True)
+
+        def complete() -> tf.Tensor:
+            if finite is None:
+                return updated()
+            return tf.cond(finite(), updated, lambda: tf.constant(False))
+
+        def incomplete() -> tf.Tensor:
+            iterations.assign_add(1)
+            return tf.constant(False)
+
+        if self.aggregation is None:
+            complete()
+        else:
+            tf.cond(self.aggregation.is_step(), complete, incomplete)
+
+    @checks.plain_errors
+    def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
+        """Raises, before any exchange, the errors that Keras would raise after it.
+
+        Args:
+            gradients: One for each of `variables`, None where there is no gradient.
+            variables: The variables to be updated, at least one.
             unknown: Those of `variables` that the optimizer was not built for.
 
         Raises:
@@ -92,23 +130,19 @@ class Distribution:
     def all_finite(self, reduced: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
         """Whether all reduced gradients are finite; a bool scalar, the same on all ranks.
 
-        Gradients of local variables do not count, which other ranks do not see.
+        Gradients of local variables are ignored, because other ranks do not see them.
         """
         return nonfinite.all_finite([g for g, v in zip(reduced, variables) if id(v) not in self._local])
 
-    def raise_if_told(self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
-        """The reduced gradients; raises where they are not finite and `on_nonfinite` is "raise".
+    def raise_if_nonfinite(
+        self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any
+    ) -> list[Any]:
+        """Returns the reduced gradients; with `on_nonfinite="raise"`, raises if they are not finite.
 
         Raises:
-            tf.errors.InvalidArgumentError: So it is.
+            tf.errors.InvalidArgumentError: When the step runs: a reduced gradient is not finite.
         """
         if self.settings.on_nonfinite != "raise":
             return list(reduced)
         step = tf.convert_to_tensor(iterations) + 1
         return nonfinite.raise_unless(self.all_finite(reduced, variables), reduced, step)
-
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces, at once or when `backward_passes_per_step` passes have come together."""
-        if self.aggregation is None:
-            return self.reduce(gradients, variables)
-        return self.aggregation.add(gradients, variables)

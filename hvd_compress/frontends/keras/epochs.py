@@ -1,26 +1,21 @@
-"""Which epoch it is, told to what asks for it: `dgc`, for its warm-up."""
+"""Tells the reducer of a model's optimizer which epoch it is; the warm-up of `dgc` depends on it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .optimizer_state import distributed_optimizer
+
 
 def begin(model: Any, epoch: int) -> None:
-    """Says that epoch `epoch` (from 0 on) begins; on all ranks."""
-    reducer = _reducer(model)
-    if reducer is not None:
-        reducer.begin_epoch(epoch)
+    """Epoch `epoch`, counted from 0, begins. To be called on all ranks."""
+    optimizer = distributed_optimizer(getattr(model, "optimizer", None))
+    if optimizer is not None:
+        optimizer._hvdc.reducer.begin_epoch(epoch)
 
 
 def end(model: Any) -> None:
-    """Says that the epoch is over."""
-    reducer = _reducer(model)
-    if reducer is not None:
-        reducer.end_epoch()
-
-
-def _reducer(model: Any) -> Any:
-    optimizer: Any = getattr(model, "optimizer", None)
-    while not hasattr(optimizer, "_hvdc") and hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return optimizer._hvdc.reducer if hasattr(optimizer, "_hvdc") else None
+    """The epoch has ended."""
+    optimizer = distributed_optimizer(getattr(model, "optimizer", None))
+    if optimizer is not None:
+        optimizer._hvdc.reducer.end_epoch()

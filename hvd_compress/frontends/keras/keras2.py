@@ -1,11 +1,11 @@
-"""Keras 2's ways of applying gradients: tf_keras, tf.keras of TensorFlow 2.15, and their legacy optimizers.
+"""Distributed optimizers of Keras 2: `tf_keras`, `tf.keras` of TensorFlow 2.15, and their legacy optimizers.
 
-As in Horovod, `compute_gradients` (which `minimize` and so `fit` call) returns reduced gradients. Where a custom
-loop takes gradients from a tape and calls `apply_gradients`, they are reduced there. Keras 2 clips inside
-`apply_gradients`, after the exchange in both cases.
+As in Horovod, `compute_gradients`, which `minimize` and therefore `fit` call, returns reduced gradients. If a
+custom loop takes gradients from a tape, `apply_gradients` reduces them. Keras 2 clips inside `apply_gradients`: in
+both cases after the exchange.
 
-A LossScaleOptimizer around this one unscales gradients, calls `aggregate_gradients`, and looks then whether they are
-finite: there they are reduced, so that all ranks skip the same steps and residuals are kept unscaled.
+A LossScaleOptimizer around this optimizer unscales the gradients, calls `aggregate_gradients`, and then checks whether
+they are finite. `aggregate_gradients` reduces them, so all ranks skip the same steps, and residuals are unscaled.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 import tensorflow as tf
 
 from ...common.tracing import outermost_graph
-from .optimizer import DistributedMixin
+from .mixin import DistributedMixin
 
 
 class Keras2Mixin(DistributedMixin):
-    """Reduces gradients where they are computed, else where they are applied."""
+    """Reduces gradients when they are computed, or else when they are applied."""
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any
     ) -> list[tuple[Any, Any]]:
-        """Gradients of `loss`, with their variables; reduced, unless a LossScaleOptimizer has yet to unscale them."""
+        """Pairs of (gradient, variable) of `loss`; reduced, unless a LossScaleOptimizer has yet to unscale them."""
         pairs = super().compute_gradients(loss, var_list, tape=tape, **kwargs)  # type: ignore[misc]
         return pairs if self._is_scaled else self._reduced_pairs(pairs)
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        """The legacy optimizers' name for it; Horovod has it on all."""
+        """The legacy optimizers' name of `compute_gradients`; Horovod defines it for all optimizers."""
         base = super()
         if hasattr(base, "_compute_gradients"):
             if not callable(loss) and tape is None:
@@ -42,7 +42,7 @@ class Keras2Mixin(DistributedMixin):
         return self.compute_gradients(loss, var_list, tape=tape)
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        """Gradients of `loss`, reduced over the ranks."""
+        """Gradients of `loss`, one for each of `params`, reduced over the ranks."""
         gradients = super().get_gradients(loss, params)  # type: ignore[misc]
         if self._is_scaled:
             return list(gradients)
@@ -67,51 +67,35 @@ class Keras2Mixin(DistributedMixin):
             self.__dict__.pop("_hvdc_pending")
         distribution, aggregation = self._hvdc, self._hvdc.aggregation
         reduced, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        # A LossScaleOptimizer, around this one or this one itself, decides by itself.
-        decides = not self._is_scaled and not hasattr(self, "get_scaled_loss")
-        skip = decides and distribution.settings.on_nonfinite == "skip"
+        # A LossScaleOptimizer, around this optimizer or this optimizer itself, handles non-finite gradients.
+        scaler_decides = self._is_scaled or hasattr(self, "get_scaled_loss")
+        skip = distribution.settings.on_nonfinite == "skip" and not scaler_decides
 
-        def apply() -> Any:
+        def update() -> Any:
             gradients = reduced
-            if decides:
-                gradients = distribution.raise_if_told(reduced, variables, self.iterations)  # type: ignore[attr-defined]
+            if not scaler_decides:
+                gradients = distribution.raise_if_nonfinite(reduced, variables, self.iterations)  # type: ignore[attr-defined]
             return super(Keras2Mixin, self).apply_gradients(list(zip(gradients, variables)), *args, **kwargs)  # type: ignore[misc]
 
         if aggregation is None and not skip:
-            return apply()
+            return update()
         with tf.init_scope():
             self._build_before_cond(variables)
-
-        def update() -> tf.Tensor:
-            apply()
-            return tf.constant(True)
-
-        def step() -> tf.Tensor:
-            if not skip:
-                return update()
-            return tf.cond(distribution.all_finite(reduced, variables), update, lambda: tf.constant(False))
-
-        def wait() -> tf.Tensor:
-            self.iterations.assign_add(1)  # type: ignore[attr-defined]
-            return tf.constant(False)
-
-        if aggregation is None:
-            step()
-        else:
-            tf.cond(aggregation.is_step(), step, wait)
+        finite = (lambda: distribution.all_finite(reduced, variables)) if skip else None
+        distribution.update_if_complete(update, self.iterations, finite)  # type: ignore[attr-defined]
         return self.iterations  # type: ignore[attr-defined]
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        """What a LossScaleOptimizer calls before it looks at the gradients: reduces them."""
+        """Reduces the gradients; a LossScaleOptimizer calls this before it checks whether they are finite."""
         return super().aggregate_gradients(self._reduced_for_scaler(grads_and_vars))  # type: ignore[misc]
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
-        """The legacy optimizers' name for it."""
+        """The legacy optimizers' name of `aggregate_gradients`."""
         return super()._aggregate_gradients(self._reduced_for_scaler(grads_and_vars))  # type: ignore[misc]
 
     @property
     def _is_scaled(self) -> bool:
-        """Whether a LossScaleOptimizer is around this one."""
+        """Whether a LossScaleOptimizer wraps this optimizer."""
         return getattr(self, "_is_wrapped_by_loss_scale_optimizer", False)
 
     def _reduced_for_scaler(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -127,7 +111,7 @@ class Keras2Mixin(DistributedMixin):
         return self._reduced_pairs(pairs)
 
     def _build_before_cond(self, variables: list[Any]) -> None:
-        """Creates slot variables outside of the branch that uses them first."""
+        """Creates slot variables outside of the branch of tf.cond that uses them first."""
         if hasattr(self, "_create_all_weights"):
             self._create_all_weights(variables)
         elif hasattr(self, "build"):
@@ -142,7 +126,7 @@ class Keras2Mixin(DistributedMixin):
 
 
 def _identity(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, ...]:
-    """These gradients' variables, in the step that is being traced (or eagerly)."""
-    # The whole step's, not that of a LossScaleOptimizer's tf.cond, say.
+    """Identifies the variables with a gradient, and the step that is being traced."""
+    # The outermost graph: a LossScaleOptimizer calls from a graph of its own, a branch of tf.cond.
     graph = None if tf.executing_eagerly() else outermost_graph()
     return (id(graph), *(id(variable) for gradient, variable in pairs if gradient is not None))

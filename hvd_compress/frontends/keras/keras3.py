@@ -1,8 +1,8 @@
-"""Keras 3's way of applying gradients.
+"""Distributed optimizers of Keras 3.
 
-`apply` filters, unscales, accumulates (`gradient_accumulation_steps`) and only then clips and updates.
-`_clip_gradients` is called exactly once per update, with the gradients that are to be clipped: there they are
-reduced. So no micro-batch is ever sent, and clipping sees the averaged gradients.
+Keras's `apply` filters the gradients, unscales them, accumulates them (`gradient_accumulation_steps`), clips them
+and updates the variables, in this order. It calls `_clip_gradients` exactly once per update. Gradients are reduced
+there: no micro-batch is ever sent, and averaged gradients are clipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from .optimizer import DistributedMixin
+from .mixin import DistributedMixin
 
 
 class Keras3Mixin(DistributedMixin):
@@ -24,8 +24,8 @@ class Keras3Mixin(DistributedMixin):
         """Updates the variables, with the gradients reduced over the ranks.
 
         Raises:
-            RuntimeError: A LossScaleOptimizer with an `apply` of its own has decided, from this rank's
-                gradients alone, whether to call this one.
+            RuntimeError: A LossScaleOptimizer with an `apply` of its own calls this method, and decides from this
+                rank's gradients alone whether to do so.
         """
         distribution = self._hvdc
         aggregation, skip = distribution.aggregation, distribution.settings.on_nonfinite == "skip"
@@ -46,36 +46,24 @@ class Keras3Mixin(DistributedMixin):
             self.build(trainable_variables)  # type: ignore[attr-defined]
             self.built = True
         variables = list(trainable_variables)
-        # Keras divides by it in `apply`, after what is exchanged here: which is unscaled, as elsewhere.
+        # Gradients are always exchanged unscaled. Keras's `apply` unscales them later, so they are scaled again for it.
         scale = self.loss_scale_factor  # type: ignore[attr-defined]
         if scale is not None:
             grads = [times(g, 1.0 / scale) for g in grads]
         reduced = distribution.add(grads, variables)
 
-        def update() -> tf.Tensor:
-            gradients = distribution.raise_if_told(reduced, variables, self.iterations)  # type: ignore[attr-defined]
+        def update() -> None:
+            gradients = distribution.raise_if_nonfinite(reduced, variables, self.iterations)  # type: ignore[attr-defined]
             if scale is not None:
                 gradients = [times(g, scale) for g in gradients]
             with self.gradients_are_reduced():
                 super(Keras3Mixin, self).apply(gradients, variables)  # type: ignore[misc]
-            return tf.constant(True)
 
-        def step() -> tf.Tensor:
-            if not skip:
-                return update()
-            return tf.cond(distribution.all_finite(reduced, variables), update, lambda: tf.constant(False))
-
-        def wait() -> tf.Tensor:
-            self._iterations.assign_add(1)  # type: ignore[attr-defined]
-            return tf.constant(False)
-
-        if aggregation is None:
-            step()
-        else:
-            tf.cond(aggregation.is_step(), step, wait)
+        finite = (lambda: distribution.all_finite(reduced, variables)) if skip else None
+        distribution.update_if_complete(update, self._iterations, finite)  # type: ignore[attr-defined]
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """As Keras's; with nothing to apply, does nothing."""
+        """Applies pairs of (gradient, variable); does nothing if there are none."""
         pairs = list(grads_and_vars)
         return super().apply_gradients(pairs) if pairs else None  # type: ignore[misc]
 
@@ -89,7 +77,7 @@ class Keras3Mixin(DistributedMixin):
         self._hvdc.check(grads, variables, unknown)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        # `_clip_gradients` is not told which variables the gradients belong to.
+        # `_clip_gradients` does not get the variables, but needs them.
         self.__dict__["_hvdc_variables"] = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
@@ -97,7 +85,7 @@ class Keras3Mixin(DistributedMixin):
         if not self._is_reduced:
             variables = self.__dict__["_hvdc_variables"]
             grads = self._hvdc.reduce(grads, variables)
-            grads = self._hvdc.raise_if_told(grads, variables, self.iterations)  # type: ignore[attr-defined]
+            grads = self._hvdc.raise_if_nonfinite(grads, variables, self.iterations)  # type: ignore[attr-defined]
         clipped: Sequence[Any] = super()._clip_gradients(grads)  # type: ignore[misc]
         return clipped
 
@@ -107,7 +95,7 @@ class Keras3Mixin(DistributedMixin):
 
     @contextlib.contextmanager
     def gradients_are_reduced(self) -> Iterator[None]:
-        """What is applied in this context is reduced already, and whether to apply it is decided."""
+        """In this context, `apply` gets reduced gradients and applies them without further checks."""
         self.__dict__["_hvdc_reduced"] = True
         try:
             yield
@@ -117,7 +105,7 @@ class Keras3Mixin(DistributedMixin):
 
 def _is_inside_loss_scale_optimizer() -> bool:
     frame: Any = sys._getframe(2)
-    for _ in range(12):  # Keras's and TensorFlow's frames for the branch that is being traced
+    for _ in range(12):  # Keras and TensorFlow have fewer frames between the two
         if frame is None:
             return False
         if frame.f_code.co_name == "_stateful_handle_finite_grads":
@@ -127,7 +115,7 @@ def _is_inside_loss_scale_optimizer() -> bool:
 
 
 def times(gradient: Any, factor: tf.Tensor) -> Any:
-    """The gradient times a loss scale or its inverse; float16, which cannot hold every scale, becomes float32."""
+    """The gradient times a loss scale or its inverse. float16 becomes float32, because it cannot hold every scale."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -135,23 +123,3 @@ def times(gradient: Any, factor: tf.Tensor) -> Any:
     if gradient.dtype == tf.float16:
         gradient = tf.cast(gradient, tf.float32)
     return gradient * tf.cast(factor, gradient.dtype)
-
-
-def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
-    """The mixin for a Keras 3 optimizer; prepares Keras's LossScaleOptimizer to be put around it.
-
-    Raises:
-        TypeError: Keras runs on another backend than TensorFlow.
-    """
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        raise TypeError(
-            f"Keras runs on the {keras.backend.backend()} backend, hvd_compress needs TensorFlow's: "
-            "set KERAS_BACKEND=tensorflow"
-        )
-    from .loss_scaling import LossScaleMixin, reduce_before_check
-
-    scaler = keras.optimizers.LossScaleOptimizer
-    reduce_before_check(scaler)
-    return LossScaleMixin if isinstance(optimizer, scaler) else Keras3Mixin

@@ -1,9 +1,9 @@
-"""Loss scaling on Keras 3: all ranks find the same gradients finite, and skip the same steps.
+"""Loss scaling on Keras 3: all ranks skip the same steps.
 
-Keras's LossScaleOptimizer looks at the gradients of its own process and calls the optimizer in it only if they are
-finite: ranks would wait for each other for ever. So gradients are unscaled, reduced and scaled again before
-it looks. Residuals are thus kept unscaled and survive changes of the scale; in a step in which any rank
-overflowed they stay as they are.
+Keras's LossScaleOptimizer checks the gradients of its own process, and calls its inner optimizer only if they are
+finite. If one rank overflowed, the others would wait for it for ever. So gradients are unscaled, reduced and
+scaled again before the check. Residuals are therefore unscaled and stay valid when the scale changes. In a step in
+which any rank overflowed, they stay as they are.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .keras3 import Keras3Mixin, times
 
 
 class LossScaleMixin(Keras3Mixin):
-    """For a LossScaleOptimizer that is made distributed itself."""
+    """For a LossScaleOptimizer that `hvdc.DistributedOptimizer` wraps."""
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables where the reduced gradients are finite."""
+        """Updates the variables if the reduced gradients are finite."""
         _apply_reduced(self, self._hvdc, grads, trainable_variables, super(Keras3Mixin, self).apply)  # type: ignore[misc]
 
 
 def reduce_before_check(scaler: type) -> None:
-    """Makes `scaler`, Keras's LossScaleOptimizer, reduce before it looks, where the optimizer in it is distributed.
+    """Makes Keras's LossScaleOptimizer, the class `scaler`, reduce gradients before it checks them.
 
-    compile() makes one around the optimizer under mixed_float16 and tells nobody, so this replaces its public
-    method `apply`, once. Around any other optimizer it does what it did.
+    Under mixed_float16, `compile` wraps the optimizer in one by itself. So this replaces the class's public method
+    `apply`, once. It changes nothing if the inner optimizer is not distributed.
     """
     original: Callable[..., None] = scaler.apply  # type: ignore[attr-defined]
     if hasattr(original, "_hvdc_original"):
@@ -60,23 +60,33 @@ def _apply_reduced(
     trainable_variables: Sequence[Any] | None,
     apply: Callable[[Sequence[Any], Sequence[Any] | None], None],
 ) -> None:
-    """Calls the LossScaleOptimizer's own `apply` with reduced gradients, in the passes that complete a step."""
+    """Calls `apply`, the LossScaleOptimizer's own, with reduced gradients in each pass that completes a step."""
     if not scaler.built:
         scaler.build(trainable_variables)
         scaler.built = True
     variables = trainable_variables or scaler._trainable_variables
     scale = tf.convert_to_tensor(scaler.dynamic_scale)
     reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
-    if distribution.aggregation is None:
+
+    def update() -> None:
         apply([times(g, scale) for g in reduced], trainable_variables)
-        return
 
-    def update() -> tf.Tensor:
-        apply([times(g, scale) for g in reduced], trainable_variables)
-        return tf.constant(True)
+    distribution.update_if_complete(update, scaler.iterations)
 
-    def wait() -> tf.Tensor:
-        scaler.iterations.assign_add(1)
-        return tf.constant(False)
 
-    tf.cond(distribution.aggregation.is_step(), update, wait)
+def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
+    """The mixin for a Keras 3 optimizer; also prepares Keras's LossScaleOptimizer to wrap the result.
+
+    Raises:
+        TypeError: Keras runs on another backend than TensorFlow.
+    """
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"Keras runs on the {keras.backend.backend()} backend, hvd_compress needs TensorFlow's: "
+            "set KERAS_BACKEND=tensorflow"
+        )
+    scaler = keras.optimizers.LossScaleOptimizer
+    reduce_before_check(scaler)
+    return LossScaleMixin if isinstance(optimizer, scaler) else Keras3Mixin

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, in the Kerases' different places."""
+"""Access to an optimizer's state, which each version of Keras keeps in other attributes."""
 
 from __future__ import annotations
 
@@ -9,34 +9,44 @@ import tensorflow as tf
 
 
 def tf_variable(variable: Any) -> Any:
-    """The tf.Variable inside a Keras 3 variable; anything else as it is."""
-    inside = getattr(variable, "value", None)
-    return inside if isinstance(inside, tf.Variable) else variable
+    """The `tf.Variable` inside a Keras 3 variable; returns anything else unchanged."""
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer of Keras 3; any other as it is."""
-    while hasattr(optimizer, "inner_optimizer"):  # LossScaleOptimizer
+    """The optimizer inside a LossScaleOptimizer; returns any other optimizer unchanged."""
+    while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
+def distributed_optimizer(optimizer: Any) -> Any:
+    """The distributed optimizer that `optimizer`, a LossScaleOptimizer for example, is or contains; None if none."""
+    while not hasattr(optimizer, "_hvdc") and hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if hasattr(optimizer, "_hvdc") else None
+
+
 def own_momentum(optimizer: Any) -> str:
-    """What says that the optimizer has momentum, such as "momentum=0.9" or "beta_1=0.9"; empty where it has none."""
+    """The argument that gives an optimizer momentum, such as "momentum=0.9" or "beta_1=0.9"; empty if there is none."""
     config = innermost(optimizer).get_config()
-    found = [(name, config.get(name)) for name in ("momentum", "beta_1", "adam_beta_1")]
-    return next((f"{name}={value}" for name, value in found if isinstance(value, (int, float)) and value), "")
+    for name in ("momentum", "beta_1", "adam_beta_1"):
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value:
+            return f"{name}={value}"
+    return ""
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """The variable with the learning rate; or the schedule or function that makes it; or None."""
+    """The variable with the learning rate, or the schedule or function that computes it, or None."""
     optimizer = innermost(optimizer)
     # The public `learning_rate` evaluates a schedule, except in the legacy optimizers (with `get_slot`).
     return getattr(optimizer, "learning_rate" if hasattr(optimizer, "get_slot") else "_learning_rate", None)
 
 
 def create_variables(optimizer: Any, variables: list[Any]) -> None:
-    """Creates the optimizer's state for these variables, if it is not there yet."""
+    """Creates the optimizer's state for these variables if it does not exist yet."""
     if hasattr(optimizer, "_create_all_weights"):  # Keras 2's legacy optimizers
         optimizer._create_all_weights(variables)
     elif variables and not getattr(optimizer, "built", False):
@@ -44,21 +54,24 @@ def create_variables(optimizer: Any, variables: list[Any]) -> None:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """All that must be alike on all ranks: slots, iterations, learning rate, loss scale."""
+    """All variables that must be equal on all ranks: slots, iterations, learning rate, loss scale."""
     if optimizer is None:
         return []
     variables = optimizer.variables
-    # Keras 2 keeps the learning rate apart, and its LossScaleOptimizer the scale.
+    # Keras 2 does not list the learning rate, nor its LossScaleOptimizer the scale.
     scale = getattr(optimizer, "_loss_scale", None)
-    apart = (learning_rate(optimizer), *(getattr(scale, n, None) for n in ("current_loss_scale", "counter")))
+    unlisted = (
+        learning_rate(optimizer),
+        *(getattr(scale, n, None) for n in ("current_loss_scale", "counter")),
+    )
     return [
         *(variables() if callable(variables) else variables),
-        *(variable for variable in apart if isinstance(tf_variable(variable), tf.Variable)),
+        *(variable for variable in unlisted if isinstance(tf_variable(variable), tf.Variable)),
     ]
 
 
 def velocities(model: Any) -> Iterable[Any]:
-    """The momentum buffers that include the learning rate: those of SGD and RMSprop, not Adam's or Muon's."""
+    """The momentum buffers that include the learning rate: those of SGD and RMSprop, but not of Adam or Muon."""
     optimizer = innermost(model.optimizer)
     kinds = {(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__}
     if kinds.isdisjoint((package, name) for package in ("keras", "tf_keras") for name in ("SGD", "RMSprop")):

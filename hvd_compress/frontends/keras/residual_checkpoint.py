@@ -6,21 +6,21 @@ import os
 
 from ...common import checks
 from .. import residuals
-from .callback import Callback
+from .callback import BatchCounter, Callback
 
 
 class ResidualCheckpoint(Callback):
-    """Saves each rank's residuals during training, and restores them when a restored model trains on.
+    """Saves each rank's residuals during training, and restores them when training resumes.
 
-    Put it on all ranks, next to what saves the model (ModelCheckpoint, BackupAndRestore) and with the same frequency;
-    behind BackupAndRestore and BroadcastGlobalVariablesCallback, because it compares the model's
-    `optimizer.iterations` with those of the saves. It restores once, before the first step of an optimizer
+    Put it on all ranks, next to the callback that saves the model (ModelCheckpoint, BackupAndRestore), with the
+    same frequency. Put it after BackupAndRestore and BroadcastGlobalVariablesCallback, because it selects the save
+    whose step equals the model's `optimizer.iterations`. It restores once: before the first step of an optimizer
     that has not trained in this process. See docs/checkpoints.md.
 
     Raises:
-        ValueError: From `on_train_begin`, on all ranks: there are saves, but none that fits this model, its
-            step and its settings and is whole on all ranks.
-        RuntimeError: On all ranks, when a rank cannot write.
+        ValueError: In `on_train_begin`, on all ranks: there are saves, but none that fits this model, its step and its
+            settings and is intact on all ranks.
+        RuntimeError: On all ranks: a rank cannot write its file.
     """
 
     def __init__(
@@ -30,54 +30,51 @@ class ResidualCheckpoint(Callback):
         max_to_keep: int = 2,
         resume: bool = True,
     ) -> None:
-        """Create the callback.
+        """Creates the callback.
 
         Args:
-            directory: where to save; shared by all ranks, or each rank's own.
-            save_freq: "epoch", or after how many batches, counted over epochs.
-            max_to_keep: how many complete saves are kept, at least 1.
-            resume: whether to restore what is there.
+            directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
+            save_freq: "epoch", or a number of batches, counted across epochs.
+            max_to_keep: The number of complete saves to keep, at least 1.
+            resume: Whether to restore an existing save.
 
         Raises:
-            ValueError: if an argument is not valid.
+            TypeError: `directory` is not a path.
+            ValueError: Another argument is not valid.
         """
         super().__init__()
         if save_freq != "epoch" and (
             isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1
         ):
             raise ValueError(f"save_freq must be 'epoch' or a whole number from 1 on, got {save_freq!r}")
-        if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be a whole number from 1 on, got {max_to_keep!r}")
         self.directory = checks.path("directory", directory)
         self.save_freq = save_freq
-        self.max_to_keep = max_to_keep
+        self.max_to_keep = checks.integer("max_to_keep", max_to_keep, 1)
         self.resume = resume
-        self._batches = 0  # since the last save
-        self._last = -1  # number, in its epoch, of the last batch that ended
+        self._batches = BatchCounter()  # since the last save
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Restore, if there is something to restore."""
-        # An optimizer that has trained here has its residuals, newer than any file.
+        """Restores a save, if there is one."""
+        # The residuals of an optimizer that has trained in this process are newer than any file.
         if self.resume and not residuals.has_steps(self.model.optimizer):
             variables = self.model.trainable_variables if self.model.built else None
             residuals.load_residuals(self.model.optimizer, self.directory, variables)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Count batches from 0 again."""
-        self._last = -1
+        """Counts batches from 0 again."""
+        self._batches.new_epoch()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Save, if it is time to."""
-        self._batches += batch - self._last  # more than 1 with steps_per_execution
-        self._last = batch
-        if self.save_freq != "epoch" and self._batches >= int(self.save_freq):
+        """Saves, if `save_freq` batches have been trained since the last save."""
+        batches = self._batches.add(batch)
+        if self.save_freq != "epoch" and batches >= int(self.save_freq):
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Save, if it is time to."""
+        """Saves, if `save_freq` is "epoch"."""
         if self.save_freq == "epoch":
             self._save()
 
     def _save(self) -> None:
-        self._batches = 0
+        self._batches.count = 0
         residuals.save_residuals(self.model.optimizer, self.directory, max_to_keep=self.max_to_keep)
