@@ -222,13 +222,13 @@ class Embeddings:
         self.bytes_sent = tf.zeros([0, 2], tf.float64)
 
     def reduce(
-        self, counts: Sequence[tf.Tensor], seeds: Callable[[int], Seeds], seen: tf.Variable | None
+        self, counts: Sequence[tf.Tensor], seeds: Sequence[Seeds], seen: tf.Variable | None
     ) -> list[tf.IndexedSlices]:
         """The reduced gradients.
 
         Args:
             counts: The reduced `counts`.
-            seeds: For each embedding, by its position.
+            seeds: Of each embedding.
             seen: `State.embedding_counts`, which is assigned.
         """
         if not counts:
@@ -244,10 +244,10 @@ class Embeddings:
                     merged,
                     state.residuals[0] if state.residuals else None,
                     settings.residual_decay,
-                    seeds(t),
+                    of_embedding,
                     settings,
                 )
-                for t, (table, merged, state) in enumerate(zip(self._tables, self._merged, self._states))
+                for table, merged, state, of_embedding in zip(self._tables, self._merged, self._states, seeds)
             ]
             self._reductions = _reduce(embeddings, of_ranks, self._group)
             rows = zip(self._tables, self._slices, self._reductions)

@@ -15,11 +15,10 @@ from ..exchange.collective import Collective
 from ..exchange.common import Group, Shape
 from ..exchange.hosts import Hosts
 from ..kernels import noise
-from . import transforms
 from .model_layout import ModelLayout
 from .model_selector import ModelSelector
 from .observer import Observer
-from .selector import FixedSelector, Selector, StagedSelector
+from .selector import Selector
 from .settings import Settings
 from .state import State
 from .transforms import Transform
@@ -36,6 +35,8 @@ class Plan:
         settings: How gradients are reduced.
         layout: How they are divided.
         state: The variables.
+        selectors: The selector of each bucket.
+        transforms: What is done to gradients before they are encoded.
         hosts: The hosts, where exchanges may be hierarchical; None where they may not.
         all_hosts: The hosts, also where exchanges are flat; None where they are not known.
         flat: Compressors whose exchange is flat all the same.
@@ -49,6 +50,8 @@ class Plan:
     settings: Settings
     layout: ModelLayout
     state: State
+    selectors: Sequence[Selector]
+    transforms: Transform
     hosts: Hosts | None = None
     all_hosts: Hosts | None = None
     flat: Sequence[Compressor] = ()
@@ -58,17 +61,6 @@ class Plan:
     trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
-
-    def selector(self, b: int) -> Selector:
-        """The selector of a bucket."""
-        compressor = self.layout.group_of(b).compressor
-        if compressor.automatic:
-            assert self.auto is not None
-            return self.auto
-        if len(compressor.stages) > 1:
-            assert self.state.progress is not None
-            return StagedSelector(compressor, self.state.progress)
-        return FixedSelector(compressor)
 
     def collective(self, compressor: Compressor, shapes: Sequence[Shape]) -> Collective:
         """The collective for tensors of these shapes."""
@@ -86,28 +78,12 @@ class Plan:
 
     def compressors(self) -> list[Compressor]:
         """The current compressor of each bucket, outside of the graph."""
-        return [self.selector(b).current(b) for b in range(len(self.layout.buckets))]
+        return [selector.current(b) for b, selector in enumerate(self.selectors)]
 
     @property
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables that are alike on all ranks, by the names that checkpoints use."""
         return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
-
-    @property
-    def transforms(self) -> Transform:
-        """What is done to gradients before they are encoded."""
-        settings = self.settings
-        chain: list[Transform] = []
-        momentum = None if settings.dgc is None else settings.dgc.momentum_settings
-        if momentum is not None and momentum.clipnorm is not None:
-            chain.append(
-                transforms.Clip(settings.dgc.local_limit(settings.process_set.size(), settings.averages))
-            )
-        if settings.gradient_predivide_factor != 1.0:
-            chain.append(transforms.Predivide(settings.gradient_predivide_factor))
-        if settings.momentum_correction:
-            chain.append(transforms.MomentumCorrection(settings.momentum_correction))
-        return transforms.Chain(*chain)
 
     def group(self, trace_index: int, what: str) -> Group:
         """The ranks, and a name for collectives that is the same on all of them.

@@ -90,6 +90,14 @@ class StagedSelector(Selector):
         return stage
 
 
+def selector_for(compressor: Compressor, progress: tf.Variable | None) -> Selector:
+    """The selector of a compressor that is not `automatic`; `progress` as for `StagedSelector`."""
+    if len(compressor.stages) == 1:
+        return FixedSelector(compressor)
+    assert progress is not None
+    return StagedSelector(compressor, progress)
+
+
 def switch_case(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
     """As tf.switch_case; without an operation for it if there is but one branch."""
     return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -77,7 +77,7 @@ class Step:
             self._gradients = self._transforms.prepare(self._gradients)
             ready = self._all_ready()
             choices = [
-                plan.selector(b).choice(b) if self._records else None for b in range(len(layout.buckets))
+                plan.selectors[b].choice(b) if self._records else None for b in range(len(layout.buckets))
             ]
             reduced: list[Any] = [None] * len(self._gradients)
 
@@ -90,11 +90,9 @@ class Step:
                     reduced[i] = self._with_momentum(i, tensor)
             flags = self._finite(dense)
 
-            first = len(layout.buckets)
-            seeds = lambda t: plan.seeds(first + t)  # noqa: E731
-            for i, slices in zip(
-                layout.sparse, self._embeddings.reduce(counts, seeds, state.embedding_counts)
-            ):
+            seeds = [plan.seeds(len(layout.buckets) + e) for e in range(len(layout.embeddings))]
+            sparse = self._embeddings.reduce(counts, seeds, state.embedding_counts)
+            for i, slices in zip(layout.sparse, sparse):
                 reduced[i] = slices
                 if self._keeps_state:
                     flags.append(nonfinite.all_finite([slices]))
@@ -106,10 +104,10 @@ class Step:
                 reduced[i] = tensor
 
             buckets = [
-                BucketMeasurement(result[0], result[1], choice) if result is not None and result[0] else None
+                BucketMeasurement(*result, choice) if result is not None and result.timestamps else None
                 for result, choice in zip(results, choices)
             ]
-            others = self._measure_others(dense, [reduced[i] for i in layout.sparse])
+            others = self._measure_others(dense, sparse)
             measurement = StepMeasurement(
                 step, committed, ready, buckets, others, self._embeddings.bytes_sent, agreed, loss, probe
             )
@@ -160,7 +158,7 @@ class Step:
 
     def _reduce_compressed(
         self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], list[Any], Any, tf.Tensor, Any]:
+    ) -> tuple[dict[int, tf.Tensor], list[_Measured | None], Any, tf.Tensor, Any]:
         """All buckets.
 
         Returns:
@@ -190,13 +188,14 @@ class Step:
 
         def as_they_are() -> Any:
             reduced, timestamps = self._reduce_auto_uncompressed()
-            measured = [(times, self._lossless()) for times in timestamps]
+            measured = [_Measured(times, self._lossless()) for times in timestamps]
             return reduced, measured, self._commit(flags, first), no_loss
 
         def at_once(candidate: int, probed: tf.Tensor) -> Any:
             whole = self._reduce_model(candidate, [*after, *before_last], probed)
             committed = self._commit([*flags, whole.ok], first, whole.changes)
-            return whole.gradients, list(zip(whole.timestamps, whole.norms)), committed, whole.loss
+            measured = [_Measured(*pair) for pair in zip(whole.timestamps, whole.norms)]
+            return whole.gradients, measured, committed, whole.loss
 
         reduced, measured, committed, loss = auto.switch_model(per_bucket, as_they_are, at_once, step)
         for b, of_bucket in zip(layout.auto_buckets, measured):
@@ -227,7 +226,7 @@ class Step:
         return BucketInput(
             plan.layout.group_of(b).layout,
             plan.layout.buckets[b].chunks,
-            plan.selector(b),
+            plan.selectors[b],
             plan.seeds(b),
             self._groups(f"bucket_{b}"),
             plan.state.of_bucket(plan.layout, b),
@@ -368,5 +367,12 @@ class Step:
         return lambda compressor: self._group(f"{what}_{plain_name(compressor.spec)}")
 
 
-def _measured(result: BucketResult | None) -> tuple[Any, Any] | None:
-    return None if result is None else (result.timestamps, result.measured)
+class _Measured(NamedTuple):
+    """What was measured of a bucket."""
+
+    timestamps: Any  # Timestamps; () where not timed
+    norms: Any  # float32 [4]; () where not sampled
+
+
+def _measured(result: BucketResult | None) -> _Measured | None:
+    return None if result is None else _Measured(result.timestamps, result.measured)

@@ -1,6 +1,6 @@
 """What is done to a rank's gradients before they are encoded.
 
-A transform subclasses `Transform` and overrides the methods that it needs; `transforms_of` lists those of a step.
+A transform subclasses `Transform` and overrides the methods that it needs; `transforms_for` lists those of a plan.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ..compressors import error_feedback
 from ..kernels.compile import compiled
+from .settings import Settings
 
 
 class LocalChunks(NamedTuple):
@@ -131,6 +132,19 @@ class Chain(Transform):
         """The result of the first one that has any."""
         results = (transform.after_allreduce(gradient, velocity) for transform in self._transforms)
         return next((result for result in results if result is not None), None)
+
+
+def transforms_for(settings: Settings) -> Chain:
+    """The transforms that the settings ask for."""
+    chain: list[Transform] = []
+    dgc = settings.dgc
+    if dgc is not None and dgc.momentum_settings.clipnorm is not None:
+        chain.append(Clip(dgc.local_limit(settings.process_set.size(), settings.averages)))
+    if settings.gradient_predivide_factor != 1.0:
+        chain.append(Predivide(settings.gradient_predivide_factor))
+    if settings.momentum_correction:
+        chain.append(MomentumCorrection(settings.momentum_correction))
+    return Chain(*chain)
 
 
 def value_of(tensor: Any) -> tf.Tensor | None:

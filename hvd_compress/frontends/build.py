@@ -19,8 +19,10 @@ from ..engine import progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
+from ..engine.selector import selector_for
 from ..engine.settings import Settings
 from ..engine.state import new_state
+from ..engine.transforms import transforms_for
 from ..exchange import hosts
 from ..exchange.hosts import Hosts
 from ..monitor import recorder, tuning
@@ -39,8 +41,8 @@ def new_plan(
     1. Layout: how the gradients are divided.
     2. State: the variables.
     3. Hierarchical or flat: for each compressor, by the cost model.
-    4. Selector of `auto`: calibrates if it must.
-    5. Observers.
+    4. Selectors; the one of `auto` calibrates if it must.
+    5. Transforms and observers.
     6. State that was loaded before.
 
     Args:
@@ -58,7 +60,10 @@ def new_plan(
         layout = model_layout(settings, gradients, variables, 1 if used_hosts is None else used_hosts.workers)
         state = new_state(name, settings, layout)
         flat = _flat_compressors(settings, layout, used_hosts)
-        plan = Plan(name, settings, layout, state, used_hosts, all_hosts, flat)
+        compressors = [layout.group_of(b).compressor for b in range(len(layout.buckets))]
+        selectors = [selector_for(c, state.progress) for c in compressors if not c.automatic]
+        transforms = transforms_for(settings)
+        plan = Plan(name, settings, layout, state, selectors, transforms, used_hosts, all_hosts, flat)
         if layout.auto is not None:
             _add_auto(plan)
         if tuning.is_on():
@@ -84,6 +89,7 @@ def _add_auto(plan: Plan) -> None:
             *flat_or_hierarchical.flat_ones(candidates, calibrated, settings, used_hosts),
         ]
     plan.auto = start.selector(layout, plan.state, settings, calibrated, plan.collective)
+    plan.selectors = [*plan.selectors, *[plan.auto] * len(shapes)]  # its buckets are the last ones
     plan.observers.append(plan.auto)
 
 

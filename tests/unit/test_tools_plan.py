@@ -71,8 +71,10 @@ def test_buckets_are_those_of_training():
     from hvd_compress.engine import accounting
     from hvd_compress.engine.model_layout import model_layout
     from hvd_compress.engine.plan import Plan
+    from hvd_compress.engine.selector import FixedSelector
     from hvd_compress.engine.settings import Settings
     from hvd_compress.engine.state import new_state
+    from hvd_compress.engine.transforms import Transform
 
     class Set(hvd.ProcessSet):
         def size(self):
@@ -91,7 +93,8 @@ def test_buckets_are_those_of_training():
         for ranks in (2, 4, 8):
             settings = Settings(Compression.parse(spec), process_set=Set(range(ranks)), bucket_bytes=2**22)
             layout = model_layout(settings, variables, variables)
-            plan = Plan("p", settings, layout, new_state("p", settings, layout))
+            selectors = [FixedSelector(layout.group_of(b).compressor) for b in range(len(layout.buckets))]
+            plan = Plan("p", settings, layout, new_state("p", settings, layout), selectors, Transform())
             found = prediction.forecast(
                 spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks
             )
