@@ -46,17 +46,17 @@ class OneBit(formats.OneBit, BuiltinCompressor):
         keep: bool = False,
     ) -> Encoded:
         """Computes means and signs; see `Compressor.encode`."""
-        gradients = blocks.of(gradient, BLOCK)
-        residuals = None if residual is None else blocks.of(residual, BLOCK)
+        gradients = blocks.to_blocks(gradient, BLOCK)
+        residuals = None if residual is None else blocks.to_blocks(residual, BLOCK)
         mean, finite = _means(gradients, residuals, decay, gradient.shape.num_elements())
         signs, new_residual = _signs(gradients, residuals, mean, decay, keep)
         if new_residual is not None:
-            new_residual = blocks.back(new_residual, gradient.shape)
+            new_residual = blocks.from_blocks(new_residual, gradient.shape)
         return Encoded([mean, signs], tuple(gradient.shape.as_list()), new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Multiplies means and signs, and sums, in one pass."""
-        return blocks.back(_decode_sum([list(parts) for parts in ranks], scale), ctx)
+        return blocks.from_blocks(_decode_sum([list(parts) for parts in ranks], scale), ctx)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,11 +95,11 @@ def encode_blocks(
     keep: bool,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
     """Quantizes gradient + decay * residual; returns the parts, the new residual and whether all is finite."""
-    gradients = blocks.of(gradient, BLOCK)
-    residuals = None if residual is None else blocks.of(residual, BLOCK)
+    gradients = blocks.to_blocks(gradient, BLOCK)
+    residuals = None if residual is None else blocks.to_blocks(residual, BLOCK)
     parts, new_residual, finite = encode_matrix(gradients, residuals, decay, bits, seed, keep)
     if new_residual is not None:
-        new_residual = blocks.back(new_residual, gradient.shape)
+        new_residual = blocks.from_blocks(new_residual, gradient.shape)
     return parts, new_residual, finite
 
 
@@ -148,7 +148,7 @@ def decode_blocks(
     ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
 ) -> tf.Tensor:
     """The scaled sum of the parts that `encode_blocks` made of a tensor of this shape on each rank."""
-    return blocks.back(decode_matrix(ranks, bits, scale), shape)
+    return blocks.from_blocks(decode_matrix(ranks, bits, scale), shape)
 
 
 def decode_matrix(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:

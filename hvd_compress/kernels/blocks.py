@@ -15,33 +15,23 @@ from ..formats.sizes import block_count as block_count
 from ..formats.sizes import block_size
 
 
-def to_blocks(flat: tf.Tensor, block: int) -> tf.Tensor:
-    """Views `flat` [n] as [ceil(n / block), block].
+def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
+    """The elements of `tensor` as [blocks, block size], with a block size of at most `largest`.
 
     The last block is padded with the last element, which changes neither its minimum nor its maximum.
     """
-    n = flat.shape[0]
-    missing = -n % block
+    flat = tf.reshape(tensor, [-1])
+    block = block_size(flat.shape[0], largest)
+    missing = -flat.shape[0] % block
     if missing:
         flat = tf.concat([flat, tf.fill([missing], flat[-1])], 0)
     return tf.reshape(flat, [-1, block])
 
 
-def from_blocks(blocks: tf.Tensor, n: int) -> tf.Tensor:
-    """The inverse of `to_blocks`: the first `n` elements, flat."""
-    flat = tf.reshape(blocks, [-1])
-    return flat if flat.shape[0] == n else flat[:n]
-
-
-def of(tensor: tf.Tensor, largest: int) -> tf.Tensor:
-    """The elements of `tensor` as [blocks, block size], with a block size of at most `largest`."""
-    flat = tf.reshape(tensor, [-1])
-    return to_blocks(flat, block_size(flat.shape[0], largest))
-
-
-def back(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """The inverse of `of`: the first elements of `blocks` in this shape."""
-    return tf.reshape(from_blocks(blocks, math.prod(shape)), shape)
+def from_blocks(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """The inverse of `to_blocks`: the first elements of `blocks` in this shape."""
+    flat, n = tf.reshape(blocks, [-1]), math.prod(shape)
+    return tf.reshape(flat if flat.shape[0] == n else flat[:n], shape)
 
 
 def halving(blocks: tf.Tensor, reduce_pair: object) -> tf.Tensor:

@@ -10,6 +10,7 @@ from specs import INDEXED, PACKED
 
 import hvd_compress as hvdc
 from hvd_compress.common import checks
+from hvd_compress.compressors.payload import split
 from hvd_compress.compressors.resolve import resolve
 from hvd_compress.engine.settings import Settings
 
@@ -246,10 +247,8 @@ def test_indices_out_of_range_are_refused(spec, shape):
 def test_one_damaged_payload_spoils_the_sum_of_all(spec):
     compressor, shape = Compression.parse(spec), (64, 32)
     packed, (ctx, *_) = compressor.compress(tf.random.stateless_normal(shape, [1, 2]))
-    good = hvdc.compressors.base._payload.split(packed.tensor, compressor.layout(shape))
-    bad = hvdc.compressors.base._payload.split(
-        damaged(compressor, shape, packed.tensor, 255), compressor.layout(shape)
-    )
+    good = split(packed.tensor, compressor.layout(shape))
+    bad = split(damaged(compressor, shape, packed.tensor, 255), compressor.layout(shape))
     assert np.isnan(compressor.decode_sum([good, bad], ctx, tf.constant(0.5))).all()
     assert np.isfinite(compressor.decode_sum([good, good], ctx, tf.constant(0.5))).all()
 

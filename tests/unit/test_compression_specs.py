@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specs import ALL
 
 import hvd_compress as hvdc
-from hvd_compress.compressors.registry import COMPRESSORS, register
+from hvd_compress.compressors import registry
 from hvd_compress.compressors.resolve import resolve
 from hvd_compress.formats.registry import FORMATS, example_specs
 
@@ -216,7 +216,7 @@ def test_compressors_do_not_change():
 
 def test_every_format_has_examples_and_a_compressor():
     assert {FORMATS.parse(spec).name for spec in example_specs()} == set(FORMATS.classes)
-    assert set(COMPRESSORS.classes) == {*FORMATS.classes, "auto"}
+    assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto"}
 
 
 @pytest.mark.parametrize("spec", example_specs())
@@ -226,7 +226,10 @@ def test_examples_are_canonical(spec):
 
 def test_the_namespace_holds_what_is_registered():
     for name in Compression.__annotations__:
-        assert getattr(Compression, name) in (COMPRESSORS.instances.get(name), COMPRESSORS.classes.get(name))
+        assert getattr(Compression, name) in (
+            registry.COMPRESSORS.instances.get(name),
+            registry.COMPRESSORS.classes.get(name),
+        )
     assert Compression.topk is type(parse("topk:ratio=0.1")) and Compression.int8 == Compression.quantize(8)
     assert {"none", "int4", "topk", "auto", "parse"} <= set(dir(Compression))
     with pytest.raises(AttributeError, match="type object 'Compression' has no attribute 'gzip'"):
@@ -235,9 +238,9 @@ def test_the_namespace_holds_what_is_registered():
 
 def test_a_compressor_needs_no_more_than_to_register(monkeypatch):
     for field in ("classes", "instances"):
-        monkeypatch.setattr(COMPRESSORS, field, dict(getattr(COMPRESSORS, field)))
+        monkeypatch.setattr(registry.COMPRESSORS, field, dict(getattr(registry.COMPRESSORS, field)))
 
-    @register
+    @registry.register
     @dataclasses.dataclass(frozen=True)
     class Best(Compression.topk):
         name = "best"

@@ -179,6 +179,6 @@ def test_a_users_compressor_leaves_rows_as_they_are():
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows():
-    sizes = {rows._padded(tf.zeros([n, 2])).shape[0] for n in range(1, 1025)}
+    sizes = {rows._pad_rows(tf.zeros([n, 2])).shape[0] for n in range(1, 1025)}
     assert sizes == {64, 128, 256, 512, 1024}
-    assert rows._padded(tf.zeros([0, 2])).shape == (64, 2)
+    assert rows._pad_rows(tf.zeros([0, 2])).shape == (64, 2)

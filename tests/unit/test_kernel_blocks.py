@@ -27,7 +27,7 @@ def test_to_blocks_repeats_the_last_element_and_from_blocks_undoes_it(n, block):
     matrix = blocks.to_blocks(tf.constant(flat), block)
     expected = np.concatenate([flat, np.full(-n % block, n)]).reshape(-1, block)
     np.testing.assert_array_equal(matrix, expected)
-    np.testing.assert_array_equal(blocks.from_blocks(matrix, n), flat)
+    np.testing.assert_array_equal(blocks.from_blocks(matrix, [n]), flat)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 17, 1000, 1024])
