@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from ..cost.calibrate import calibrate
 from ..engine import agreement
 from ..engine.grouping import Shape
 from ..engine.settings import Settings
-from ..exchange import choice
-from ..exchange import volume as traffic
+from ..exchange import volume
+from ..exchange.collective import Collective
 from . import policy
 from .selector import AutoSelector
 
@@ -27,7 +26,7 @@ def selector(
     shapes: Sequence[Sequence[Shape]],
     whole: Sequence[Shape],
     found: Calibration,
-    pattern: Callable[[Compressor, Sequence[Shape]], Any],
+    pattern: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> AutoSelector:
     """A selector for buckets of chunks of these shapes, which cross in these patterns. A collective call.
 
@@ -88,7 +87,7 @@ def _costs(
     shapes: Sequence[Sequence[Shape]],
     whole: Sequence[Shape],
     nbytes: Sequence[int],
-    pattern_of: Callable[[Compressor, Sequence[Shape]], Any],
+    pattern_of: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> policy.Costs:
     """Predictions for each bucket and candidate, [B, C]."""
     model = calibration.model()
@@ -101,9 +100,8 @@ def _costs(
             payload = None
             if is_whole:
                 bucket, size = whole, 4 * sum(map(math.prod, whole))
-                payload = traffic.payload_bytes(candidate, whole)
-            pattern = choice.name_of(pattern_of(candidate, bucket))
-            found = model.predict(candidate, size, pattern, payload=payload)
+                payload = volume.payload_bytes(candidate, whole)
+            found = model.predict(candidate, size, pattern_of(candidate, bucket).name, payload=payload)
             # Without the burst, which passes but once in a step.
             transfer = found.wire + found.burst - found.latency
             # The link inside of a host does not change with the one between hosts.

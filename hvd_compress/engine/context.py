@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..compressors import Seeds
-from ..exchange.common import Group
+from ..exchange.group import Group
 from ..kernels import noise
 from ..monitor import recorder
 from .plan import Plan

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ..compressors import Seeds
 from ..exchange import rows_gather as slices
-from ..exchange.common import Group
+from ..exchange.group import Group
 from ..monitor import recorder
 from .plan import Plan
 

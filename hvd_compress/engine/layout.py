@@ -15,7 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..exchange import volume as traffic
+from ..exchange import choice
+from ..exchange.volume import LARGEST as LARGEST
 from ..formats.quantize import BLOCK
 from .grouping import Shape, TensorGroup, runs
 
@@ -23,7 +24,6 @@ from .grouping import Shape, TensorGroup, runs
 BUCKET_BYTES = 25 * 2**20
 MIN_COMPRESS_SIZE = 1024
 
-LARGEST = 2**20
 # Where small buckets are asked for, chunks are not cut smaller than this.
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
@@ -205,8 +205,8 @@ def flat(
     largest = shared.shapes[: max(map(len, shared.in_buckets(limit)))]
     between = (largest, ranks), (largest[: len(largest) // workers], ranks // workers)
     stages = [stage for each in candidates for stage in each.stages]
-    scattered = any(traffic.choose(c, *each) == "scatter_reduce" for c in stages for each in between)
-    return shared if scattered else chunks_for(workers, 1)
+    splits = any(choice.choose(c, *each).splits_bucket for c in stages for each in between)
+    return shared if splits else chunks_for(workers, 1)
 
 
 def is_compressed(shape: Shape, min_compress_size: int) -> bool:

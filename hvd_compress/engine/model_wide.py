@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..common.names import plain_name
-from ..exchange.common import LocalInput
+from ..exchange.local_input import LocalInput
 from ..monitor import recorder
 from . import clock
 from .clock import Stamps

@@ -11,8 +11,9 @@ import tensorflow as tf
 from ..common.names import plain_name
 from ..compressors import Compressor
 from ..compressors import error_feedback as residual
-from ..exchange.common import LocalInput, Reduction
-from ..exchange.send_order import next_turn
+from ..exchange.collective import Reduction
+from ..exchange.local_input import LocalInput
+from ..exchange.send_order import next_can_start
 from ..monitor import recorder
 from . import clock
 from .clock import Stamps
@@ -97,9 +98,9 @@ def stamps_of(found: Reduction) -> tuple[tf.Tensor, ...]:
     What is encoded between two exchanges counts as if it had been before the first one.
     """
     last = sent = clock.stamp([found.outgoing])
-    if found.between is not None:
-        halfway = clock.stamp([found.between[0]], sent)
-        last = clock.stamp([found.between[1]], halfway)
+    if found.second_exchange is not None:
+        halfway = clock.stamp([found.second_exchange[0]], sent)
+        last = clock.stamp([found.second_exchange[1]], halfway)
         with tf.device("CPU"):
             sent += last - halfway
     arrived = clock.stamp([found.incoming], last)
@@ -108,9 +109,9 @@ def stamps_of(found: Reduction) -> tuple[tf.Tensor, ...]:
 
 def _early(found: Reduction, stamps: Sequence[tf.Tensor]) -> tf.Tensor:
     """When the next bucket may begin: not before the time is taken when this one is encoded, if that is."""
-    if found.early is not None:
-        return next_turn(found.early)
-    return next_turn(stamps[0] if stamps and found.between is None else found.outgoing)
+    if found.next_can_start is not None:
+        return next_can_start(found.next_can_start)
+    return next_can_start(stamps[0] if stamps and found.second_exchange is None else found.outgoing)
 
 
 def _exchange(

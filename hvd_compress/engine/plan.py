@@ -19,7 +19,7 @@ from ..common.names import path_of
 from ..compressors import Auto, Compressor, NoCompression
 from ..cost.calibrate import calibrate
 from ..exchange import choice, hosts, uncompressed
-from ..exchange import volume as traffic
+from ..exchange.collective import Collective
 from ..exchange.rows_gather import Table
 from ..monitor.recorder import Recorder
 from . import grouping as buckets
@@ -66,7 +66,7 @@ class Plan:
     ) -> None:
         self.name = name
         self.settings = settings
-        self._placed = hosts.of_settings(settings)
+        self._placed = hosts.usable(settings.process_set, settings.hierarchical)
         two_levels = settings.hierarchical is not False and not settings.momentum_correction
         self.hosts = self._placed if two_levels else None
         self.flat: list[Compressor] = []
@@ -168,8 +168,8 @@ class Plan:
             found = calibrate([c for c, _ in candidates], self.settings.process_set, chunk[0])
             self.flat += levels.flat_ones(candidates, found, self.settings, self.hosts)
 
-    def pattern(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """In which a bucket of chunks of these shapes crosses, see `exchange.choice`."""
+    def pattern(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> Collective:
+        """The collective for a bucket of chunks of these shapes, see `exchange.choice`."""
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
 
@@ -320,8 +320,8 @@ class Plan:
             if self._placed is None:
                 sent += pattern.bytes_sent(compressor, shapes, ranks)
             else:
-                hosts, workers, name = self._placed.count, self._placed.workers, choice.name_of(pattern)
-                sent += traffic.leaving_host(compressor, shapes, hosts, workers, name) // workers
+                hosts, workers = self._placed.count, self._placed.workers
+                sent += pattern.leaving_host(compressor, shapes, hosts, workers) // workers
         for param_group, last in zip(
             self.embeddings, [] if self.slices is None else self.slices.numpy().tolist()
         ):

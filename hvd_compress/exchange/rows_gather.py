@@ -28,7 +28,8 @@ from ..engine.packing import FlatPacking
 from ..formats.base import Shape
 from ..kernels import noise
 from . import choice, uncompressed
-from .common import Group, LocalInput
+from .group import Group
+from .local_input import LocalInput
 
 # Numbers of rows are told as two float32, of which each holds less than 24 bits exactly.
 _LOW = 4096

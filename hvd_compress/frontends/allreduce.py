@@ -15,7 +15,8 @@ from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
 from ..compressors.registry import CompressionLike, resolve
 from ..engine.reducer import check_not_in_xla
 from ..exchange import choice, uncompressed
-from ..exchange.common import Group, LocalInput
+from ..exchange.group import Group
+from ..exchange.local_input import LocalInput
 from ..kernels import noise
 
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ..common import tracing
 from ..compressors import Compressor
 from ..exchange import uncompressed
-from ..exchange.common import LocalInput
+from ..exchange.local_input import LocalInput
 
 if TYPE_CHECKING:
     from ..engine.clock import Stamps

@@ -15,7 +15,8 @@ from hvd_compress.engine.reducer import Reducer
 from hvd_compress.engine.settings import Settings
 from hvd_compress.exchange import hosts
 from hvd_compress.exchange import volume as traffic
-from hvd_compress.exchange.hierarchical import TwoLevel
+from hvd_compress.exchange.hierarchical import Hierarchical
+from hvd_compress.exchange.scatter_reduce import ScatterReduce
 
 pytestmark = pytest.mark.np4
 
@@ -115,9 +116,12 @@ def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank,
 def between(request, monkeypatch):
     """Both patterns between the hosts; of more than two the second one is usual."""
     if request.param == "scatter_reduce":
-        usual = traffic.choose
+        usual = ScatterReduce.fits
+        # As if two hosts were four, with twice the chunks.
         monkeypatch.setattr(
-            traffic, "choose", lambda c, shapes, n: "scatter_reduce" if n == 2 else usual(c, shapes, 4)
+            ScatterReduce,
+            "fits",
+            lambda self, c, s, n: usual(self, c, s * 2, 4) if n == 2 else usual(self, c, s, n),
         )
         monkeypatch.setattr(traffic, "_WORTH_A_COLLECTIVE", -(10**9))  # chunks for four
     return request.param
@@ -148,7 +152,7 @@ def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
     for param_group, chunks in plan.buckets:
         assert isinstance(
             plan.pattern(param_group.compressor, param_group.layout.shapes[chunks.start : chunks.stop]),
-            TwoLevel,
+            Hierarchical,
         )
     assert (max(np.abs(r).max() for r in left) > 0) == plan.settings.feeds_back(plan.buckets[0][0].compressor)
 
@@ -328,7 +332,7 @@ def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
     check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
     plan = plan_of(reducer)
     assert not any(
-        isinstance(plan.pattern(s.compressor, s.layout.shapes), TwoLevel) for s in plan.param_groups
+        isinstance(plan.pattern(s.compressor, s.layout.shapes), Hierarchical) for s in plan.param_groups
     )
 
 
@@ -389,7 +393,7 @@ def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
     chosen = {
         c.spec
         for c in plan.param_groups[0].compressor.candidates
-        if isinstance(plan.pattern(c, plan.param_groups[0].layout.shapes), TwoLevel)
+        if isinstance(plan.pattern(c, plan.param_groups[0].layout.shapes), Hierarchical)
     }
     assert chosen == {"int8"}
 

@@ -10,8 +10,8 @@ import json, sys
 import numpy as np
 import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(1)
-from hvd_compress.auto import clock
-from hvd_compress.exchange import turns
+from hvd_compress.engine import clock
+from hvd_compress.exchange import send_order
 
 BUCKETS = 4
 order = []
@@ -33,7 +33,8 @@ def make(options):
                 time = clock.stamp([encoded]) if "stamps" in options else encoded
                 outgoing, go_on = encoded, time
                 if "turns" in options:
-                    outgoing, go_on = turns.at_once(tf.ensure_shape(encoded, [8])), turns.next_turn(time)
+                    outgoing = send_order.send_first(tf.ensure_shape(encoded, [8]))
+                    go_on = send_order.next_can_start(time)
                 return note("send", b, outgoing), tf.cast(tf.reshape(go_on, [-1])[0], tf.float32)
             with tf.control_dependencies(after):
                 x = tf.identity(x)
