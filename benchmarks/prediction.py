@@ -51,12 +51,13 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors.base import no_seeds
-    from hvd_compress.engine.packing import LARGEST
     from hvd_compress.exchange import choice
-    from hvd_compress.exchange.common import Group, LocalInput
+    from hvd_compress.exchange.group import Group
+    from hvd_compress.exchange.local_input import LocalInput
+    from hvd_compress.exchange.volume import LARGEST
 
     compressor = hvdc.Compression.parse(spec)
-    reduce = getattr(choice, pattern).reduce
+    (collective,) = [c for c in choice.FLAT if c.name == pattern]
     owners = hvd.size() if pattern == "scatter_reduce" else 1
     elements = nbytes // 4
     count = owners * -(-elements // (LARGEST * owners))
@@ -72,10 +73,10 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     def run() -> Any:
         residuals: list[Any] = [r.value() for r in kept] or [None] * count
         share = LocalInput([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
-        result = reduce(compressor, share, 1.0 / hvd.size(), group)
+        result = collective.reduce(compressor, share, 1.0 / hvd.size(), group)
         for variable, value in zip(kept, result.residuals):
             variable.assign(value)
-        return result.pieces
+        return result.chunks
 
     return run
 

@@ -20,8 +20,8 @@ from hvd_compress.engine import clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import choice, hosts, scatter_reduce, volume
-from hvd_compress.exchange.hierarchical import TwoLevel
+from hvd_compress.exchange import choice, hosts, volume
+from hvd_compress.exchange.scatter_reduce import ScatterReduce
 from hvd_compress.frontends import build, tape
 from hvd_compress.frontends.residuals import states_of
 from hvd_compress.monitor.recorder import COLUMNS, HEADER, Recorder, recorder_of
@@ -234,16 +234,19 @@ def row_bytes_sent(plan: Any, table: int) -> int:
 def prefer_scatter_reduce(monkeypatch: Any, between_two: bool = False) -> None:
     """Buckets are scatter-reduced however small they are; `between_two`: between two hosts, too."""
     if between_two:
-        usual = volume.choose
+        usual = ScatterReduce.fits
+        # As if two hosts were four, with twice the chunks.
         monkeypatch.setattr(
-            volume, "choose", lambda c, shapes, n: "scatter_reduce" if n == 2 else usual(c, shapes, 4)
+            ScatterReduce,
+            "fits",
+            lambda self, c, s, n: usual(self, c, s * 2, 4) if n == 2 else usual(self, c, s, n),
         )
     monkeypatch.setattr(volume, "_WORTH_A_COLLECTIVE", -(10**9))
 
 
 def is_scatter_reduced(compressor: Compressor, shapes: Sequence[tuple[int, ...]], ranks: int) -> bool:
     """Whether a bucket of chunks of these shapes is."""
-    return choice.choose(compressor, shapes, ranks) is scatter_reduce
+    return choice.choose(compressor, shapes, ranks).name == "scatter_reduce"
 
 
 def collect_calibrations(monkeypatch: Any) -> list[Any]:
@@ -267,7 +270,7 @@ def hosts_now() -> Any:
 
 def crosses_in_two_levels(plan: Any, compressor: Compressor, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether a bucket of chunks of these shapes crosses in two levels."""
-    return isinstance(plan.collective(compressor, shapes), TwoLevel)
+    return plan.collective(compressor, shapes).hierarchical
 
 
 def knows_hosts(plan: Any) -> bool:

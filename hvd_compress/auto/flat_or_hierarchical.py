@@ -14,7 +14,7 @@ from ..compressors import Compressor
 from ..cost import Calibration, CostModel
 from ..engine.grouping import Shape
 from ..engine.settings import Settings
-from ..exchange import volume as traffic
+from ..exchange import choice
 from ..exchange.hosts import Hosts
 
 Buckets = Sequence[Sequence[Shape]]  # the shapes of each one's chunks
@@ -40,7 +40,7 @@ def flat_ones(
     seconds = np.full([len(chosen), 2], np.inf)
     if knows(calibration, hosts):
         model = calibration.model()
-        seconds[:] = [_compared(model, *candidate) for candidate in chosen]
+        seconds[:] = [_compared(model, hosts, *candidate) for candidate in chosen]
     with tf.device("CPU"):
         agreed = hvd.broadcast(
             tf.constant(seconds),
@@ -74,15 +74,18 @@ def check(calibration: Calibration, hosts: Hosts) -> None:
 
 def fits(compressor: Compressor, buckets: Buckets, hosts: Hosts) -> bool:
     """Whether the compressor can cross in two levels."""
-    return all(traffic.fits_two_levels(compressor, bucket, hosts.workers) for bucket in buckets)
+    ranks = hosts.count * hosts.workers
+    return all(choice.choose(compressor, bucket, ranks, hosts).hierarchical for bucket in buckets)
 
 
-def _compared(model: CostModel, compressor: Compressor, buckets: Buckets) -> tuple[float, float]:
-    """Seconds of all buckets' exchanges: in one level, in two."""
-    sizes = [4 * sum(shape[0] for shape in bucket) for bucket in buckets]
-    patterns = [traffic.choose(compressor, bucket, model.ranks) for bucket in buckets]
-    flat = sum(model.predict(compressor, size, pattern).total for size, pattern in zip(sizes, patterns))
-    return flat, sum(model.predict(compressor, size, "two_level").total for size in sizes)
+def _compared(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: Buckets) -> list[float]:
+    """Seconds of all buckets' exchanges: flat, and hierarchical."""
+
+    def seconds(bucket: Sequence[Shape], hosts: Hosts | None) -> float:
+        name = choice.choose(compressor, bucket, model.ranks, hosts).name
+        return model.predict(compressor, 4 * sum(shape[0] for shape in bucket), name).total
+
+    return [sum(seconds(bucket, between) for bucket in buckets) for between in (None, hosts)]
 
 
 def _line(specs: Sequence[str], seconds: Any, hosts: Hosts) -> str:

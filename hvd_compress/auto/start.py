@@ -18,8 +18,7 @@ from ..engine.grouping import Shape
 from ..engine.model_layout import ModelLayout
 from ..engine.settings import Settings
 from ..engine.state import State
-from ..exchange import choice
-from ..exchange import volume as traffic
+from ..exchange import volume
 from ..exchange.collective import Collective
 from . import policy, report
 from .selector import AutoSelector, nbytes_of, propose
@@ -122,8 +121,8 @@ def _costs(
             payload = None
             if candidate.model_wide:
                 bucket, size = every_gradient, 4 * sum(map(math.prod, every_gradient))
-                payload = traffic.payload_bytes(candidate, every_gradient)
-            name = choice.name_of(collective(candidate, bucket))
+                payload = volume.payload_bytes(candidate, every_gradient)
+            name = collective(candidate, bucket).name
             prediction = model.predict(candidate, size, name, payload=payload)
             # Without the burst, which passes but once in a step.
             transfer = prediction.wire + prediction.burst - prediction.latency

@@ -16,9 +16,9 @@ from ..compressors import Compressor
 from ..compressors import payload as _payload
 from ..compressors.base import no_seeds
 from ..compressors.resolve import CompressionLike, resolve
-from ..engine.layout import LARGEST
-from ..exchange import common, hosts
-from ..exchange import within_host as inside
+from ..exchange import coding, hosts, transfers, within_host
+from ..exchange.group import Group
+from ..exchange.volume import LARGEST
 from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
@@ -73,7 +73,7 @@ def calibrate(
     hvd.size()  # raises Horovod's own error where hvd.init() was not called
     if not process_set.included():
         raise ValueError("calibrate: this rank is not in the process set")
-    group = common.Group(process_set, "hvdc_calibrate")
+    group = Group(process_set, "hvdc_calibrate")
     links, residuals = {}, {}
     for name in COLLECTIVES:
         watch(name)
@@ -103,7 +103,7 @@ def calibrate(
     return Calibration(group.size, links, kernels, residuals, levels)
 
 
-def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
+def _slowest(values: np.ndarray, group: Group, phase: str) -> np.ndarray:
     if group.size == 1:
         return values
     return np.asarray(hvd.allreduce(tf.constant(values), op=hvd.Max, **group.keywords(phase)))
@@ -111,9 +111,9 @@ def _slowest(values: np.ndarray, group: common.Group, phase: str) -> np.ndarray:
 
 def _measure_link(
     name: str,
-    group: common.Group,
-    everyone: common.Group,
-    collective: Callable[[str, int, common.Group], Callable[[], Any]] | None = None,
+    group: Group,
+    everyone: Group,
+    collective: Callable[[str, int, Group], Callable[[], Any]] | None = None,
 ) -> tuple[Link, float]:
     """Alpha, beta and burst of one collective, as those of a ring, and the residual of the fit.
 
@@ -151,7 +151,7 @@ def _measure_link(
     return Link(per_message / messages, per_byte / share, burst=burst * share), residual
 
 
-def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
+def _collective(name: str, size: int, group: Group) -> Callable[[], Any]:
     data = tf.zeros([size], tf.uint8)
 
     @tf.function(autograph=False)
@@ -159,15 +159,15 @@ def _collective(name: str, size: int, group: common.Group) -> Callable[[], Any]:
         if name == "allreduce":
             return hvd.allreduce(tf.bitcast(tf.reshape(data, [-1, 4]), tf.float32), op=hvd.Sum, **keywords)
         if name == "allgather":
-            return common.allgather(data, group, f"_{name}_{size}")
+            return transfers.allgather(data, group, f"_{name}_{size}")
         part = data[: size // group.size]
-        return common.alltoall([part] * (group.size - 1), group, f"_{name}_{size}")
+        return transfers.alltoall(transfers.concat([part] * (group.size - 1)), group, f"_{name}_{size}")
 
     keywords = group.keywords(f"_{name}_{size}")
     return run
 
 
-def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
+def _inside(name: str, size: int, group: Group) -> Callable[[], Any]:
     """A collective between the workers of a host, see `exchange.inside`."""
     named = group.among(group.process_set, f"_{size}")
     payload = tf.zeros([size], tf.uint8)
@@ -176,14 +176,14 @@ def _inside(name: str, size: int, group: common.Group) -> Callable[[], Any]:
     @tf.function(autograph=False)
     def run() -> Any:
         if name == "reduce_scatter":
-            others = common.joined([chunk] * (group.size - 1))
-            return inside.reduce_scatter([chunk], [chunk], 1.0, others, named)[0]
-        return inside.allgather(payload, named)
+            others = transfers.concat([chunk] * (group.size - 1))
+            return within_host.reduce_scatter([chunk], [chunk], 1.0, others, named)[0]
+        return within_host.allgather(payload, named)
 
     return run
 
 
-def _timed(run: Callable[[], Any], group: common.Group, pause: float = 0.0) -> float:
+def _timed(run: Callable[[], Any], group: Group, pause: float = 0.0) -> float:
     rest(pause)
     hvd.allreduce(tf.zeros([1]), op=hvd.Sum, **group.keywords("_barrier"))
     start = time.perf_counter()
@@ -269,7 +269,7 @@ def _time_kernels(
         sample = compressor.encode(gradient, no_seeds(), residual, 1.0, keep)
         # Times another factor each: the same sum would be decoded once.
         factors = [tf.constant(1.0 + i) for i in range(_PIECES)]
-        return [common.decode_sum(compressor, [sample.parts] * several, sample.ctx, f) for f in factors]
+        return [coding.decode_sum(compressor, [sample.parts] * several, sample.ctx, f) for f in factors]
 
     encoding = max(0.0, _time_of(lambda: encode(gradients, residuals)) - call)
 
@@ -279,7 +279,7 @@ def _time_kernels(
 
     if compressor.model_wide:  # whose factors are summed before
         return call, encoding / nbytes, decoding(1) / nbytes, 0.0
-    several = min(max(ranks, 2), common.AT_ONCE)
+    several = min(max(ranks, 2), coding.RANKS_PER_KERNEL)
     seconds = decoding(several)
     # Between two ranks there is no sum of one payload.
     one = decoding(1) if ranks > 2 else 2.0 / 3.0 * seconds

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import formats
-from ..formats.base import Format, is_summed
+from ..exchange import choice
+from ..exchange.collective import Collective
+from ..exchange.hierarchical import HostCounts
+from ..formats.base import Format
 from .defaults import KERNELS
 from .kernels import KernelCost
 from .link import Link
@@ -105,14 +108,13 @@ class CostModel:
 
     def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
         """The patterns in which this compressor's payloads may cross."""
-        chosen = _parse(compressor)
-        if chosen.model_wide:
-            return ("low_rank",)
-        if is_summed(chosen, [(1,)]):
-            return ("allreduce",)
-        flat = ("allgather", "scatter_reduce") if self.ranks > 2 else ("allgather",)
-        levels = _levels(self.topology)
-        return (*flat, "two_level") if levels and not chosen.per_tensor else flat
+        return tuple(dict.fromkeys(collective.name for collective in self._collectives(_parse(compressor))))
+
+    def _collectives(self, compressor: Any) -> list[Collective]:
+        """The collectives that can carry chunks of one shape, if there are as many as ranks."""
+        hosts = _hosts(self.topology)
+        shapes = [(1,)] * self.ranks
+        return [c for c in choice.collectives(hosts) if c.fits(compressor, shapes, self.ranks)]
 
     def predict(
         self,
@@ -157,52 +159,46 @@ class CostModel:
             payload = chosen.wire_bytes(_shape(chosen, max(1, round(nbytes / 4)))) if nbytes else 0
         if form == "k_bit" and not chosen.model_wide:  # has neither headers nor indices
             payload = round(nbytes / 32 * bits_per_element(chosen))
-        some = [pattern] if pattern else possible
-        found = [self._predict(chosen, nbytes, payload, each, form) for each in some]
-        return min(found, key=lambda prediction: prediction.total)
+        predictions = [
+            self._predict(chosen, nbytes, payload, collective, form)
+            for collective in self._collectives(chosen)
+            if pattern in (None, collective.name)
+        ]
+        return min(predictions, key=lambda prediction: prediction.total)
 
     def _predict(
-        self, compressor: Format | Compressor, nbytes: float, payload: int, pattern: str, form: str
-    ) -> Prediction:
-        if self.ranks == 1:
-            return Prediction(compressor.spec, pattern, payload, 0.0, 0.0, 0.0)
-        topology, sustained = self.topology, self._sustained
-        if form in ("bandwidth", "k_bit"):
-            topology = sustained = _changed(topology, lambda link: Link(0.0, link.beta))
-        if pattern == "two_level":
-            return self._predict_two_levels(compressor, nbytes, payload, topology, sustained, form)
-        encode, decode = self._kernels(compressor, nbytes, pattern) if form == "full" else (0.0, 0.0)
-        wire = _wire(topology, sustained, pattern, payload)
-        return Prediction(compressor.spec, pattern, payload, encode, *wire[:1], decode, 0.0, *wire[1:])
-
-    def _predict_two_levels(
         self,
         compressor: Format | Compressor,
         nbytes: float,
         payload: int,
-        topology: Any,
-        sustained: Any,
+        collective: Collective,
         form: str,
     ) -> Prediction:
-        """Each worker sums and encodes its share, exchanges it with its like on the other hosts, and decodes all."""
-        inside, across = topology.inside, topology.across
-        cost = self.cost_of(compressor) if form == "full" else KernelCost()
-        part, share, hosts = nbytes / inside.ranks, payload / inside.ranks, across.ranks
-        summed = inside.reduce_scatter(nbytes)
-        found = []
-        for pattern in ("allgather", "scatter_reduce")[: 2 if hosts > 2 else 1]:
-            encode, decode = _coding(cost, part, pattern, hosts)
-            # Payloads of all hosts, or of their sum, are handed on and decoded.
-            many = hosts if pattern == "allgather" else 1
-            handed = inside.allgather(many * share)
-            decode += cost.decoding(nbytes - part, many)
-            wire = _wire(across, sustained.across, pattern, share)
-            in_both = (encode, wire[0], decode, summed + handed)
-            found.append(Prediction(compressor.spec, "two_level", payload, *in_both, *wire[1:]))
-        return min(found, key=lambda prediction: prediction.total)
-
-    def _kernels(self, compressor: Format | Compressor, nbytes: float, pattern: str) -> tuple[float, float]:
-        return _coding(self.cost_of(compressor), nbytes, pattern, self.ranks)
+        if self.ranks == 1:
+            return Prediction(compressor.spec, collective.name, payload, 0.0, 0.0, 0.0)
+        topology: Any = self.topology
+        sustained: Any = self._sustained
+        if form in ("bandwidth", "k_bit"):
+            topology = sustained = _changed(topology, lambda link: Link(0.0, link.beta))
+        phases = collective.phases(nbytes, payload, self.ranks)
+        inside = 0.0
+        if phases.inside:
+            inside = _seconds(topology.inside, phases.inside)
+            topology, sustained = topology.across, sustained.across
+        kernels = self.cost_of(compressor) if form == "full" else KernelCost()
+        name, contributed = phases.transfers[0]
+        burst = getattr(sustained, name)(contributed) - getattr(topology, name)(contributed)
+        return Prediction(
+            compressor.spec,
+            collective.name,
+            payload,
+            encode=sum(kernels.encoding(size) for size in phases.encoded),
+            wire=_seconds(sustained, phases.transfers) - burst,
+            decode=sum(kernels.decoding(size, payloads) for size, payloads in phases.decoded),
+            inside=inside,
+            latency=_seconds(sustained, [(name, 0.0) for name, _ in phases.transfers]),
+            burst=burst,
+        )
 
     def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
         """What this compressor's kernels cost: those of its spec string, of its name, or of what it is a kind of.
@@ -225,21 +221,17 @@ def bits_per_element(compressor: str | Format | Compressor) -> float:
     return float(chosen.value_bits * getattr(chosen, "ratio", 1.0))
 
 
-def _coding(cost: KernelCost, nbytes: float, pattern: str, n: int) -> tuple[float, float]:
-    """Seconds of encoding and of decoding between n ranks."""
-    if pattern in ("allreduce", "low_rank"):
-        return cost.encoding(nbytes), cost.decoding(nbytes, 1)
-    if pattern == "allgather":
-        return cost.encoding(nbytes), cost.decoding(nbytes, n)
-    # The own part is not encoded at first, but the sum of it is; the others' are decoded for that.
-    first, again = cost.encoding(nbytes * (n - 1) / n), cost.encoding(nbytes / n)
-    return first + again, cost.decoding(nbytes / n, n - 1) + cost.decoding(nbytes, 1)
-
-
-def _levels(topology: Any) -> bool:
-    """Whether the topology is one of several hosts of several workers."""
+def _hosts(topology: Any) -> HostCounts | None:
+    """The hosts of a topology of several hosts of several workers, else None."""
     inside, across = getattr(topology, "inside", None), getattr(topology, "across", None)
-    return inside is not None and across is not None and inside.ranks > 1 and across.ranks > 1
+    if inside is None or across is None or inside.ranks == 1 or across.ranks == 1:
+        return None
+    return HostCounts(across.ranks, inside.ranks)
+
+
+def _seconds(topology: Any, transfers: Sequence[tuple[str, float]]) -> float:
+    """Seconds of primitive collectives, one after the other."""
+    return sum((getattr(topology, name)(nbytes) for name, nbytes in transfers), 0.0)
 
 
 def _parse(compressor: str | Format | Compressor) -> Any:
@@ -253,31 +245,6 @@ def _shape(compressor: Any, elements: int) -> tuple[int, ...]:
         return (elements,)
     side = max(1, round(elements**0.5))
     return (side, math.ceil(elements / side))
-
-
-def _wire(
-    topology: Topology, sustained: Topology, pattern: str, payload: float
-) -> tuple[float, float, float]:
-    """Seconds on the wire, how many of them are latency, and how many a burst saved the first collective.
-
-    `sustained` is the same network without bursts.
-    """
-    collectives = _collectives(pattern, payload, topology.ranks)
-    seconds, latency = (
-        sum(getattr(sustained, name)(nbytes * some) for name, nbytes in collectives) for some in (1.0, 0.0)
-    )
-    name, nbytes = collectives[0]
-    saved = getattr(sustained, name)(nbytes) - getattr(topology, name)(nbytes)
-    return seconds - saved, latency, saved
-
-
-def _collectives(pattern: str, payload: float, ranks: int) -> list[tuple[str, float]]:
-    """Which follow each other, and what each rank brings."""
-    if pattern == "low_rank":
-        return [("allreduce", payload / 2.0)] * 2
-    if pattern == "scatter_reduce":
-        return [("alltoall", payload), ("allgather", payload / ranks)]
-    return [(pattern, payload)]
 
 
 def _changed(topology: Any, change: Callable[[Link], Link]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..exchange import choice, uncompressed, volume
+from ..exchange import uncompressed
 from .compression_report import BucketReport
 from .plan import Plan
 
@@ -49,8 +49,7 @@ def bytes_sent(plan: Plan) -> tuple[int, int]:
         if hosts is None:
             sent += collective.bytes_sent(compressor, shapes, ranks)
         else:
-            name = choice.name_of(collective)
-            sent += volume.leaving_host(compressor, shapes, hosts.count, hosts.workers, name) // hosts.workers
+            sent += collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
     counts = plan.state.embedding_counts
     for table, last in zip(layout.embeddings, [] if counts is None else counts.numpy().tolist()):
         rows = table.bytes_sent(*last)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ..exchange.common import Reduction
+from ..exchange.collective import Reduction
 
 
 class Timestamps(NamedTuple):
@@ -52,9 +52,9 @@ def timestamps_of(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor
     Encoding between two exchanges counts as if it had happened before the first one.
     """
     last = encoded = stamp([reduction.outgoing])
-    if reduction.between is not None:
-        first_received = stamp([reduction.between[0]], encoded)
-        last = stamp([reduction.between[1]], first_received)
+    if reduction.second_exchange is not None:
+        first_received = stamp([reduction.second_exchange[0]], encoded)
+        last = stamp([reduction.second_exchange[1]], first_received)
         with tf.device("CPU"):
             encoded += last - first_received
     received = stamp([reduction.incoming], last)

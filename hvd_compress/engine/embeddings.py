@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ..compressors import Seeds
 from ..exchange import choice, uncompressed
-from ..exchange.common import Group
+from ..exchange.group import Group
 from ..kernels import noise
 from . import norms
 from .embedding_table import EmbeddingTable

@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Union
 
-from ..exchange import volume
+from ..exchange import choice
+from ..exchange.volume import LARGEST as LARGEST
 from ..formats.quantize import BLOCK
 from .grouping import Shape, TensorGroup, runs
 
@@ -22,7 +23,6 @@ from .grouping import Shape, TensorGroup, runs
 BUCKET_BYTES = 25 * 2**20
 MIN_COMPRESS_SIZE = 1024
 
-LARGEST = 2**20
 # Small buckets do not make chunks smaller than this.
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
@@ -223,7 +223,7 @@ def flat_layout(
     share_of_worker = full_bucket[: len(full_bucket) // workers]
     exchanges = (full_bucket, ranks), (share_of_worker, ranks // workers)
     stages = [stage for candidate in candidates for stage in candidate.stages]
-    if any(volume.choose(stage, *exchange) == "scatter_reduce" for stage in stages for exchange in exchanges):
+    if any(choice.choose(stage, *exchange).splits_bucket for stage in stages for exchange in exchanges):
         return scattered
     return layout_for(workers, 1)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..compressors import Compressor, Seeds
-from ..exchange.common import Group, LocalInput
+from ..exchange.group import Group
+from ..exchange.local_input import LocalInput
 from . import clock, norms
 from .clock import Timestamps
 from .model_layout import ModelLayout

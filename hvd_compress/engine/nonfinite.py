@@ -1,7 +1,7 @@
 """`on_nonfinite`: what happens where a gradient of any rank is infinite or NaN.
 
 Reduced gradients are the same on all ranks, and not finite where any rank's was not (compressed ones, too: see
-`exchange/common.py`). So every rank finds the same by looking at them, without another exchange.
+`exchange/flags.py`). So every rank finds the same by looking at them, without another exchange.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..compressors import Compressor
-from ..exchange.common import LocalInput
+from ..exchange.local_input import LocalInput
 
 # 2-norms over all chunks: of the gradient (the velocity, with momentum correction), of x = gradient + decay * residual,
 # of x - C(x), and of the new residual.

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ..compressors import Compressor, Seeds
-from ..exchange.collective import Collective
-from ..exchange.common import Group, LocalInput, Reduction, Shape
-from ..exchange.send_order import next_turn
+from ..exchange.collective import Collective, Reduction
+from ..exchange.group import Group
+from ..exchange.local_input import LocalInput
+from ..exchange.send_order import next_can_start
+from ..formats.base import Shape
 from . import clock
 from .clock import Timestamps
 from .layout import Layout
@@ -137,8 +139,8 @@ def reduce_bucket(
         times = clock.timestamps_of(reduction) if bucket.timed else ()
         gradients_in_chunks = local.velocities or local.chunks
         measured = bucket.measure(compressor, gradients_in_chunks, sent, unsent if keep else None)
-        next_can_start = _next_can_start(reduction, times)
-        return BucketResult(reduction.chunks, reduction.ok, new_state, next_can_start, times, measured)
+        after_this = _next_can_start(reduction, times)
+        return BucketResult(reduction.chunks, reduction.ok, new_state, after_this, times, measured)
 
     # 3. Select
     result = bucket.selector.switch(bucket.position, exchange)
@@ -147,6 +149,6 @@ def reduce_bucket(
 
 def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
     """There when the next bucket may be encoded: when this one was, and its time was taken."""
-    if reduction.early is not None:
-        return next_turn(reduction.early)
-    return next_turn(times[0] if times and reduction.between is None else reduction.outgoing)
+    if reduction.next_can_start is not None:
+        return next_can_start(reduction.next_can_start)
+    return next_can_start(times[0] if times and reduction.second_exchange is None else reduction.outgoing)

@@ -12,8 +12,9 @@ import tensorflow as tf
 from ..compressors import Compressor, Seeds
 from ..exchange import choice
 from ..exchange.collective import Collective
-from ..exchange.common import Group, Shape
+from ..exchange.group import Group
 from ..exchange.hosts import Hosts
+from ..formats.base import Shape
 from ..kernels import noise
 from .model_layout import ModelLayout
 from .model_selector import ModelSelector

@@ -13,7 +13,7 @@ from ..common.names import plain_name
 from ..compressors import Compressor
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
-from ..exchange.common import Group
+from ..exchange.group import Group
 from . import clock, nonfinite, norms
 from .clock import Timestamps
 from .embeddings import Embeddings

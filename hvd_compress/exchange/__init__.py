@@ -1,6 +1,7 @@
-"""How payloads cross ranks: one file per pattern, and `choice` between them.
+"""How payloads cross ranks: one file per collective, and `choice`, which picks one for each bucket.
 
-Each pattern has `reduce`, which encodes a bucket's chunks, exchanges and decodes them, and `bytes_sent`. With
-what each rank sends travels a flag, whether its gradients are finite; if any rank's are not, the result is NaN
-on every rank, whatever the codes would have decoded to. Rows of embeddings cross by a way of their own, `slices`.
+A `Collective` knows the bytes it sends, its cost phases and how to reduce a bucket. Importing the collectives needs
+neither TensorFlow nor Horovod; only their `reduce` does. Each payload carries a flag that says whether the gradients
+of its rank are finite. If those of any rank are not, the result is NaN on every rank. Gradients of embeddings are
+exchanged row by row, in `rows_gather`.
 """

@@ -1,43 +1,57 @@
-"""Every rank gets every rank's payload, and sums what they decode to.
-
-For payloads that must not be summed as they are. All ranks decode the same payloads in the same order, so
-their results are the same to the bit.
-
-1. Each rank encodes its chunks and joins what comes of it into one payload.
-2. Allgather (ring: Thakur, Rabenseifner and Gropp 2005; between two ranks by other means, see `common`).
-3. Each rank decodes and sums.
-"""
+"""Allgather: every rank gets the payload of every rank, and sums what they decode to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+from ..formats.base import Shape
+from . import volume
+from .collective import Phases
+from .gathering import EncodedShard, GatheringCollective
 
-from ..compressors import Compressor, Encoded
-from . import coding, common
-from .common import EncodedShard, Group, LocalInput, Reduction
-from .volume import allgather as bytes_sent  # noqa: F401  (what each rank sends)
+if TYPE_CHECKING:
+    import tensorflow as tf
 
-
-def reduce(compressor: Compressor, share: LocalInput, scale: float, group: Group) -> Reduction:
-    """Sums the ranks' chunks, times `scale`."""
-    found = exchange(compressor, share, group)
-    payloads = common.allgather(found.payload, group)
-    ok = common.all_of([common.flag_of(payload) for payload in payloads])
-    chunks = decode(compressor, share.shapes, payloads, found.contexts, common.factor(scale, ok))
-    return Reduction(chunks, found.residuals, ok, found.outgoing, payloads[group.rank - 1])
+    from ..compressors import Compressor
+    from .group import Group
+    from .local_input import LocalInput
 
 
-def exchange(compressor: Compressor, share: LocalInput, group: Group) -> EncodedShard:
-    """All of it but the allgather and decoding."""
-    del group
-    coded = coding.encode(compressor, share, _join)
-    return EncodedShard(coded.outgoing, coded.contexts, coded.residuals, coded.outgoing)
+class Allgather(GatheringCollective):
+    """One allgather of all payloads.
 
+    1. Each rank encodes its chunks and joins them into one payload.
+    2. Allgather (ring: Thakur, Rabenseifner and Gropp 2005; between two ranks an allreduce, see `transfers`).
+    3. Each rank decodes all payloads and sums them.
+    """
 
-decode = coding.decode
+    name = "allgather"
 
+    def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """The bytes of a ring: n - 1 payloads."""
+        return (ranks - 1) * volume.flagged_bytes(volume.payload_bytes(compressor, shapes))
 
-def _join(encoded: Sequence[Encoded], finite: tf.Tensor) -> tf.Tensor:
-    return common.with_flag([part for e in encoded for part in e.parts], finite)
+    def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
+        """One allgather; the payloads of all ranks are decoded."""
+        return Phases([nbytes], [("allgather", payload)], [(nbytes, ranks)])
+
+    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Step 1."""
+        from . import coding
+
+        encoded = coding.encode(compressor, local_input)
+        return EncodedShard(encoded.payload, encoded.contexts, encoded.residuals, encoded.payload)
+
+    def decode(
+        self,
+        compressor: Compressor,
+        shapes: Sequence[Shape],
+        payloads: Sequence[tf.Tensor],
+        contexts: Sequence[Any],
+        factor: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Step 3."""
+        from . import coding
+
+        return coding.decode(compressor, shapes, payloads, contexts, factor)

@@ -1,28 +1,66 @@
-"""Payloads that may be summed: one allreduce (ring: Thakur, Rabenseifner and Gropp 2005)."""
+"""Allreduce, for payloads that may be summed as they are."""
 
 from __future__ import annotations
 
-import horovod.tensorflow as hvd
-import tensorflow as tf
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..compressors import Compressor
-from .common import Group, LocalInput, Reduction, all_of, factor
-from .send_order import at_once
-from .volume import allreduce as bytes_sent  # noqa: F401  (what each rank sends)
+from ..formats.base import Shape, is_summed
+from . import volume
+from .collective import Collective, Phases, Reduction
+
+if TYPE_CHECKING:
+    from ..compressors import Compressor
+    from .group import Group
+    from .local_input import LocalInput
 
 
-def reduce(compressor: Compressor, share: LocalInput, scale: float, group: Group) -> Reduction:
-    """Sums the ranks' chunks, times `scale`; their payloads are one float32 part each."""
-    encoded = [share.encode(compressor, i) for i in range(len(share.chunks))]
-    values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
-    broken = tf.cast(~all_of([e.finite for e in encoded]), tf.float32)[None]
-    outgoing = tf.concat([*values, broken], 0)
-    total = hvd.allreduce(at_once(outgoing), op=hvd.Sum, **group.keywords(""))
-    ok = total[-1] == 0.0
-    times = factor(scale, ok)
-    chunks, start = [], 0
-    for e, value in zip(encoded, values):
-        part = tf.reshape(total[start : start + value.shape[0]], e.parts[0].shape)
-        chunks.append(compressor.decode_sum([[part]], e.ctx, times))
-        start += value.shape[0]
-    return Reduction(chunks, [e.residual for e in encoded], ok, outgoing, total)
+class Allreduce(Collective):
+    """One allreduce of all payloads (ring: Thakur, Rabenseifner and Gropp 2005).
+
+    1. Each rank encodes its chunks, each to one float32 part, and joins them; the last element counts ranks whose
+       gradients are not finite.
+    2. Allreduce.
+    3. Each rank decodes the sum.
+    """
+
+    name = "allreduce"
+
+    def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
+        """Whether payloads are summed as they are."""
+        return not compressor.model_wide and is_summed(compressor, list(set(shapes)))
+
+    def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """The bytes of a ring, the flag included."""
+        return volume.ring_bytes(volume.payload_bytes(compressor, shapes) + 4, ranks)
+
+    def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
+        """One allreduce; the sum is decoded once."""
+        return Phases([nbytes], [("allreduce", payload)], [(nbytes, 1)])
+
+    def reduce(
+        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
+    ) -> Reduction:
+        """Sums the chunks over the ranks, times `scale`."""
+        import tensorflow as tf
+
+        from . import flags, transfers
+
+        # 1. Encode.
+        encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
+        values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
+        broken = tf.cast(~flags.all_of([e.finite for e in encoded]), tf.float32)[None]
+        outgoing = tf.concat([*values, broken], 0)
+
+        # 2. Allreduce.
+        total = transfers.allreduce(outgoing, group, "")
+
+        # 3. Decode.
+        ok = total[-1] == 0.0
+        factor = flags.scale_or_nan(scale, ok)
+        chunks, start = [], 0
+        for e, value in zip(encoded, values):
+            part = tf.reshape(total[start : start + value.shape[0]], e.parts[0].shape)
+            chunks.append(compressor.decode_sum([[part]], e.ctx, factor))
+            start += value.shape[0]
+        return Reduction(chunks, [e.residual for e in encoded], ok, outgoing, total)

@@ -1,37 +1,51 @@
-"""Which pattern a bucket's chunks cross in."""
+"""The register of collectives, and the choice of one for a bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..compressors import Compressor
-from . import allgather, allreduce, scatter_reduce
-from . import factor_allreduce as low_rank
-from . import volume as traffic
-from .common import Shape
-from .hierarchical import TwoLevel
-from .hosts import Hosts
+from ..formats.base import Shape
+from . import volume
+from .allgather import Allgather
+from .allreduce import Allreduce
+from .collective import Collective
+from .factor_allreduce import FactorAllreduce
+from .gathering import GatheringCollective
+from .hierarchical import Hierarchical, HostCounts
+from .scatter_reduce import ScatterReduce
 
-_MODULES = {
-    "allgather": allgather, "allreduce": allreduce, "low_rank": low_rank, "scatter_reduce": scatter_reduce,
-}  # fmt: skip
+if TYPE_CHECKING:
+    from .hosts import Hosts
+
+# The register. Which of them `fits` follows from the compressor and the shapes of the chunks.
+FLAT: tuple[Collective, ...] = (FactorAllreduce(), Allreduce(), Allgather(), ScatterReduce())
 
 
-def choose(compressor: Compressor, shapes: Sequence[Shape], ranks: int, hosts: Hosts | None = None) -> Any:
-    """The pattern for chunks of these shapes: in two levels between `hosts`, if that is possible.
+def collectives(hosts: Hosts | HostCounts | None = None) -> list[Collective]:
+    """All collectives: the flat ones and, if there are several hosts of several workers, the hierarchical ones."""
+    hierarchical: list[Collective] = []
+    if hosts is not None:
+        hierarchical = [Hierarchical(hosts, c) for c in FLAT if isinstance(c, GatheringCollective)]
+    return [*FLAT, *hierarchical]
 
-    Else the one in which a rank sends least. A pattern has `reduce` and `bytes_sent`.
+
+def choose(
+    compressor: Any, shapes: Sequence[Shape], ranks: int, hosts: Hosts | HostCounts | None = None
+) -> Collective:
+    """The collective for chunks of these shapes: a hierarchical one if possible; of several, the one that sends least.
+
+    Args:
+        compressor: A compressor or its format.
+        shapes: Of the chunks of a bucket.
+        ranks: The number of ranks.
+        hosts: The hosts between which hierarchical collectives are possible, or None.
     """
-    if hosts is not None and traffic.fits_two_levels(compressor, shapes, hosts.workers):
-        return TwoLevel(hosts)
-    return _MODULES[traffic.choose(compressor, shapes, ranks)]
+    possible = [c for c in collectives(hosts) if c.fits(compressor, shapes, ranks)]
+    preferred = [c for c in possible if c.hierarchical] or possible
 
+    def cost(collective: Collective) -> int:
+        transfers = collective.phases(0.0, 0.0, ranks).transfers
+        return volume.with_scheduling(collective.bytes_sent(compressor, shapes, ranks), len(transfers))
 
-def name_of(pattern: Any) -> str:
-    """What the cost model calls it."""
-    return (
-        "two_level"
-        if isinstance(pattern, TwoLevel)
-        else next(name for name, module in _MODULES.items() if module is pattern)
-    )
+    return preferred[0] if len(preferred) == 1 else min(preferred, key=cost)

@@ -1,108 +1,122 @@
-"""Factors of matrices, summed in two allreduces for all of them (Vogels et al. 2019, PowerSGD, Algorithms 1 and 2).
-
-Both products are linear in the matrix, so that the sum of the ranks' products is that of the ranks' sum: all
-ranks go through the same step of subspace iteration of the summed matrix.
-
-1. Each rank multiplies its matrices M, residuals added, by the right factors Q of the step before; allreduce.
-2. All ranks make the same orthonormal P of the sum; each multiplies M^T P; allreduce: the new Q.
-3. Each rank keeps M - P (M^T P)^T while that crosses, and then decodes P Q^T.
-
-The residual is that of the rank's own product, as in the paper: over all ranks the same is kept as with the mean in
-its place, but it stays small where ranks differ. A value that is not finite makes the sum of step 1 not finite, so
-that all ranks know of it.
-"""
+"""Allreduce of the factors of matrices (Vogels et al. 2019, PowerSGD, Algorithms 1 and 2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import horovod.tensorflow as hvd
-import tensorflow as tf
+from ..formats.base import Shape
+from . import volume
+from .collective import Collective, Phases, Reduction
 
-from ..compressors import PowerSGD
-from ..compressors import error_feedback as residual
-from ..formats.power_sgd import Batch
-from ..kernels import subspace as low_rank
-from . import common
-from .common import Group, LocalInput, Reduction
-from .send_order import at_once, next_turn
-from .volume import low_rank as bytes_sent  # noqa: F401  (what each rank sends)
+if TYPE_CHECKING:
+    import tensorflow as tf
 
-
-def reduce(compressor: PowerSGD, share: LocalInput, scale: float, group: Group) -> Reduction:
-    """Sums the ranks' chunks, times `scale`; without `share.factors` from those of the first step."""
-    shapes = [tuple(chunk.shape.as_list()) for chunk in share.chunks]
-    batches = compressor.batches(shapes)
-    order = [i for batch in batches for i in batch.members]
-    whole = sorted(set(range(len(shapes))) - set(order))
-    factors = compressor.initial_factors(shapes) if share.factors is None else share.factors
-    old = _cut(factors, batches, "columns")
-
-    brought = [share.sum(i) for i in range(len(shapes))]
-    matrices = [tf.reshape(brought[i], batch.matrix) for batch in batches for i in batch.members]
-    mine = [low_rank.left(matrix, right) for matrix, right in zip(matrices, _each(old))]
-    outgoing = _flat([*mine, *(brought[i] for i in whole)])
-    total = incoming = _allreduce(outgoing, group, "_left")
-    ok = residual.all_finite(total)
-
-    residuals: list[tf.Tensor | None] = [None] * len(shapes)
-    for i in whole if share.keep else ():
-        residuals[i] = tf.zeros_like(brought[i])
-    lefts: list[tf.Tensor] = []
-    between = None
-    if batches:
-        found = low_rank.orthonormal(_cut(total, batches, "rows"))
-        lefts = _each(found)
-        mine = [low_rank.right(matrix, left) for matrix, left in zip(matrices, lefts)]
-        second = _flat(mine)
-        between = total, second
-        incoming = _allreduce(second, group, "_right")
-        ok = common.all_of([ok, residual.all_finite(incoming)])
-        new = [low_rank.scaled(right) for right in _cut(incoming, batches, "columns")]
-        # Where nothing was found, the start is still good.
-        factors = _flat([tf.where(is_new, x, before) for (x, is_new), before in zip(new, old)])
-        if share.keep:
-            with tf.control_dependencies([next_turn(second)]):  # or nothing would cross until it is done
-                matrices = [tf.identity(matrix) for matrix in matrices]
-            for i, matrix, left, right in zip(order, matrices, lefts, mine):
-                residuals[i] = tf.reshape(low_rank.lost(matrix, left, right), shapes[i])
-
-    times = common.factor(scale, ok)
-    chunks: list[tf.Tensor] = list(share.chunks)
-    for i, left, right in zip(order, lefts, _each(_cut(incoming * times, batches, "columns"))):
-        chunks[i] = tf.reshape(low_rank.product(left, right), shapes[i])
-    at = sum(_sizes(batches, "rows"))
-    for i in whole:
-        size = chunks[i].shape.num_elements()
-        chunks[i] = tf.reshape(total[at : at + size] * times, shapes[i])
-        at += size
-    return Reduction(chunks, residuals, ok, outgoing, incoming, factors=factors, between=between)
+    from .group import Group
+    from .local_input import LocalInput
 
 
-def _allreduce(outgoing: tf.Tensor, group: Group, phase: str) -> tf.Tensor:
-    total = hvd.allreduce(at_once(outgoing), op=hvd.Sum, **group.keywords(phase))
-    return tf.ensure_shape(total, outgoing.shape)
+class FactorAllreduce(Collective):
+    """Two allreduces: of the left factors of all matrices, and then of the right ones.
 
+    Both products below are linear in the matrix, so the sum of the ranks' products is the product of the summed
+    matrix: all ranks make the same step of subspace iteration of the summed matrix. Tensors that are no matrices are
+    summed as they are, together with the left factors.
 
-def _each(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The factors of each matrix, batch after batch."""
-    return [each for factor in factors for each in tf.unstack(factor)]
+    1. Each rank multiplies its matrices M, residuals added, by the right factors Q of the last step.
+    2. Allreduce of M Q. All ranks make the same orthonormal P of the sum.
+    3. Each rank multiplies M^T P. Allreduce: the new Q.
+    4. During that allreduce each rank computes its residual M - P (M^T P)^T.
+    5. Each rank decodes P Q^T.
 
+    As in the paper, the residual is taken from the rank's own product. Over all ranks it sums to the same as with the
+    mean product, but it stays small where ranks differ. A value that is not finite makes the sum of step 2 not finite,
+    so all ranks notice it.
+    """
 
-def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-    return tf.concat(flat, 0) if flat else tf.zeros([0])
+    name = "low_rank"
 
+    def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
+        """Whether the compressor sends factors."""
+        return bool(compressor.model_wide)
 
-def _sizes(batches: Sequence[Batch], side: str) -> list[int]:
-    """Elements of each batch's left ("rows") or right ("columns") factors."""
-    return [len(members) * rank * getattr(matrix, side) for members, matrix, rank in batches]
+    def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """The bytes of a ring."""
+        return volume.ring_bytes(volume.payload_bytes(compressor, shapes), ranks)
 
+    def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
+        """Two allreduces of half the payload each; the sum is decoded once."""
+        return Phases([nbytes], [("allreduce", payload / 2.0)] * 2, [(nbytes, 1)])
 
-def _cut(flat: tf.Tensor, batches: Sequence[Batch], side: str) -> list[tf.Tensor]:
-    """The factors [b, rank, n] of each batch, from all of them end to end, and maybe more behind them."""
-    sizes = _sizes(batches, side)
-    if not sizes:
-        return []
-    shapes = [[len(members), rank, getattr(matrix, side)] for members, matrix, rank in batches]
-    return [tf.reshape(part, shape) for part, shape in zip(tf.split(flat[: sum(sizes)], sizes), shapes)]
+    def reduce(self, compressor: Any, local_input: LocalInput, scale: float, group: Group) -> Reduction:
+        """Sums the chunks over the ranks, times `scale`; starts with the initial factors if the input has none."""
+        import tensorflow as tf
+
+        from ..compressors import error_feedback
+        from ..kernels import subspace
+        from . import factors, flags, transfers
+        from .send_order import next_can_start
+
+        def allreduce(outgoing: tf.Tensor, phase: str) -> tf.Tensor:
+            return tf.ensure_shape(transfers.allreduce(outgoing, group, phase), outgoing.shape)
+
+        shapes = [tuple(chunk.shape.as_list()) for chunk in local_input.chunks]
+        batches = compressor.batches(shapes)
+        matrix_chunks = [i for batch in batches for i in batch.members]
+        other_chunks = sorted(set(range(len(shapes))) - set(matrix_chunks))
+        last_factors = local_input.factors
+        if last_factors is None:
+            last_factors = compressor.initial_factors(shapes)
+        new_factors = last_factors
+        old_rights = factors.unpack(last_factors, batches, "columns")
+
+        # 1. M Q, residuals added to M.
+        gradients = [local_input.sum(i) for i in range(len(shapes))]
+        matrices = [tf.reshape(gradients[i], batch.matrix) for batch in batches for i in batch.members]
+        own_lefts = [subspace.left(m, right) for m, right in zip(matrices, factors.per_matrix(old_rights))]
+
+        # 2. Allreduce, and P of the sum.
+        outgoing = factors.pack([*own_lefts, *(gradients[i] for i in other_chunks)])
+        left_sum = incoming = allreduce(outgoing, "_left")
+        ok = error_feedback.all_finite(left_sum)
+        residuals: list[tf.Tensor | None] = [None] * len(shapes)
+        for i in other_chunks if local_input.keep else ():
+            residuals[i] = tf.zeros_like(gradients[i])
+        lefts: list[tf.Tensor] = []
+        second_exchange = None
+        if batches:
+            lefts = factors.per_matrix(subspace.orthonormal(factors.unpack(left_sum, batches, "rows")))
+
+            # 3. M^T P, allreduce, and the new Q.
+            own_rights = [subspace.right(matrix, left) for matrix, left in zip(matrices, lefts)]
+            packed_rights = factors.pack(own_rights)
+            second_exchange = left_sum, packed_rights
+            incoming = allreduce(packed_rights, "_right")
+            ok = flags.all_of([ok, error_feedback.all_finite(incoming)])
+            scaled = [subspace.scaled(right) for right in factors.unpack(incoming, batches, "columns")]
+            # Where a matrix is zero, the old factor remains a good start.
+            new_factors = factors.pack(
+                [tf.where(is_new, new, old) for (new, is_new), old in zip(scaled, old_rights)]
+            )
+
+            # 4. The residuals, only after the send: otherwise nothing would cross until they are computed.
+            if local_input.keep:
+                with tf.control_dependencies([next_can_start(packed_rights)]):
+                    matrices = [tf.identity(matrix) for matrix in matrices]
+                for i, matrix, left, right in zip(matrix_chunks, matrices, lefts, own_rights):
+                    residuals[i] = tf.reshape(subspace.lost(matrix, left, right), shapes[i])
+
+        # 5. P Q^T, and the other tensors behind the left factors.
+        factor = flags.scale_or_nan(scale, ok)
+        chunks: list[tf.Tensor] = list(local_input.chunks)
+        rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
+        for i, left, right in zip(matrix_chunks, lefts, rights):
+            chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
+        start = sum(factors.sizes(batches, "rows"))
+        for i in other_chunks:
+            size = chunks[i].shape.num_elements()
+            chunks[i] = tf.reshape(left_sum[start : start + size] * factor, shapes[i])
+            start += size
+        return Reduction(
+            chunks, residuals, ok, outgoing, incoming, factors=new_factors, second_exchange=second_exchange
+        )

@@ -1,92 +1,142 @@
-"""Hosts with several workers: sums inside of each host first, so that what crosses between hosts is less.
-
-As the hierarchical allreduce of NCCL and Horovod (Jia et al. 2018, section 3.3), with compression between hosts only
-(as ZeRO++, Wang et al. 2023, section 3.3). Each worker carries its share of the bucket's chunks between the hosts, all
-of a host's at once.
-
-1. The workers of a host send each other their shares of gradient + residual, uncompressed, and sum them.
-2. Each worker and those of its place on the other hosts exchange these sums, compressed, in another pattern
-   (allgather between two hosts).
-3. The workers of a host hand each other the payloads of step 2, which are smaller than what they decode to.
-
-Only the share's owner keeps a residual for it: of all its host's workers' sum. What another worker had left (of an
-exchange in another pattern, in a checkpoint) goes with its gradient in step 1. So over all ranks nothing is lost.
-Usually there is nothing of that kind, and `LocalInput.has_foreign_residual` says so: residuals of zero are not
-added, and stay.
-"""
+"""Hierarchical exchange: sums within each host first, so that less is sent between hosts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+from ..formats.base import Shape
+from .collective import Collective, Phases, Reduction
+from .gathering import GatheringCollective
 
-from ..compressors import Compressor
-from ..kernels.compile import fed_back
-from . import allgather, common, scatter_reduce
-from . import volume as traffic
-from . import within_host as inside
-from .common import Group, LocalInput, Reduction, Shape
-from .hosts import Hosts
-
-_NESTED = {"allgather": allgather, "scatter_reduce": scatter_reduce}
+if TYPE_CHECKING:
+    from ..compressors import Compressor
+    from .group import Group
+    from .hosts import Hosts
+    from .local_input import LocalInput
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoLevel:
-    """The pattern between these hosts."""
+class HostCounts:
+    """The number of hosts, and of workers on each: enough for bytes and phases, where `reduce` needs `Hosts`."""
 
-    hosts: Hosts
+    count: int
+    workers: int
 
-    def bytes_sent(self, compressor: Compressor, shapes: Sequence[Shape], ranks: int) -> int:
-        """What each rank sends to other hosts."""
-        del ranks
-        return traffic.two_level(compressor, shapes, self.hosts.count, self.hosts.workers)
 
-    def reduce(self, compressor: Compressor, share: LocalInput, scale: float, group: Group) -> Reduction:
-        """Sums the ranks' chunks, times `scale`; the chunks are of one shape, and a multiple of a host's workers."""
-        local, across = group.among(self.hosts.local, "_local"), group.among(self.hosts.across, "_across")
-        each = len(share.chunks) // local.size
-        first, last = local.rank * each, (local.rank + 1) * each
-        others = share._replace(
-            chunks=[*share.chunks[:first], *share.chunks[last:]],
-            residuals=[*share.residuals[:first], *share.residuals[last:]],
+@dataclasses.dataclass(frozen=True)
+class Hierarchical(Collective):
+    """Sums within hosts, and another collective between hosts.
+
+    As the hierarchical allreduce of NCCL and Horovod (Jia et al. 2018, section 3.3), with compression between hosts
+    only (as ZeRO++, Wang et al. 2023, section 3.3). Each worker owns a share of the chunks; all workers of a host send
+    their shares to other hosts at once.
+
+    1. The workers of a host send each other their shares of gradient + residual, uncompressed, and sum them.
+    2. Each worker and the workers in its place on the other hosts exchange these sums, compressed.
+    3. The workers of a host send each other the payloads of step 2, which are smaller than the chunks they decode to.
+    4. Each worker decodes all payloads.
+
+    Only the owner of a share keeps its residual: that of the sum of its host. Other workers may have residuals of these
+    chunks, from an exchange with another collective or from a checkpoint. They are sent with the gradients in step 1,
+    so nothing is lost over all ranks. `LocalInput.has_foreign_residual` says whether there may be any; residuals of
+    zero are not added.
+
+    Attributes:
+        hosts: The hosts.
+        between: The collective between them.
+    """
+
+    hosts: Hosts | HostCounts
+    between: GatheringCollective
+
+    name = "two_level"
+    hierarchical = True
+
+    def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
+        """Whether the workers of a host can share the chunks evenly.
+
+        Payloads that are summed in an allreduce gain nothing: a ring leaves each host only once in any case.
+        """
+        alike = len(set(shapes)) == 1 and len(shapes) % self.hosts.workers == 0
+        if not alike or compressor.per_tensor:
+            return False
+        return self.between.fits(compressor, self._share(shapes), self.hosts.count)
+
+    def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """Bytes that each rank sends to other hosts."""
+        return self.between.bytes_sent(compressor, self._share(shapes), self.hosts.count)
+
+    def leaving_host(self, compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int) -> int:
+        """All workers of a host send to other hosts."""
+        return workers * self.bytes_sent(compressor, shapes, hosts * workers)
+
+    def _share(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """The chunks that one worker sends between hosts."""
+        return shapes[: len(shapes) // self.hosts.workers]
+
+    def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
+        """The phases between hosts for one share; the other shares are received and decoded, too."""
+        count, workers = self.hosts.count, self.hosts.workers
+        share, share_payload = nbytes / workers, payload / workers
+        phases = self.between.phases(share, share_payload, count)
+        payloads = 1 if self.between.splits_bucket else count  # of the sum over hosts, or of each host
+        return phases._replace(
+            decoded=[*phases.decoded, (nbytes - share, payloads)],
+            inside=[("reduce_scatter", nbytes), ("allgather", payloads * share_payload)],
         )
-        sent, residuals = _with_what_is_astray(others)
-        own, kept = share.chunks[first:last], share.residuals[first:last]
-        sums, arrived = inside.reduce_scatter(own, kept, share.decay, sent, local)
-        part = share._replace(chunks=sums, residuals=[None] * each, decay=1.0)  # they are in the sums
 
-        nested = _NESTED[traffic.choose(compressor, part.shapes, across.size)]
-        found = nested.exchange(compressor, part, across)
-        gathered = inside.allgather(common.allgather_joined(found.payload, across), local)
-        length = found.payload.shape[0]
-        payloads = [common.in_parts(payload, across.size, length) for payload in gathered]
+    def reduce(
+        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
+    ) -> Reduction:
+        """Sums the chunks over the ranks, times `scale`."""
+        from . import flags, transfers, within_host
 
-        ok = common.all_of([common.flag_of(payload) for host in payloads for payload in host])
-        factor = common.factor(scale, ok)
-        reduced = [
-            chunk
-            for theirs in payloads
-            # In which place of its share a chunk is decides how it is decoded, not whose share it is.
-            for chunk in nested.decode(compressor, part.shapes, theirs, found.contexts, factor)
+        assert not isinstance(self.hosts, HostCounts), "counts are for predictions only"
+        local = group.among(self.hosts.local, "_local")
+        across = group.among(self.hosts.across, "_across")
+        per_worker = len(local_input.chunks) // local.size
+        first, last = local.rank * per_worker, (local.rank + 1) * per_worker
+
+        # 1. Sum this worker's share within the host.
+        others = local_input._replace(
+            chunks=[*local_input.chunks[:first], *local_input.chunks[last:]],
+            residuals=[*local_input.residuals[:first], *local_input.residuals[last:]],
+        )
+        outgoing, residuals = within_host.pack_shares(others)
+        own_chunks, own_residuals = local_input.chunks[first:last], local_input.residuals[first:last]
+        sums, received = within_host.reduce_scatter(
+            own_chunks, own_residuals, local_input.decay, outgoing, local
+        )
+
+        # 2. Exchange the sums, which contain the residuals, between hosts.
+        share = local_input._replace(chunks=sums, residuals=[None] * per_worker, decay=1.0)
+        shard = self.between.encode_shard(compressor, share, across)
+        gathered = transfers.allgather_joined(shard.payload, across)
+
+        # 3. Send the payloads to the other workers of the host.
+        length = shard.payload.shape[0]
+        payloads_of_shares = [
+            transfers.split(payloads, across.size, length)
+            for payloads in within_host.allgather(gathered, local)
         ]
-        residuals[first:first] = found.residuals
-        incoming = payloads[local.rank][across.rank - 1]
+
+        # 4. Decode. The contexts are those of this worker's share: they depend on the place in a share only.
+        ok = flags.all_of([flags.flag_of(payload) for payloads in payloads_of_shares for payload in payloads])
+        factor = flags.scale_or_nan(scale, ok)
+        chunks = [
+            chunk
+            for payloads in payloads_of_shares
+            for chunk in self.between.decode(compressor, share.shapes, payloads, shard.contexts, factor)
+        ]
+        residuals[first:first] = shard.residuals
         return Reduction(
-            reduced, residuals, ok, found.outgoing, incoming, early=arrived, has_foreign_residual=False
+            chunks,
+            residuals,
+            ok,
+            shard.outgoing,
+            incoming=payloads_of_shares[local.rank][across.rank - 1],
+            next_can_start=received,
+            has_foreign_residual=False,
         )
-
-
-def _with_what_is_astray(others: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-    """What is sent for other workers' shares, end to end, with their residuals; and what stays of the residuals."""
-    sent, residuals = common.joined(others.chunks), list(others.residuals)
-    if residuals[0] is None:
-        return sent, residuals
-
-    def added() -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-        zeros = tf.zeros_like(residuals[0])  # one for all: in memory, too
-        return fed_back(sent, common.joined(residuals), others.decay), [zeros] * len(residuals)
-
-    return tf.cond(others.has_foreign_residual, added, lambda: (sent, residuals))

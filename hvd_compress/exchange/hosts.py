@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.runner.http import http_client
 from horovod.tensorflow.mpi_ops import _basics
-
-if TYPE_CHECKING:
-    from ..engine.settings import Settings
 
 T = TypeVar("T")
 
@@ -238,17 +235,17 @@ def current() -> Hosts | None:
     return _found if all(registered.get(each.process_set_id) == each.ranks for each in sets) else None
 
 
-def of_settings(settings: Settings) -> Hosts | None:
-    """The hosts between which gradients are reduced, None where they are not known.
+def usable(process_set: Any, hierarchical: bool | str) -> Hosts | None:
+    """The hosts between which the ranks of a process set exchange gradients; None if they are not known.
 
     Raises:
-        ValueError: `hierarchical=True` is asked for, and there are none.
+        ValueError: `hierarchical` is True, and there are no such hosts.
     """
-    found = current() if settings.process_set is hvd.global_process_set else None
-    if found is None and settings.hierarchical is True:
+    hosts = current() if process_set is hvd.global_process_set else None
+    if hosts is None and hierarchical is True:
         why = _why or "Horovod was initialized anew without hvdc.init()"
         raise ValueError(
             "hierarchical=True needs several hosts with the same number of workers, more than one, and "
             f"hvdc.init() in place of hvd.init(): {why}"
         )
-    return found
+    return hosts

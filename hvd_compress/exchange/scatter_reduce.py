@@ -1,85 +1,123 @@
-"""Each rank reduces its part of the bucket, and sends what came of it to all.
-
-What a rank sends does not grow with the number of ranks: 2 (n - 1) / n payloads, where an allgather takes
-n - 1 (as Rabenseifner's allreduce does with sums; ZeRO++, Wang et al. 2023, section 3.3, for quantized codes).
-For sparse payloads this routes each entry to the owner of its range, who sums and selects again (as
-Ok-Topk, Li and Hoefler 2022).
-
-1. Each rank encodes all chunks but its own, and sends each to its owner (alltoall).
-2. The owner adds what it decodes to its own share, which is not compressed for this, and encodes the sum.
-3. Allgather of these; each rank decodes.
-
-The second encoding loses too. The owner keeps that loss in its residual for these chunks, where its own share
-has no loss of its own to keep: one residual serves both, and over all ranks nothing is lost.
-"""
+"""Scatter-reduce: each rank reduces its share of the bucket, and sends the result to all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+from ..formats.base import Shape
+from . import volume
+from .collective import Phases
+from .gathering import EncodedShard, GatheringCollective
 
-from ..compressors import Compressor
-from ..compressors import error_feedback as residual
-from ..compressors import payload as _payload
-from . import common
-from .common import EncodedShard, Group, LocalInput, Reduction, Shape
-from .volume import scatter_reduce as bytes_sent  # noqa: F401  (what each rank sends)
+if TYPE_CHECKING:
+    import tensorflow as tf
 
-
-def reduce(compressor: Compressor, share: LocalInput, scale: float, group: Group) -> Reduction:
-    """Sums the ranks' chunks, times `scale`; the chunks are of one shape, and a multiple of the ranks."""
-    found = exchange(compressor, share, group)
-    payloads = common.allgather(found.payload, group)
-    ok = common.all_of([common.flag_of(payload) for payload in payloads])
-    chunks = decode(compressor, share.shapes, payloads, found.contexts, common.factor(scale, ok))
-    return Reduction(chunks, found.residuals, ok, found.outgoing, payloads[group.rank - 1])
+    from ..compressors import Compressor
+    from .group import Group
+    from .local_input import LocalInput
 
 
-def exchange(compressor: Compressor, share: LocalInput, group: Group) -> EncodedShard:
-    """All of it but the allgather and decoding: what this owner has encoded, and a flag that is down if any is."""
-    each = len(share.chunks) // group.size
-    layout = compressor.layout(share.shapes[0])
+class ScatterReduce(GatheringCollective):
+    """An alltoall, and an allgather of what each owner has summed.
 
-    # What is never read of the own chunks' encoding is pruned from the graph.
-    encoded = [share.encode(compressor, i) for i in range(len(share.chunks))]
-    outgoing = []
-    for owner in range(group.size):
-        part = encoded[owner * each : (owner + 1) * each]
-        if owner != group.rank:
-            finite = common.all_of([e.finite for e in part])
-            outgoing.append(common.with_flag([p for e in part for p in e.parts], finite))
-    sent = common.joined(outgoing)
-    received = common.scatter(sent, group, "_scatter")
+    The bytes that a rank sends do not grow with the number of ranks: 2 (n - 1) / n payloads, where an allgather takes
+    n - 1. Rabenseifner's allreduce does the same with sums, and ZeRO++ (Wang et al. 2023, section 3.3) with quantized
+    codes. Sparse payloads are routed to the owner of their range, who sums and selects again, as in Ok-Topk (Li and
+    Hoefler 2022).
 
-    taken = list(zip(*(_payload.take(payload, [layout] * each) for payload in received)))
-    residuals = [e.residual for e in encoded]
-    flags = [common.flag_of(payload) for payload in received]
-    parts: list[tf.Tensor] = []
-    for j in range(each):
-        i = group.rank * each + j
-        own = residual.add(share.chunks[i], share.residuals[i], share.decay)
-        rest = common.decode_sum(compressor, taken[j], encoded[i].ctx, tf.constant(1.0))
-        seeds = share.seeds._replace(chunk=len(encoded) + i)  # not the first encoding's noise again
-        again = compressor.encode(rest, seeds, own, 1.0, share.keep)
-        parts += again.parts
-        flags.append(again.finite)
-        residuals[i] = again.residual
+    1. Each rank encodes all chunks but its own, and sends each to its owner (alltoall).
+    2. The owner decodes them, adds its own gradients, which are not compressed for this, and encodes the sum.
+    3. Allgather of these sums.
+    4. Each rank decodes them.
 
-    payload = common.with_flag(parts, common.all_of(flags))
-    return EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
+    The second encoding loses something, too. The owner keeps this loss in its residual of these chunks. Its own
+    gradients have no other loss, so one residual serves for both, and nothing is lost over all ranks.
+    """
 
+    name = "scatter_reduce"
+    splits_bucket = True
 
-def decode(
-    compressor: Compressor,
-    shapes: Sequence[Shape],
-    payloads: Sequence[tf.Tensor],
-    contexts: Sequence[Any],
-    factor: tf.Tensor,
-) -> list[tf.Tensor]:
-    """The chunks, times `factor`, of their owners' payloads."""
-    each = len(shapes) // len(payloads)
-    layout = compressor.layout(shapes[0])
-    chunks = [chunk for payload in payloads for chunk in _payload.take(payload, [layout] * each)]
-    return [common.decode_sum(compressor, [chunk], ctx, factor) for chunk, ctx in zip(chunks, contexts)]
+    def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
+        """Whether more than two ranks can share the chunks evenly."""
+        alike = len(set(shapes)) == 1 and len(shapes) % ranks == 0
+        return ranks > 2 and alike and super().fits(compressor, shapes, ranks)
+
+    def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """Twice n - 1 payloads of 1 / n of the bucket."""
+        return 2 * (ranks - 1) * self._share_bytes(compressor, shapes, ranks)
+
+    def leaving_host(self, compressor: Any, shapes: Sequence[Shape], hosts: int, workers: int) -> int:
+        """Each worker sends to all ranks of other hosts, and then one of them in a ring."""
+        ranks = hosts * workers
+        return (workers * (ranks - workers) + ranks - 1) * self._share_bytes(compressor, shapes, ranks)
+
+    def _share_bytes(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
+        """The payload of one rank's share of the chunks."""
+        per_chunk = volume.payload_bytes(compressor, shapes[:1])
+        return volume.flagged_bytes(len(shapes) // ranks * per_chunk)
+
+    def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
+        """The chunks of the others and then the own sums are encoded; those of the others are decoded for the sums."""
+        return Phases(
+            encoded=[nbytes * (ranks - 1) / ranks, nbytes / ranks],
+            transfers=[("alltoall", payload), ("allgather", payload / ranks)],
+            decoded=[(nbytes / ranks, ranks - 1), (nbytes, 1)],
+        )
+
+    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Steps 1 and 2; the flag is down if it is for any of the payloads received."""
+        import tensorflow as tf
+
+        from ..compressors import error_feedback
+        from ..compressors import payload as payload_of
+        from . import coding, flags, transfers
+
+        chunks = local_input.chunks
+        per_owner = len(chunks) // group.size
+
+        # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
+        # TensorFlow prunes it.
+        encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
+        outgoing = []
+        for owner in range(group.size):
+            share = encoded[owner * per_owner : (owner + 1) * per_owner]
+            if owner != group.rank:
+                finite = flags.all_of([e.finite for e in share])
+                outgoing.append(flags.with_flag([part for e in share for part in e.parts], finite))
+        sent = transfers.concat(outgoing)
+        received = transfers.alltoall(sent, group, "_scatter")
+
+        # 2. Decode, sum and encode again.
+        layout = compressor.layout(local_input.shapes[0])
+        parts_of_ranks = list(zip(*(payload_of.take(payload, [layout] * per_owner) for payload in received)))
+        residuals = [e.residual for e in encoded]
+        finite_flags = [flags.flag_of(payload) for payload in received]
+        shard: list[tf.Tensor] = []
+        for j in range(per_owner):
+            i = group.rank * per_owner + j
+            own = error_feedback.add(chunks[i], local_input.residuals[i], local_input.decay)
+            others = coding.decode_sum(compressor, parts_of_ranks[j], encoded[i].ctx, tf.constant(1.0))
+            seeds = local_input.seeds._replace(chunk=len(chunks) + i)  # not the noise of the first encoding
+            again = compressor.encode(others, seeds, own, 1.0, local_input.keep)
+            shard += again.parts
+            finite_flags.append(again.finite)
+            residuals[i] = again.residual
+        payload = flags.with_flag(shard, flags.all_of(finite_flags))
+        return EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
+
+    def decode(
+        self,
+        compressor: Compressor,
+        shapes: Sequence[Shape],
+        payloads: Sequence[tf.Tensor],
+        contexts: Sequence[Any],
+        factor: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Step 4: the chunks, in the order of their owners."""
+        from ..compressors import payload as payload_of
+        from . import coding
+
+        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
+        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
+        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]

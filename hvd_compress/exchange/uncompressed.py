@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from .common import Group
+from .group import Group
 from .volume import ring_bytes as bytes_sent  # noqa: F401  (what each rank sends)
 
 # Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.

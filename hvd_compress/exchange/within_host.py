@@ -1,7 +1,7 @@
-"""Between the workers of one host, over whose memory bytes pass: nothing is compressed for it.
+"""Transfers between the workers of one host, uncompressed: they only pass through the host's memory.
 
-By Gloo's alltoall, which reaches the largest part of a loopback's rate. It moves what a reduce-scatter and an allgather
-must move, where Gloo's own do so in steps, one after the other.
+They use Gloo's alltoall, which comes closest to the rate of a loopback. It moves the same bytes as Gloo's own
+reduce-scatter and allgather, which do so in steps, one after the other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,26 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from ..kernels.compile import compiled, fed_back
-from . import common
-from .common import Group
+from . import transfers
+from .group import Group
+from .local_input import LocalInput
+
+
+def pack_shares(others: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """Packs the chunks that other workers sum, with their residuals if these may be other than zero.
+
+    Returns:
+        The chunks end to end, and the residuals that remain here.
+    """
+    chunks, residuals = transfers.concat(others.chunks), list(others.residuals)
+    if residuals[0] is None:
+        return chunks, residuals
+
+    def with_residuals() -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        zeros = tf.zeros_like(residuals[0])  # a single one, to save memory
+        return fed_back(chunks, transfers.concat(residuals), others.decay), [zeros] * len(residuals)
+
+    return tf.cond(others.has_foreign_residual, with_residuals, lambda: (chunks, residuals))
 
 
 def reduce_scatter(
@@ -22,21 +40,21 @@ def reduce_scatter(
     others: tf.Tensor,
     group: Group,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """The sums of the workers' chunks of this worker's share, with its residuals.
+    """Sums this worker's share of the chunks over the workers, and adds its residuals.
 
     Args:
-        own: float32 [size] each, this worker's.
-        residuals: In the same shapes, or None.
+        own: This worker's share of its own chunks, float32 [size] each.
+        residuals: Residuals of the same shapes, or None.
         decay: Of the residuals.
-        others: The chunks of the other workers' shares end to end, in the order of the workers; as many for each.
+        others: The shares of the other workers end to end, in the order of the workers, of equal size.
         group: The workers of a host.
 
     Returns:
-        The sums, and what has arrived for them from another worker.
+        The sums, and a tensor that has arrived from another worker.
     """
-    received = common.scatter(others, group, "_reduce")
-    theirs = zip(*(common.in_parts(part, len(own), own[0].shape[0]) for part in received))
-    sums = [_sum([chunk, *parts], left, decay) for chunk, left, parts in zip(own, residuals, theirs)]
+    received = transfers.alltoall(others, group, "_reduce")
+    of_workers = zip(*(transfers.split(share, len(own), own[0].shape[0]) for share in received))
+    sums = [_sum([chunk, *chunks], left, decay) for chunk, left, chunks in zip(own, residuals, of_workers)]
     return sums, received[-1]
 
 
@@ -50,6 +68,6 @@ def _sum(parts: Sequence[tf.Tensor], residual: tf.Tensor | None, decay: float) -
 
 def allgather(payload: tf.Tensor, group: Group) -> list[tf.Tensor]:
     """The payloads, uint8 [nbytes] on each worker, of all workers in their order."""
-    found = common.alltoall([payload] * (group.size - 1), group, "_share")
-    found.insert(group.rank, payload)
-    return found
+    payloads = transfers.alltoall(transfers.concat([payload] * (group.size - 1)), group, "_share")
+    payloads.insert(group.rank, payload)
+    return payloads

@@ -20,7 +20,7 @@ from ..engine.pipeline import BucketInput, StepContext, reduce_bucket
 from ..engine.reducer import check_not_in_xla
 from ..engine.selector import FixedSelector
 from ..exchange import choice, uncompressed
-from ..exchange.common import Group
+from ..exchange.group import Group
 from ..kernels import noise
 
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)

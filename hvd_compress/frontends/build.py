@@ -54,7 +54,7 @@ def new_plan(
     """
     settings = reducer.settings
     with tf.init_scope():
-        all_hosts = hosts.of_settings(settings)
+        all_hosts = hosts.usable(settings.process_set, settings.hierarchical)
         may_be_hierarchical = settings.hierarchical is not False and not settings.momentum_correction
         used_hosts = all_hosts if may_be_hierarchical else None
         layout = model_layout(settings, gradients, variables, 1 if used_hosts is None else used_hosts.workers)

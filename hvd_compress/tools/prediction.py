@@ -19,7 +19,8 @@ from ..engine import grouping as buckets
 from ..engine import layout as geometry
 from ..engine.grouping import Shape, TensorGroup
 from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
-from ..exchange import volume as traffic
+from ..exchange import choice, volume
+from ..exchange.hierarchical import HostCounts
 from ..formats import (
     BlockSparse,
     BlockTopK,
@@ -292,15 +293,13 @@ class _Sent(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _sent(nbytes: int, shapes: tuple[Shape, ...], compressor: Format, ranks: int, workers: int) -> _Sent:
     # Most buckets of a large model are alike.
-    if workers > 1 and traffic.fits_two_levels(compressor, shapes, workers):
-        pattern, sent = "two_level", traffic.two_level(compressor, shapes, ranks // workers, workers)
-    else:
-        pattern = traffic.choose(compressor, shapes, ranks)
-        sent = traffic.PATTERNS[pattern](compressor, shapes, ranks)
+    hosts = HostCounts(ranks // workers, workers) if workers > 1 else None
+    collective = choice.choose(compressor, shapes, ranks, hosts)
+    sent = collective.bytes_sent(compressor, shapes, ranks)
     if isinstance(compressor, NoCompression):
-        sent = traffic.ring_bytes(nbytes, ranks)
-    payload = traffic.payload_bytes(compressor, shapes)
-    return _Sent(nbytes, compressor, payload, pattern, sent)
+        sent = volume.ring_bytes(nbytes, ranks)
+    payload = volume.payload_bytes(compressor, shapes)
+    return _Sent(nbytes, compressor, payload, collective.name, sent)
 
 
 def _model(network: Network, ranks: int, rate: float | None) -> CostModel:
@@ -347,7 +346,7 @@ def _forecast(
         wire=sum(cost.wire + cost.inside for cost in costs),
         decode=sum(cost.decode for cost in costs),
         sent=sum(one.sent for one in exchanges),
-        plain=traffic.ring_bytes(4 * work.numel, model.ranks),
+        plain=volume.ring_bytes(4 * work.numel, model.ranks),
         lost=float((lost * sizes).sum() / sizes.sum()),
         chosen=tuple((one.nbytes, specs[one.compressor]) for one in exchanges),
     )

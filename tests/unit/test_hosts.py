@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 import hvd_compress as hvdc
 from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import hosts
-from hvd_compress.exchange import volume as traffic
+from hvd_compress.exchange import hosts, volume
+from hvd_compress.exchange.allgather import Allgather
+from hvd_compress.exchange.choice import choose
+from hvd_compress.exchange.hierarchical import HostCounts
+from hvd_compress.exchange.scatter_reduce import ScatterReduce
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms())
@@ -147,22 +150,23 @@ def test_what_leaves_a_host():
     payload = 2**16 + 2**16 // 256 * 8
 
     def flagged(count):
-        return traffic.flagged_bytes(count * payload)
+        return volume.flagged_bytes(count * payload)
 
     def host(rank):
         return rank // workers
 
     ring = sum(host(r) != host((r + 1) % ranks) for r in range(workers))  # messages per round
-    assert traffic.leaving_host(int8, chunks, hosts_, workers, "allgather") == ring * (ranks - 1) * flagged(
-        12
-    )
+    assert Allgather().leaving_host(int8, chunks, hosts_, workers) == ring * (ranks - 1) * flagged(12)
     away = sum(host(a) == 0 != host(b) for a in range(ranks) for b in range(ranks))
     both = (away + ring * (ranks - 1)) * flagged(2)
-    assert traffic.leaving_host(int8, chunks, hosts_, workers, "scatter_reduce") == both
+    assert ScatterReduce().leaving_host(int8, chunks, hosts_, workers) == both
     # Six chunks for each worker, two of them for each of the three that have its place.
-    assert traffic.choose(int8, chunks[:6], hosts_) == "scatter_reduce"
-    assert traffic.leaving_host(int8, chunks, hosts_, workers, "two_level") == workers * 2 * 2 * flagged(2)
-    assert traffic.leaving_host(int8, chunks, 2, workers, "two_level") == workers * flagged(6)
-    assert not traffic.fits_two_levels(hvdc.Compression.randomk(0.1), chunks, 2)
-    assert not traffic.fits_two_levels(int8, chunks, 5)
-    assert not traffic.fits_two_levels(int8, [(8,), (9,)], 2)
+    assert choose(int8, chunks[:6], hosts_).name == "scatter_reduce"
+    three = choose(int8, chunks, ranks, HostCounts(hosts_, workers))
+    assert three.leaving_host(int8, chunks, hosts_, workers) == workers * 2 * 2 * flagged(2)
+    two = choose(int8, chunks, 2 * workers, HostCounts(2, workers))
+    assert two.name == three.name == "two_level"
+    assert two.leaving_host(int8, chunks, 2, workers) == workers * flagged(6)
+    assert not choose(hvdc.Compression.randomk(0.1), chunks, 4, HostCounts(2, 2)).hierarchical
+    assert not choose(int8, chunks, 10, HostCounts(2, 5)).hierarchical
+    assert not choose(int8, [(8,), (9,)], 4, HostCounts(2, 2)).hierarchical

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specs import ALL, CASTS
 
 import hvd_compress as hvdc
-from hvd_compress.exchange import common
+from hvd_compress.exchange import coding
 
 Compression = hvdc.Compression
 
@@ -79,7 +79,7 @@ def test_nothing_is_lost_among_any_number_of_ranks(name):
                 compressor.encode(tf.constant(g), seeds(number + step, r), o, keep=True)
                 for r, (g, o) in enumerate(zip(gradients, old))
             ]
-            total = common.decode_sum(
+            total = coding.decode_sum(
                 compressor, [e.parts for e in encoded], encoded[0].ctx, tf.constant(1.0)
             )
             kept = [e.residual.numpy() for e in encoded]

@@ -33,7 +33,8 @@ def make(options):
                 time = clock.stamp([encoded]) if "stamps" in options else encoded
                 outgoing, go_on = encoded, time
                 if "turns" in options:
-                    outgoing, go_on = send_order.at_once(tf.ensure_shape(encoded, [8])), send_order.next_turn(time)
+                    outgoing = send_order.send_first(tf.ensure_shape(encoded, [8]))
+                    go_on = send_order.next_can_start(time)
                 return note("send", b, outgoing), tf.cast(tf.reshape(go_on, [-1])[0], tf.float32)
             with tf.control_dependencies(after):
                 x = tf.identity(x)

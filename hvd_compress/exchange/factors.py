@@ -1,0 +1,34 @@
+"""Packs the factors of several matrices into one vector, and unpacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from ..formats.power_sgd import Batch
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All tensors end to end; [0] of none."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return tf.concat(flat, 0) if flat else tf.zeros([0])
+
+
+def sizes(batches: Sequence[Batch], side: str) -> list[int]:
+    """Elements of the left ("rows") or right ("columns") factors of each batch."""
+    return [len(members) * rank * getattr(matrix, side) for members, matrix, rank in batches]
+
+
+def unpack(flat: tf.Tensor, batches: Sequence[Batch], side: str) -> list[tf.Tensor]:
+    """The factors [b, rank, n] of each batch; `flat` may hold something else behind them."""
+    lengths = sizes(batches, side)
+    if not lengths:
+        return []
+    shapes = [[len(members), rank, getattr(matrix, side)] for members, matrix, rank in batches]
+    return [tf.reshape(part, shape) for part, shape in zip(tf.split(flat[: sum(lengths)], lengths), shapes)]
+
+
+def per_matrix(batches: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The factors of each matrix, [rank, n], of those of each batch."""
+    return [factor for batch in batches for factor in tf.unstack(batch)]
