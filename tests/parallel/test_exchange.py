@@ -9,6 +9,8 @@ from specs import EXCHANGED
 
 import hvd_compress as hvdc
 from hvd_compress.exchange import choice
+from hvd_compress.exchange.allgather import Allgather
+from hvd_compress.exchange.scatter_reduce import ScatterReduce
 
 SHAPES = [(100, 333), (512, 1030), (1500, 1000), (7, 11)]
 
