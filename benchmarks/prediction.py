@@ -1,13 +1,14 @@
-"""How well the calibrated cost model predicts: every compressor, pattern and bucket size against the clock.
+"""Compares the calibrated cost model with measured times, for every compressor, collective and bucket size.
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/prediction.py
     horovodrun -np 4 -H one:1,two:1,three:1,four:1 python benchmarks/prediction.py
 
-Runs under horovodrun. Calibrates first, then exchanges one bucket at a time, in every pattern that its compressor
-may cross in; buckets of one size take turns. Time is from a barrier until the slowest worker has the sum and its
-residual, the mean of the middle half of the rounds: small messages take one time slice of the scheduler or two, and the
-median jumps from one to the other. Before each the network has a pause, as in a step before its first bucket: what a
-shaped link lets through at once does not hang on what crossed before. The error is (predicted - measured) / measured.
+Runs under horovodrun. Calibrates first, then exchanges one bucket at a time, with every collective that its compressor
+can use. Buckets of one size are interleaved. A time is from a barrier until the slowest worker has the sum and its
+residual; it is the mean of the middle half of the rounds, because small messages take one or two time slices of the
+scheduler, and the median would jump between the two. Before each exchange the network pauses, as before the first
+bucket of a step, so that the burst that a shaped link lets through does not depend on the exchange before. The error is
+(predicted - measured) / measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 SPECS = ["none", "int8", "int4", "onebit", "block_topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"]
 SIZES = [2**16, 2**20, 2**23, 25 * 2**20, 100 * 2**20]
-# Buckets up to this size are timed so many times as often.
+# Buckets up to this size are timed more often, by this factor.
 SMALL, ROUNDS_OF_SMALL = 2**20, 5
 
 
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
-    """The exchange of one bucket of this size, residuals kept."""
+    """The exchange of one bucket of this size, with residuals."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -100,7 +101,7 @@ def main() -> None:
     cases = [(spec, pattern) for spec in args.specs for pattern in model.patterns(spec)]
     rows = []
 
-    # Until what passes at once may pass again.
+    # Until the shaped link allows a burst again.
     pause = 1.2 * max(link.burst * link.beta for link in calibration.links.values())
 
     def begin() -> None:

@@ -1,8 +1,8 @@
-"""Weak scaling to 4,096 ranks, predicted: efficiency of every algorithm on several networks, and what pays where.
+"""Predicts weak scaling to 4,096 ranks: the efficiency of every algorithm on several networks, and which one pays off.
 
     python benchmarks/scaling.py --out docs/images --page docs/scaling.md
 
-Nothing is run but the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
+Runs only the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hvd_compress.tools.models import MODELS
 from hvd_compress.tools.network import Network
 from hvd_compress.tools.prediction import Workload, forecast
 
-# Every algorithm has a line.
+# The algorithms in the plots.
 SPECS = (
     "none", "fp16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01", "randomk:ratio=0.01",
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=2", "dgc:ratio=0.001",
 )  # fmt: skip
 RANKS = [2**power for power in range(13)]
-# A GPU's step of ResNet-50, of which the backward pass takes two thirds.
+# A step of ResNet-50 on a GPU; the backward pass takes two thirds of it.
 BACKWARD, FORWARD = 0.12, 0.06
 RATE, LATENCY = 10e9, 20e-6
 RATES = (1e9, 10e9, 25e9, 100e9)
 WORKERS, LOCAL = 8, Link.of_rate(100e9, 5e-6)
-# A leaf switch of 32 hosts.
+# A leaf switch has 32 hosts.
 LEAF, OVERSUBSCRIPTION = 32, 4.0
-# Kernels that take no time, faster than any GPU's: what the network alone allows.
+# Kernels that take no time, to show the limits of the network alone.
 FREE = dict.fromkeys((formats.parse(spec).name for spec in SPECS), KernelCost())
 
 
 def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> dict[str, Network]:
-    """Those that are drawn, flat ones and those of hosts of eight workers."""
+    """The networks in the plots: flat ones, and those of hosts with eight workers."""
     flat = Network(rate, LATENCY, ranks_per_leaf=LEAF, oversubscription=OVERSUBSCRIPTION, kernels=kernels)
     two = dataclasses.replace(flat, shape="two-level", workers=WORKERS, local=LOCAL, hierarchical=True)
     return {
@@ -59,14 +59,14 @@ def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> di
 
 
 def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
-    """Weak scaling of one algorithm, between as many ranks as fill hosts."""
+    """Weak scaling of one algorithm, for numbers of ranks that fill whole hosts."""
     workers = network.workers
     ranks = [n for n in RANKS if n % workers == 0]
     return weak_scaling(lambda n: forecast(spec, work, network, n).step, work.backward + work.rest, ranks)
 
 
 def efficiencies(work: Workload, out: Path | None) -> str:
-    """Efficiency against ranks, a panel for each network; a table of that at the most ranks."""
+    """Plots efficiency against ranks, with a panel for each network; returns a table for the most ranks."""
     found = {
         name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
     }
@@ -79,7 +79,7 @@ def efficiencies(work: Workload, out: Path | None) -> str:
 
 
 def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
-    """A panel for each network, a line for each algorithm."""
+    """Draws a panel for each network and a line for each algorithm."""
     figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharey=True, layout="constrained")
     for axes, (name, lines) in zip(panels.flat, found.items()):
         for spec, rows in lines.items():
@@ -98,7 +98,7 @@ def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path:
 
 
 def patterns(out: Path | None) -> str:
-    """Milliseconds that a bucket of 25 MiB takes on the wire, in each pattern."""
+    """Milliseconds of a 25 MiB bucket on the wire, for each collective."""
     nbytes, link = 25 * 2**20, Link.of_rate(RATE, LATENCY)
     ranks = [n for n in RANKS if n >= 2 * WORKERS]
     cases = [
@@ -127,7 +127,7 @@ def patterns(out: Path | None) -> str:
 
 
 def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
-    """A line for each pattern, a colour for each compressor."""
+    """Draws a line for each collective, with a colour for each compressor."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
     colors = {"none": "black", "int8": "tab:blue", "topk:ratio=0.01": "tab:orange"}
@@ -140,7 +140,7 @@ def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Seque
 
 
 def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> str:
-    """Between how many ranks on a network each compressor takes less time than none, by rate."""
+    """The numbers of ranks for which each compressor is faster than none, by the rate of the network."""
     table = []
     for spec in SPECS[1:]:
         cells = []
@@ -153,7 +153,7 @@ def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> 
 
 
 def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
-    """The numbers of ranks that were found, of those that were tried: runs of them."""
+    """The numbers of ranks as text, with successive ones of those that were tried as a range."""
     if not found:
         return "never"
     places = [ranks.index(n) for n in found]
@@ -171,7 +171,7 @@ def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 def against_ranks(axes: Any, ranks: Sequence[int] = RANKS) -> None:
-    """The axis of ranks."""
+    """Sets up the axis of ranks."""
     axes.set(xscale="log", xlabel="ranks")
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks], rotation=45)
     axes.xaxis.minorticks_off()
