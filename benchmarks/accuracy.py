@@ -52,12 +52,12 @@ def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         text=True,
         errors="replace",
     )
-    found = {name: re.search(pattern, result.stdout) for name, pattern in FIELDS.items()}
-    if result.returncode or None in found.values():
+    matches = {name: re.search(pattern, result.stdout) for name, pattern in FIELDS.items()}
+    if result.returncode or None in matches.values():
         raise SystemExit(
             f"{spec}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}"
         )
-    numbers = {name: float(match.group(1).replace(",", "")) for name, match in found.items() if match}
+    numbers = {name: float(match.group(1).replace(",", "")) for name, match in matches.items() if match}
     return {"spec": spec, "seed": seed, **numbers}
 
 
@@ -67,16 +67,16 @@ def table(runs: list[dict[str, Any]], specs: list[str]) -> str:
     lines = [head, "-" * len(head)]
     base = None
     for spec in specs:
-        mine = [run for run in runs if run["spec"] == spec]
-        if not mine:
+        runs_of_spec = [run for run in runs if run["spec"] == spec]
+        if not runs_of_spec:
             continue
-        accuracies = [run["accuracy"] for run in mine]
+        accuracies = [run["accuracy"] for run in runs_of_spec]
         mean = statistics.mean(accuracies)
         base = mean if base is None else base
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        ratio = mine[0]["uncompressed"] / mine[0]["sent"]
+        ratio = runs_of_spec[0]["uncompressed"] / runs_of_spec[0]["sent"]
         lines.append(
-            f"{spec:<28}{len(mine):>5}{mean:>9.2f}{spread:>7.2f}{min(accuracies):>8.2f}{max(accuracies):>8.2f}"
+            f"{spec:<28}{len(runs_of_spec):>5}{mean:>9.2f}{spread:>7.2f}{min(accuracies):>8.2f}{max(accuracies):>8.2f}"
             f"{mean - base:>+8.2f}{ratio:>8.1f}"
         )
     return "\n".join(lines)

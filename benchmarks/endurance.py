@@ -88,8 +88,8 @@ def main() -> int:
     traced = [(rank[1], rank[2]) for rank in ranks]
     if hvd.rank() == 0:
         rows = []
-        for rank, (found, count, _) in enumerate(ranks):
-            rss = [sample["rss"] / 2**20 for sample in found]
+        for rank, (samples, count, _) in enumerate(ranks):
+            rss = [sample["rss"] / 2**20 for sample in samples]
             late = rss[len(rss) // 2 :]
             per_step = (
                 np.polyfit(np.arange(len(late)) * args.check_every, late, 1)[0] if len(late) > 1 else 0.0
@@ -122,7 +122,7 @@ def main() -> int:
             {
                 "benchmark": "endurance", "workers": hvd.size(), **{name: vars(args)[name] for name in names},
                 "forced_switches": turns, "own_switches": switches, "drifted": drifted,
-                "ranks": [{"traces": count, "plans": plans, "samples": found} for found, count, plans in ranks],
+                "ranks": [{"traces": count, "plans": plans, "samples": samples} for samples, count, plans in ranks],
             },
         )  # fmt: skip
     return int(bool(drifted) or any(count != 1 or plans != [(1, 0)] for count, plans in traced))

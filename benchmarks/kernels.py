@@ -80,7 +80,7 @@ def main() -> None:
     add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
 
     matrices = [tf.reshape(piece, [-1, COLUMNS]) for piece in pieces]
-    rests = [tf.reshape(piece, [-1, COLUMNS]) for piece in residuals]
+    matrix_residuals = [tf.reshape(piece, [-1, COLUMNS]) for piece in residuals]
 
     def product(rank: int, transposed: bool, way: str) -> Callable[[], Any]:
         """A product with a thin matrix: the way of `kernels.linear` ("TensorFlow") or an alternative."""
@@ -98,21 +98,18 @@ def main() -> None:
         return lambda: several(matrices)
 
     def encoder(compressor: Any) -> Callable[[], Any]:
-        if compressor.per_tensor:
-            given, kept = matrices, rests
-        else:
-            given, kept = pieces, residuals
+        inputs = (matrices, matrix_residuals) if compressor.per_tensor else (pieces, residuals)
 
         @tf.function
-        def encode(pieces: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
-            encoded = [compressor.encode(p, seeds, r, keep=True) for p, r in zip(pieces, residuals)]
+        def encode(chunks: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+            encoded = [compressor.encode(x, seeds, r, keep=True) for x, r in zip(chunks, residuals)]
             return [(e.parts, e.residual, e.finite) for e in encoded]
 
-        return lambda: encode(given, kept)
+        return lambda: encode(*inputs)
 
     def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
-        given = matrices if compressor.per_tensor else pieces
-        encoded = [compressor.encode(piece, seeds) for piece in given]
+        chunks = matrices if compressor.per_tensor else pieces
+        encoded = [compressor.encode(chunk, seeds) for chunk in chunks]
         payloads = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
 
         @tf.function

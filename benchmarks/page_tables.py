@@ -26,12 +26,12 @@ def show(tables: Mapping[str, str], page: Path | None) -> None:
         print(f"\n### {name}\n\n{text}")
     if page is None:
         return
-    whole = page.read_text(encoding="utf-8")
+    page_text = page.read_text(encoding="utf-8")
     for name, text in tables.items():
         place = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?({_END})", re.DOTALL)
-        whole, found = place.subn(lambda match, new=text: f"{match[1]}\n{new}\n\n{match[2]}", whole)
-        if found != 1:
+        page_text, count = place.subn(lambda match, new=text: f"{match[1]}\n{new}\n\n{match[2]}", page_text)
+        if count != 1:
             sys.exit(
-                f"{page} has {found} places for the table {name!r}: write <!-- table: {name} -->, then {_END}"
+                f"{page} has {count} places for the table {name!r}: write <!-- table: {name} -->, then {_END}"
             )
-    page.write_text(whole, encoding="utf-8")
+    page.write_text(page_text, encoding="utf-8")

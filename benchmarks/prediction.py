@@ -65,18 +65,18 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     random = np.random.default_rng(hvd.rank())
     pieces = [tf.Variable(random.standard_normal(size).astype(np.float32)) for _ in range(count)]
     keep = compressor.error_feedback
-    kept = [tf.Variable(tf.zeros([size])) for _ in range(count)] if keep else []
+    variables = [tf.Variable(tf.zeros([size])) for _ in range(count)] if keep else []
     name = "".join(c if c.isalnum() else "_" for c in f"{spec}_{pattern}_{nbytes}")
     group = Group(hvd.global_process_set, name)
 
     @tf.function(autograph=False)
     def run() -> Any:
-        residuals: list[Any] = [r.value() for r in kept] or [None] * count
+        residuals: list[Any] = [r.value() for r in variables] or [None] * count
         share = LocalInput([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
         result = reduce(compressor, share, 1.0 / hvd.size(), group)
-        for variable, value in zip(kept, result.residuals):
+        for variable, value in zip(variables, result.residuals):
             variable.assign(value)
-        return result.pieces
+        return result.chunks
 
     return run
 
@@ -116,8 +116,8 @@ def main() -> None:
             run()
         rounds = args.rounds * (ROUNDS_OF_SMALL if size <= SMALL else 1)
         times = common.interleave(runs, rounds, begin, show=show)
-        for (spec, pattern), found in times.items():
-            slowest = hvd.allreduce(tf.constant(found, tf.float64), op=hvd.Max, name="times").numpy()
+        for (spec, pattern), own_times in times.items():
+            slowest = hvd.allreduce(tf.constant(own_times, tf.float64), op=hvd.Max, name="times").numpy()
             predicted = model.predict(spec, size, pattern=pattern)
             rows.append((spec, pattern, size, midmean(slowest), predicted))
     if not show:

@@ -67,21 +67,22 @@ def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
 
 def efficiencies(work: Workload, out: Path | None) -> str:
     """Plots efficiency against ranks, with a panel for each network; returns a table for the most ranks."""
-    found = {
+    by_network = {
         name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
     }
     table = [
-        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in found.values())] for spec in SPECS
+        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in by_network.values())]
+        for spec in SPECS
     ]
     if out is not None:
-        draw_efficiencies(found, out / "scaling_efficiency.png")
-    return markdown(["", *found], table)
+        draw_efficiencies(by_network, out / "scaling_efficiency.png")
+    return markdown(["", *by_network], table)
 
 
-def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
+def draw_efficiencies(by_network: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
     """Draws a panel for each network and a line for each algorithm."""
     figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharey=True, layout="constrained")
-    for axes, (name, lines) in zip(panels.flat, found.items()):
+    for axes, (name, lines) in zip(panels.flat, by_network.items()):
         for spec, rows in lines.items():
             style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
             axes.plot(
@@ -115,23 +116,25 @@ def patterns(out: Path | None) -> str:
         model = CostModel(link, n, two if pattern == "two_level" else Ring(link, n))
         return model.predict(spec, nbytes, pattern, form="alpha_beta").total
 
-    found = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
+    milliseconds = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
     error_text = [ranks.index(n) for n in (16, 64, 512, 4096)]
     table = [
         [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in error_text)]
-        for (spec, pattern), values in found.items()
+        for (spec, pattern), values in milliseconds.items()
     ]
     if out is not None:
-        draw_patterns(found, ranks, out / "scaling_patterns.png")
+        draw_patterns(milliseconds, ranks, out / "scaling_patterns.png")
     return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in error_text)], table)
 
 
-def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
+def draw_patterns(
+    milliseconds: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path
+) -> None:
     """Draws a line for each collective, with a colour for each compressor."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
     colors = {"none": "black", "int8": "tab:blue", "topk:ratio=0.01": "tab:orange"}
-    for (spec, pattern), values in found.items():
+    for (spec, pattern), values in milliseconds.items():
         axes.plot(ranks, values, styles[pattern], color=colors[spec], label=f"{spec}, {pattern}")
     against_ranks(axes, ranks)
     axes.set(yscale="log", ylabel="ms on the wire", title=f"25 MiB of gradient, {units.show_rate(RATE)}")
@@ -152,11 +155,11 @@ def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> 
     return markdown(["", *map(units.show_rate, RATES)], table, words=len(RATES) + 1)
 
 
-def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
+def in_words(faster: Sequence[int], ranks: Sequence[int]) -> str:
     """The numbers of ranks as text, with successive ones of those that were tried as a range."""
-    if not found:
+    if not faster:
         return "never"
-    places = [ranks.index(n) for n in found]
+    places = [ranks.index(n) for n in faster]
     runs: list[list[int]] = []
     for place in places:
         if runs and runs[-1][1] == place - 1:

@@ -107,8 +107,8 @@ def compare(result: dict[str, Any], limit: float = math.inf) -> list[Row]:
     net = network(min(units.parse_rate(result["label"]), limit), ranks)
     where = f"{result['model']}, {ranks} hosts, {result['label']}"
     return [
-        Row(method, where, found["median"], exchange(method, work, net, ranks))
-        for method, found in result["methods"].items()
+        Row(method, where, stats["median"], exchange(method, work, net, ranks))
+        for method, stats in result["methods"].items()
     ]
 
 
@@ -207,8 +207,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
     for name in dict.fromkeys(row.what for row in rows):
-        mine = [row for row in rows if row.what == name]
-        measured, predicted = ([1e3 * value for value in each] for each in zip(*(row[2:] for row in mine)))
+        rows_of_kind = [row for row in rows if row.what == name]
+        measured, predicted = (
+            [1e3 * value for value in each] for each in zip(*(row[2:] for row in rows_of_kind))
+        )
         axes.plot(measured, predicted, "o", label=name)
     ends = [40, 12_000]
     axes.plot(ends, ends, "k-", linewidth=0.8)
