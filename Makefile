@@ -14,7 +14,7 @@ help:
 	@echo "make setup   make the environment $(VENV): TensorFlow, Horovod, this package"
 	@echo "make train   train examples/keras_mnist.py on two workers"
 	@echo "make test    run all tests, or those named: make test TESTS=tests/unit"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make format  let ruff format the code"
 	@echo "make docs    build the pages of docs/ into site/"
 	@echo "make clean   remove $(VENV) and what tools left behind"
@@ -33,6 +33,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy hvd_compress
+	$(BIN)/lint-imports
 
 format: setup
 	$(BIN)/ruff check --fix-only .

@@ -23,7 +23,7 @@ BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The pages of docs/ as a site: make docs.
 DOCS = ["mkdocs-material>=9,<10", "mkdocstrings-python>=1.13"]
 # The formatter changes from one minor release to the next.
-DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3"]
+DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3", "import-linter>=2.5"]
 
 setup(
     name="hvd_compress",

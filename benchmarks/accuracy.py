@@ -1,9 +1,9 @@
-"""Does compression cost accuracy? Trains the example several times with each compressor and compares.
+"""Does compression reduce accuracy? Trains an example several times with each compressor and compares.
 
     python benchmarks/accuracy.py --specs none int8 int4 hybrid:ratio=0.01,bits=4 --seeds 0 1 2 3 4
 
-Each training is a run of examples/keras_mnist.py under horovodrun, on scikit-learn's handwritten digits. All
-make the same number of steps. Times are not compared: the workers share one machine.
+Each training is a run of examples/keras_mnist.py under horovodrun, on scikit-learn's handwritten digits. All trainings
+have the same number of steps. Times are not compared, because the workers share one machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIELDS = {
 
 
 def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One training; what it reported, accuracy in percent."""
+    """Runs one training and returns what it reported, with the accuracy in percent."""
     command = [str(BIN / "horovodrun"), "--gloo", "-np", str(args.workers), sys.executable]
     command += ["examples/keras_mnist.py", "--data", "digits", "--compression", spec, "--seed", str(seed)]
     command += ["--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--lr", str(args.lr)]
@@ -52,38 +52,38 @@ def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         text=True,
         errors="replace",
     )
-    found = {name: re.search(pattern, result.stdout) for name, pattern in FIELDS.items()}
-    if result.returncode or None in found.values():
+    matches = {name: re.search(pattern, result.stdout) for name, pattern in FIELDS.items()}
+    if result.returncode or None in matches.values():
         raise SystemExit(
             f"{spec}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}"
         )
-    numbers = {name: float(match.group(1).replace(",", "")) for name, match in found.items() if match}
+    numbers = {name: float(match.group(1).replace(",", "")) for name, match in matches.items() if match}
     return {"spec": spec, "seed": seed, **numbers}
 
 
 def table(runs: list[dict[str, Any]], specs: list[str]) -> str:
-    """Mean, spread and difference from the first compressor, of those that have been run."""
+    """A table of mean, spread and difference from the first compressor, for the trainings that have run."""
     head = f"{'compressor':<28}{'runs':>5}{'mean %':>9}{'sd':>7}{'min':>8}{'max':>8}{'diff':>8}{'ratio':>8}"
     lines = [head, "-" * len(head)]
     base = None
     for spec in specs:
-        mine = [run for run in runs if run["spec"] == spec]
-        if not mine:
+        runs_of_spec = [run for run in runs if run["spec"] == spec]
+        if not runs_of_spec:
             continue
-        accuracies = [run["accuracy"] for run in mine]
+        accuracies = [run["accuracy"] for run in runs_of_spec]
         mean = statistics.mean(accuracies)
         base = mean if base is None else base
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        ratio = mine[0]["uncompressed"] / mine[0]["sent"]
+        ratio = runs_of_spec[0]["uncompressed"] / runs_of_spec[0]["sent"]
         lines.append(
-            f"{spec:<28}{len(mine):>5}{mean:>9.2f}{spread:>7.2f}{min(accuracies):>8.2f}{max(accuracies):>8.2f}"
+            f"{spec:<28}{len(runs_of_spec):>5}{mean:>9.2f}{spread:>7.2f}{min(accuracies):>8.2f}{max(accuracies):>8.2f}"
             f"{mean - base:>+8.2f}{ratio:>8.1f}"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Runs all trainings, one after the other; writes the results after each."""
+    """Runs all trainings one after the other, and writes the results after each of them."""
     parser = argparse.ArgumentParser(
         description="Compare the accuracy that compressors reach in the same number of steps.",
         epilog="example: python benchmarks/accuracy.py --specs none int8 --seeds 0 1 2 --json accuracy.json",

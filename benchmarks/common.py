@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turns, medians with their spread, tables, JSON."""
+"""What the benchmarks share: interleaved timing, medians with quartiles, tables, JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_compress.tools.timing import summary as summary
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments of a benchmark that runs under horovodrun, with those that all of them have."""
+    """Parses the arguments of a benchmark that runs under horovodrun; adds those that all benchmarks have."""
     parser.add_argument("--label", default="", help="what the table is called, for example the link's rate")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
@@ -39,11 +39,11 @@ def interleave(
     before: Callable[[], Any] = lambda: None,
     show: bool = True,
 ) -> dict[str, list[float]]:
-    """As `timing.interleave`, with a progress bar if it is to `show`."""
+    """As `timing.interleave`, with a progress bar if `show` is True."""
     bar = iter(progress(range(rounds), "rounds", show))
-    found = timing.interleave(functions, rounds, before, lambda: next(bar))
-    next(bar, None)  # ends it
-    return found
+    seconds = timing.interleave(functions, rounds, before, lambda: next(bar))
+    next(bar, None)  # ends the progress bar
+    return seconds
 
 
 def progress(items: Iterable[Any], what: str, show: bool = True) -> Iterable[Any]:
@@ -52,24 +52,24 @@ def progress(items: Iterable[Any], what: str, show: bool = True) -> Iterable[Any
 
 
 def milliseconds(stats: Mapping[str, float]) -> str:
-    """Median and quartiles as text."""
+    """Median and quartiles in milliseconds, as text."""
     return f"{stats['median'] * 1e3:,.1f} ({stats['low'] * 1e3:,.1f} to {stats['high'] * 1e3:,.1f})"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table, the first column to the left, numbers to the right."""
+    """Prints a table. The first column is aligned left, the others right."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # Under horovodrun the output is a pipe, whose width rich takes for 80.
+    # Under horovodrun the output is a pipe, for which rich assumes a width of 80.
     Console(width=console.width if console.is_terminal else 160).print(table)
 
 
 def save(path: str | None, result: Mapping[str, Any]) -> None:
-    """Writes the result as JSON, with what it was measured on."""
+    """Writes the result as JSON, with the versions of the packages."""
     if path is None:
         return
     packages = {name: version(name) for name in ("horovod", "numpy", "hvd_compress")}

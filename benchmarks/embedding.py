@@ -1,11 +1,11 @@
-"""How long the gradient of an embedding takes to cross the network, as rows and as a dense tensor.
+"""Times the exchange of an embedding's gradient, as rows and as a dense tensor.
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/embedding.py
     horovodrun -np 2 -H one:1,two:1 python benchmarks/embedding.py --rows 1000000 --tokens 16384
 
-Runs under horovodrun; each worker looks up other tokens, which follow Zipf's law, as words do. All methods take
-turns in one run. Time is from a barrier until the worker's table is updated (plain SGD); the slowest worker counts.
-Bytes are those that left the network interface, as the kernel counts them.
+Runs under horovodrun. Each worker looks up different tokens, distributed by Zipf's law like words. All methods are
+interleaved in one run. A time is from a barrier until the table is updated (plain SGD), on the slowest worker. Bytes
+are those that left the network interface, as counted by the operating system.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
 
     hvd.init()
     rng = np.random.default_rng(hvd.rank())
-    # Zipf's law over the table's rows: the k-th most frequent with a probability like k ** -exponent.
+    # Zipf's law over the rows of the table: the probability of the k-th most frequent is proportional to k **
+    # -exponent.
     weights = np.arange(1, args.rows + 1) ** -args.exponent
     tokens = rng.choice(args.rows, args.tokens, p=weights / weights.sum())
     values = tf.Variable(rng.standard_normal((args.tokens, args.columns)).astype(np.float32))

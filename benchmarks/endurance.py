@@ -1,11 +1,12 @@
-"""Whether anything grows, is traced again or drifts apart in a long training with `auto`.
+"""Checks a long training with `auto` for growing memory, retracing and ranks that drift apart.
 
     horovodrun -np 2 python benchmarks/endurance.py --json endurance.json
 
-Runs under horovodrun. Trains a small network on random data, other data on each rank. Besides the choices that
-`auto` makes itself, every `--switch-every` steps all buckets get the next candidate, on all ranks alike, so that all
-of them, and all ways from one to another, are gone many times. Every `--check-every` steps each rank's resident
-memory and the checksum of its weights are noted. Ends with status 1 if weights differed or anything was traced again.
+Runs under horovodrun. Trains a small network on random data, which differs between ranks. In addition to the
+choices of `auto`, all buckets switch to the next candidate every `--switch-every` steps, on all ranks, so that all
+candidates and all transitions between them occur many times. Every `--check-every` steps, the resident memory of
+each rank and the checksum of its weights are recorded. Ends with status 1 if weights differed or a function was
+traced again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 
 def force(plan: Any, turn: int) -> None:
-    """Gives every bucket that `auto` chooses for the candidate of this turn; on all ranks in the same step."""
+    """Switches every bucket of `auto` to the candidate of this turn; on all ranks in the same step."""
     choice = plan.selector.state.choice
     choice.assign([turn % len(plan.selector.auto.candidates)] * choice.shape[0])
 
@@ -87,8 +88,8 @@ def main() -> int:
     traced = [(rank[1], rank[2]) for rank in ranks]
     if hvd.rank() == 0:
         rows = []
-        for rank, (found, count, _) in enumerate(ranks):
-            rss = [sample["rss"] / 2**20 for sample in found]
+        for rank, (samples, count, _) in enumerate(ranks):
+            rss = [sample["rss"] / 2**20 for sample in samples]
             late = rss[len(rss) // 2 :]
             per_step = (
                 np.polyfit(np.arange(len(late)) * args.check_every, late, 1)[0] if len(late) > 1 else 0.0
@@ -121,7 +122,7 @@ def main() -> int:
             {
                 "benchmark": "endurance", "workers": hvd.size(), **{name: vars(args)[name] for name in names},
                 "forced_switches": turns, "own_switches": switches, "drifted": drifted,
-                "ranks": [{"traces": count, "plans": plans, "samples": found} for found, count, plans in ranks],
+                "ranks": [{"traces": count, "plans": plans, "samples": samples} for samples, count, plans in ranks],
             },
         )  # fmt: skip
     return int(bool(drifted) or any(count != 1 or plans != [(1, 0)] for count, plans in traced))

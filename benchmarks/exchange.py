@@ -1,14 +1,14 @@
-"""How long the gradients of one step take to cross the network, with every compressor.
+"""Times the exchange of one step's gradients with every compressor.
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/exchange.py
     horovodrun -np 2 -H one:1,two:1 python benchmarks/exchange.py --model bert_base
     sudo python benchmarks/netlab.py --hosts 2 --workers 2 --rate 1gbit -- \
         python benchmarks/exchange.py --specs int8 --levels flat two-level auto
 
-Runs under horovodrun; each worker has other gradients of the model's shapes. All methods take turns in one
-run; ratios are against stock Horovod without compression. Time is from a barrier until the worker has all
-reduced gradients, residuals updated; the slowest worker counts. Bytes are those that left the first host's network
-interface, as the kernel counts them: those of all its workers.
+Runs under horovodrun. Each worker has different gradients with the shapes of the model. All methods are interleaved in
+one run, and ratios are relative to stock Horovod without compression. A time is from a barrier until the worker has all
+reduced gradients and its residuals are updated, on the slowest worker. Bytes are those that left the network interface
+of the first host, as counted by the operating system: those of all its workers. side_by_side.py compares two versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 def bytes_out(interface: str) -> int:
-    """The bytes that left an interface so far."""
+    """The bytes that have left a network interface so far."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): fields.split() for name, _, fields in (line.partition(":") for line in lines)}
     if interface not in counts:
@@ -64,7 +64,7 @@ def bytes_out(interface: str) -> int:
 
 
 def reset_peak() -> int:
-    """Forgets the peak of this process's memory; returns what is in use, in bytes."""
+    """Resets the peak memory of this process; returns its resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
@@ -134,7 +134,7 @@ def main() -> None:
             facts[name]["predicted_sent"] = workers * ours[name].plan.bytes_sent()[0]
 
     times = common.interleave(methods, args.rounds, barrier, show)
-    # The slowest worker of each round.
+    # The slowest worker of each round counts.
     names = list(methods)
     slowest = hvd.allreduce(
         tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times"

@@ -1,10 +1,10 @@
-"""How long each kernel takes, as a multiple of `x + 1` on the same data in the same run, on one core.
+"""Times each kernel on one core, as a multiple of the time of `x + 1` on the same data in the same run.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only int8 --piece 24576000
 
-Kernels run as they do in a training step: compiled, in a tf.function, over pieces of the gradient. The ratios
-depend on the version of TensorFlow, which the table names.
+Kernels run as in a training step: compiled, in a tf.function, over chunks of the gradient. The ratios depend on the
+version of TensorFlow, which is part of the table's title.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import common
 
-# About as large as pieces are in training, and a multiple of what all these compressors want.
+# About the size of a chunk in training, and a multiple of the alignment of all these compressors.
 PIECE = 1_024_000
-# Columns of the matrices that compressors see which need them.
+# Columns of the matrix, for compressors of matrices.
 COLUMNS = 512
-# Name, compressor, ranks whose payloads are decoded (0: encode with residual).
+# Name, compressor, number of ranks whose payloads are decoded (0: encode with a residual).
 KERNELS = [
     ("residual + int8", "int8", 0),
     ("residual + int8, stochastic", "quantize:bits=8,rounding=stochastic", 0),
@@ -80,10 +80,10 @@ def main() -> None:
     add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
 
     matrices = [tf.reshape(piece, [-1, COLUMNS]) for piece in pieces]
-    rests = [tf.reshape(piece, [-1, COLUMNS]) for piece in residuals]
+    matrix_residuals = [tf.reshape(piece, [-1, COLUMNS]) for piece in residuals]
 
     def product(rank: int, transposed: bool, way: str) -> Callable[[], Any]:
-        """Thin products, as `kernels.low_rank` makes them ("TensorFlow") and as it might."""
+        """A product with a thin matrix: the way of `kernels.linear` ("TensorFlow") or an alternative."""
         side = COLUMNS if transposed else args.piece // COLUMNS
         factor = tf.random.normal([rank, side], seed=rank)
 
@@ -98,21 +98,18 @@ def main() -> None:
         return lambda: several(matrices)
 
     def encoder(compressor: Any) -> Callable[[], Any]:
-        if compressor.per_tensor:
-            given, kept = matrices, rests
-        else:
-            given, kept = pieces, residuals
+        inputs = (matrices, matrix_residuals) if compressor.per_tensor else (pieces, residuals)
 
         @tf.function
-        def encode(pieces: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
-            encoded = [compressor.encode(p, seeds, r, keep=True) for p, r in zip(pieces, residuals)]
+        def encode(chunks: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+            encoded = [compressor.encode(x, seeds, r, keep=True) for x, r in zip(chunks, residuals)]
             return [(e.parts, e.residual, e.finite) for e in encoded]
 
-        return lambda: encode(given, kept)
+        return lambda: encode(*inputs)
 
     def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
-        given = matrices if compressor.per_tensor else pieces
-        encoded = [compressor.encode(piece, seeds) for piece in given]
+        chunks = matrices if compressor.per_tensor else pieces
+        encoded = [compressor.encode(chunk, seeds) for chunk in chunks]
         payloads = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
 
         @tf.function

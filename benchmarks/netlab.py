@@ -2,9 +2,9 @@
 
     sudo python benchmarks/netlab.py --hosts 4 --rate 1gbit -- python benchmarks/exchange.py
 
-Each host is a network namespace with one link to a common switch, shaped in both directions with tc; the
-command runs on every host under horovodrun. Needs root and iproute2 (apt-get install iproute2). Everything
-is removed at the end, also when this program is killed.
+Each host is a network namespace with a link to a common switch, shaped in both directions with tc. The command runs on
+every host under horovodrun. Needs root and iproute2 (apt-get install iproute2). Everything is removed at the end, even
+if this program is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 NETWORK = "10.77.0"
 UNSHAPED = "unshaped"
-# The stand-in for ssh: drops the options, and runs the command in the namespace that has the address.
+# Replaces ssh: ignores the options, and runs the command in the namespace that has the address.
 SSH = """#!/bin/sh
 host=
 while [ $# -gt 0 ]; do  # horovodrun writes options before and after the host
@@ -41,23 +41,23 @@ exec ip netns exec {prefix}h$((host - 1)) taskset -c $(( (host - 1) % {cores} ))
 
 
 class NetlabError(Exception):
-    """What keeps the lab from being set up, in one line."""
+    """The reason why the lab cannot be set up, in one line."""
 
 
 class Netlab:
-    """Emulated hosts; a context manager that removes them at its end.
+    """Context manager that creates emulated hosts and removes them at its end.
 
     Attributes:
         addresses: The hosts' IP addresses.
     """
 
     def __init__(self, hosts: int, rate: str = UNSHAPED, workers_per_host: int = 1) -> None:
-        """Sets nothing up yet.
+        """Stores the settings; the hosts are created on entering the context.
 
         Args:
-            hosts: How many, from 1 to 250.
-            rate: Of each link in each direction as tc writes it, such as 100mbit or 10gbit, or "unshaped".
-            workers_per_host: Worker processes on each host, which share its link and one core.
+            hosts: Number of hosts, from 1 to 250.
+            rate: Rate of each link in each direction, in the notation of tc, such as 100mbit or 10gbit; or "unshaped".
+            workers_per_host: Worker processes on each host. They share its link and one core.
         """
         self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
@@ -84,7 +84,7 @@ class Netlab:
         self._stack.close()
 
     def set_rate(self, rate: str) -> None:
-        """Shapes all links anew, also while something runs."""
+        """Changes the rate of all links, also while a command runs."""
         for i in range(self.hosts):
             for namespace, device in ((self._host(i), "eth0"), (self._switch, f"port{i}")):
                 where = ("tc", "-n", namespace, "qdisc")
@@ -96,9 +96,9 @@ class Netlab:
         self.rate = rate
 
     def run(self, command: Sequence[str], **keywords: Any) -> subprocess.CompletedProcess[Any]:
-        """Runs `command` on every host under horovodrun; keywords as for `subprocess.run`."""
+        """Runs `command` on every host under horovodrun; keywords are those of `subprocess.run`."""
         horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent)) or "horovodrun"
-        # One core per host, the first host's worker included, which horovodrun starts itself.
+        # One core per host; horovodrun itself starts the workers of the first host.
         inside = ["ip", "netns", "exec", self._host(0), "taskset", "-c", "0", horovodrun, "--gloo"]
         inside += ["-np", str(self.hosts * self.workers), "--network-interfaces", "eth0"]
         inside += ["-H", ",".join(f"{address}:{self.workers}" for address in self.addresses)]
@@ -120,7 +120,7 @@ class Netlab:
 
     def _make_host(self, i: int) -> None:
         host, port = self._host(i), f"port{i}"
-        # Gloo looks up the machine's own name; it must find this host's address.
+        # Gloo resolves the machine's hostname, which must lead to this host's address.
         names = Path("/etc/netns") / host
         names.mkdir(parents=True)
         (names / "hosts").write_text(f"127.0.0.1 localhost\n{self.addresses[i]} {socket.gethostname()}\n")
@@ -133,10 +133,10 @@ class Netlab:
 
 
 def check_machine() -> None:
-    """Whether namespaces can be made here.
+    """Checks that this machine can create network namespaces.
 
     Raises:
-        NetlabError: Something is missing.
+        NetlabError: A requirement is missing.
     """
     if sys.platform != "linux":
         raise NetlabError("needs Linux network namespaces")
@@ -149,10 +149,10 @@ def check_machine() -> None:
 
 @contextlib.contextmanager
 def _cleaner(prefix: str) -> Iterator[None]:
-    """A process of its own that removes the lab once this one has ended, however it ended."""
+    """Starts a process that removes the lab when this process has ended, in whatever way."""
     code = "import sys; sys.stdin.read(); sys.path.insert(0, sys.argv[1]); import netlab; netlab.remove(sys.argv[2])"
     command = [sys.executable, "-c", code, str(Path(__file__).resolve().parent), prefix]
-    # In a session of its own, so that the signal which ends us does not end it.
+    # In its own session, so that a signal that ends this process does not end it, too.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
@@ -161,7 +161,7 @@ def _cleaner(prefix: str) -> Iterator[None]:
 
 
 def remove(prefix: str) -> None:
-    """Ends what runs in the namespaces of this prefix, and removes them."""
+    """Kills all processes in the namespaces with this prefix, and deletes the namespaces."""
     listed = _run("ip", "netns", "list", check=False).stdout
     for name in re.findall(rf"^({re.escape(prefix)}(?:sw|h\d+))\b", listed, re.MULTILINE):
         for pid in _run("ip", "netns", "pids", name, check=False).stdout.split():
@@ -181,7 +181,7 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> int:
-    """Reads the command line, and runs the command in a lab."""
+    """Runs the command of the command line in a lab."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 def exchange(results: list[Result], out: Path) -> None:
-    """Times faster than stock Horovod, a group of bars for each link."""
+    """Plots the speedup over stock Horovod, with a group of bars for each link."""
     results = sorted(results, key=lambda r: (r["workers"], -r["methods"]["horovod none"]["median"]))
     everything = list(dict.fromkeys(name for r in results for name in r["methods"]))
     methods = [name for name in everything if name != "horovod none"]
@@ -56,14 +56,14 @@ def exchange(results: list[Result], out: Path) -> None:
 
 
 def ratio(result: Result, name: str) -> float:
-    """How many times faster than stock Horovod a method was; 0 where it was not measured."""
+    """The speedup of a method over stock Horovod; 0 if it was not measured."""
     if name not in result["methods"]:
         return 0.0
     return result["methods"]["horovod none"]["median"] / result["methods"][name]["median"]
 
 
 def kernels(results: list[Result], out: Path) -> None:
-    """Kernels as multiples of x + 1, bars for each version of TensorFlow."""
+    """Plots the times of kernels as multiples of x + 1, with bars for each version of TensorFlow."""
     names = [name for name in results[0]["kernels"] if name != "x + 1"]
     figure, axes = plt.subplots(figsize=(9, 6))
     height = 0.8 / len(results)
@@ -87,7 +87,7 @@ def kernels(results: list[Result], out: Path) -> None:
 
 
 def train(results: list[Result], out: Path) -> None:
-    """Seconds to the accuracy, a bar for each method."""
+    """Plots the seconds until the accuracy was reached, with a bar for each method."""
     for result in results:
         medians = {
             name: statistics.median(run["seconds"] or float("inf") for run in runs)

@@ -3,12 +3,13 @@
     pip install torch --index-url https://download.pytorch.org/whl/cpu
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/powersgd_peers.py --label "at 1 gbit"
 
-Runs under horovodrun; both libraries in the same processes, over Gloo, with one thread each, in turn in every round.
-Gradients are the same numbers of the same shapes, in each library's own order of dimensions. Ours reduces them as
-DistributedOptimizer does: matrices as factors, the rest uncompressed, residuals and factors kept. PyTorch's side is a
-DistributedDataParallel model of these parameters with the hook (warm start, error feedback), whose backward pass only
-hands over gradients that are there already: time is from a barrier until all reduced gradients are there, and the
-slowest worker counts. Of it, the same backward pass without a hook on an unwrapped model is given for comparison.
+Runs under horovodrun. Both libraries run in the same processes, over Gloo, with one thread each, interleaved in every
+round. Both have the same gradients, each in its own order of dimensions. This package reduces them as
+DistributedOptimizer does: matrices as factors, the rest uncompressed, with residuals and factors kept. On
+    PyTorch's side,
+a DistributedDataParallel model with these parameters has the hook (warm start, error feedback). Its backward pass only
+passes on existing gradients. A time is from a barrier until all reduced gradients are available, on the slowest worker.
+For comparison, the same backward pass is timed on an unwrapped model without the hook.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Peer:
-    """PyTorch's side: a model whose gradients are given."""
+    """PyTorch's side: a model with given gradients."""
 
     def __init__(self, gradients: list[np.ndarray]) -> None:
         import torch
@@ -56,7 +57,7 @@ class Peer:
         torch, given = self._torch, self._given
 
         class Given(torch.autograd.Function):
-            """Has the given gradient, whatever comes in."""
+            """A function with the given gradient, independent of its input."""
 
             @staticmethod
             def forward(ctx: Any, parameter: Any, i: int) -> Any:
@@ -88,8 +89,8 @@ class Peer:
         """One step of the hook."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
-        # One bucket: with several at once, the hook's callbacks begin collectives in another order on each worker, over
-        # Gloo, and DDP ends with an error. There is no backward pass here that they could overlap with.
+        # One bucket: with several, the hook's callbacks start collectives in a different order on each worker over
+        # Gloo, and DDP ends with an error. There is no computation here that several buckets could overlap with.
         whole = 1 + sum(4 * g.numel() for g in self._given) // 2**20
         model = self._torch.nn.parallel.DistributedDataParallel(self._model(), bucket_cap_mb=whole)
         state = hooks.PowerSGDState(
@@ -112,7 +113,7 @@ class Peer:
 
 
 def begin_torch(rank: int, size: int, address: str, port: int) -> None:
-    """PyTorch's own connections, between the same hosts."""
+    """Opens PyTorch's own connections between the same hosts."""
     import torch.distributed
 
     if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == "eth0" for _, name in socket.if_nameindex()):
@@ -123,7 +124,7 @@ def begin_torch(rank: int, size: int, address: str, port: int) -> None:
 
 
 def address_of(rank: int) -> tuple[str, int]:
-    """Where rank 0 can be reached, and a port that is free there; to be told to the others."""
+    """The address of rank 0, and a port that is free there, to be sent to the other ranks."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         return socket.gethostbyname(socket.gethostname()), listening.getsockname()[1]
@@ -165,7 +166,9 @@ def main() -> None:
 
     show = hvd.rank() == 0
     for method in common.progress(list(methods.values()), "first steps", show):
-        for _ in range(5):  # DDP rebuilds its buckets after one, and begins with the hook after two more
+        for _ in range(
+            5
+        ):  # DDP rebuilds its buckets after one step, and starts to use the hook after two more
             method()
     times = common.interleave(methods, args.rounds, barrier, show)
     names = list(methods)

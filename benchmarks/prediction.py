@@ -1,13 +1,14 @@
-"""How well the calibrated cost model predicts: every compressor, pattern and bucket size against the clock.
+"""Compares the calibrated cost model with measured times, for every compressor, collective and bucket size.
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python benchmarks/prediction.py
     horovodrun -np 4 -H one:1,two:1,three:1,four:1 python benchmarks/prediction.py
 
-Runs under horovodrun. Calibrates first, then exchanges one bucket at a time, in every pattern that its compressor
-may cross in; buckets of one size take turns. Time is from a barrier until the slowest worker has the sum and its
-residual, the mean of the middle half of the rounds: small messages take one time slice of the scheduler or two, and the
-median jumps from one to the other. Before each the network has a pause, as in a step before its first bucket: what a
-shaped link lets through at once does not hang on what crossed before. The error is (predicted - measured) / measured.
+Runs under horovodrun. Calibrates first, then exchanges one bucket at a time, with every collective that its compressor
+can use. Buckets of one size are interleaved. A time is from a barrier until the slowest worker has the sum and its
+residual; it is the mean of the middle half of the rounds, because small messages take one or two time slices of the
+scheduler, and the median would jump between the two. Before each exchange the network pauses, as before the first
+bucket of a step, so that the burst that a shaped link lets through does not depend on the exchange before. The error is
+(predicted - measured) / measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 SPECS = ["none", "int8", "int4", "onebit", "block_topk:ratio=0.01", "hybrid:ratio=0.01,bits=4"]
 SIZES = [2**16, 2**20, 2**23, 25 * 2**20, 100 * 2**20]
-# Buckets up to this size are timed so many times as often.
+# Buckets up to this size are timed more often, by this factor.
 SMALL, ROUNDS_OF_SMALL = 2**20, 5
 
 
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
-    """The exchange of one bucket of this size, residuals kept."""
+    """The exchange of one bucket of this size, with residuals."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -65,16 +66,16 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     random = np.random.default_rng(hvd.rank())
     pieces = [tf.Variable(random.standard_normal(size).astype(np.float32)) for _ in range(count)]
     keep = compressor.error_feedback
-    kept = [tf.Variable(tf.zeros([size])) for _ in range(count)] if keep else []
+    variables = [tf.Variable(tf.zeros([size])) for _ in range(count)] if keep else []
     name = "".join(c if c.isalnum() else "_" for c in f"{spec}_{pattern}_{nbytes}")
     group = Group(hvd.global_process_set, name)
 
     @tf.function(autograph=False)
     def run() -> Any:
-        residuals: list[Any] = [r.value() for r in kept] or [None] * count
+        residuals: list[Any] = [r.value() for r in variables] or [None] * count
         share = LocalInput([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
         result = collective.reduce(compressor, share, 1.0 / hvd.size(), group)
-        for variable, value in zip(kept, result.residuals):
+        for variable, value in zip(variables, result.residuals):
             variable.assign(value)
         return result.chunks
 
@@ -101,7 +102,7 @@ def main() -> None:
     cases = [(spec, pattern) for spec in args.specs for pattern in model.patterns(spec)]
     rows = []
 
-    # Until what passes at once may pass again.
+    # Until the shaped link allows a burst again.
     pause = 1.2 * max(link.burst * link.beta for link in calibration.links.values())
 
     def begin() -> None:
@@ -116,8 +117,8 @@ def main() -> None:
             run()
         rounds = args.rounds * (ROUNDS_OF_SMALL if size <= SMALL else 1)
         times = common.interleave(runs, rounds, begin, show=show)
-        for (spec, pattern), found in times.items():
-            slowest = hvd.allreduce(tf.constant(found, tf.float64), op=hvd.Max, name="times").numpy()
+        for (spec, pattern), own_times in times.items():
+            slowest = hvd.allreduce(tf.constant(own_times, tf.float64), op=hvd.Max, name="times").numpy()
             predicted = model.predict(spec, size, pattern=pattern)
             rows.append((spec, pattern, size, midmean(slowest), predicted))
     if not show:

@@ -1,8 +1,8 @@
-"""Weak scaling to 4,096 ranks, predicted: efficiency of every algorithm on several networks, and what pays where.
+"""Predicts weak scaling to 4,096 ranks: the efficiency of every algorithm on several networks, and which one pays off.
 
     python benchmarks/scaling.py --out docs/images --page docs/scaling.md
 
-Nothing is run but the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
+Runs only the cost model. Prints Markdown tables, and writes them into a page. See docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hvd_compress.tools.models import MODELS
 from hvd_compress.tools.network import Network
 from hvd_compress.tools.prediction import Workload, forecast
 
-# Every algorithm has a line.
+# The algorithms in the plots.
 SPECS = (
     "none", "fp16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01", "randomk:ratio=0.01",
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=2", "dgc:ratio=0.001",
 )  # fmt: skip
 RANKS = [2**power for power in range(13)]
-# A GPU's step of ResNet-50, of which the backward pass takes two thirds.
+# A step of ResNet-50 on a GPU; the backward pass takes two thirds of it.
 BACKWARD, FORWARD = 0.12, 0.06
 RATE, LATENCY = 10e9, 20e-6
 RATES = (1e9, 10e9, 25e9, 100e9)
 WORKERS, LOCAL = 8, Link.of_rate(100e9, 5e-6)
-# A leaf switch of 32 hosts.
+# A leaf switch has 32 hosts.
 LEAF, OVERSUBSCRIPTION = 32, 4.0
-# Kernels that take no time, faster than any GPU's: what the network alone allows.
+# Kernels that take no time, to show the limits of the network alone.
 FREE = dict.fromkeys((formats.parse(spec).name for spec in SPECS), KernelCost())
 
 
 def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> dict[str, Network]:
-    """Those that are drawn, flat ones and those of hosts of eight workers."""
+    """The networks in the plots: flat ones, and those of hosts with eight workers."""
     flat = Network(rate, LATENCY, ranks_per_leaf=LEAF, oversubscription=OVERSUBSCRIPTION, kernels=kernels)
     two = dataclasses.replace(flat, shape="two-level", workers=WORKERS, local=LOCAL, hierarchical=True)
     return {
@@ -59,29 +59,30 @@ def networks(rate: float = RATE, kernels: Mapping[str, KernelCost] = FREE) -> di
 
 
 def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
-    """Weak scaling of one algorithm, between as many ranks as fill hosts."""
+    """Weak scaling of one algorithm, for numbers of ranks that fill whole hosts."""
     workers = network.workers
     ranks = [n for n in RANKS if n % workers == 0]
     return weak_scaling(lambda n: forecast(spec, work, network, n).step, work.backward + work.rest, ranks)
 
 
 def efficiencies(work: Workload, out: Path | None) -> str:
-    """Efficiency against ranks, a panel for each network; a table of that at the most ranks."""
-    found = {
+    """Plots efficiency against ranks, with a panel for each network; returns a table for the most ranks."""
+    by_network = {
         name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
     }
     table = [
-        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in found.values())] for spec in SPECS
+        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in by_network.values())]
+        for spec in SPECS
     ]
     if out is not None:
-        draw_efficiencies(found, out / "scaling_efficiency.png")
-    return markdown(["", *found], table)
+        draw_efficiencies(by_network, out / "scaling_efficiency.png")
+    return markdown(["", *by_network], table)
 
 
-def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
-    """A panel for each network, a line for each algorithm."""
+def draw_efficiencies(by_network: Mapping[str, Mapping[str, Sequence[Scaled]]], path: Path) -> None:
+    """Draws a panel for each network and a line for each algorithm."""
     figure, panels = plt.subplots(2, 3, figsize=(15, 8), sharey=True, layout="constrained")
-    for axes, (name, lines) in zip(panels.flat, found.items()):
+    for axes, (name, lines) in zip(panels.flat, by_network.items()):
         for spec, rows in lines.items():
             style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
             axes.plot(
@@ -98,7 +99,7 @@ def draw_efficiencies(found: Mapping[str, Mapping[str, Sequence[Scaled]]], path:
 
 
 def patterns(out: Path | None) -> str:
-    """Milliseconds that a bucket of 25 MiB takes on the wire, in each pattern."""
+    """Milliseconds of a 25 MiB bucket on the wire, for each collective."""
     nbytes, link = 25 * 2**20, Link.of_rate(RATE, LATENCY)
     ranks = [n for n in RANKS if n >= 2 * WORKERS]
     cases = [
@@ -115,23 +116,25 @@ def patterns(out: Path | None) -> str:
         model = CostModel(link, n, two if pattern == "two_level" else Ring(link, n))
         return model.predict(spec, nbytes, pattern, form="alpha_beta").total
 
-    found = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
+    milliseconds = {case: [1e3 * seconds(*case, n) for n in ranks] for case in cases}
     error_text = [ranks.index(n) for n in (16, 64, 512, 4096)]
     table = [
         [f"{spec}, {pattern}", *(f"{values[i]:,.1f}" for i in error_text)]
-        for (spec, pattern), values in found.items()
+        for (spec, pattern), values in milliseconds.items()
     ]
     if out is not None:
-        draw_patterns(found, ranks, out / "scaling_patterns.png")
+        draw_patterns(milliseconds, ranks, out / "scaling_patterns.png")
     return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in error_text)], table)
 
 
-def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
-    """A line for each pattern, a colour for each compressor."""
+def draw_patterns(
+    milliseconds: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path
+) -> None:
+    """Draws a line for each collective, with a colour for each compressor."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
     colors = {"none": "black", "int8": "tab:blue", "topk:ratio=0.01": "tab:orange"}
-    for (spec, pattern), values in found.items():
+    for (spec, pattern), values in milliseconds.items():
         axes.plot(ranks, values, styles[pattern], color=colors[spec], label=f"{spec}, {pattern}")
     against_ranks(axes, ranks)
     axes.set(yscale="log", ylabel="ms on the wire", title=f"25 MiB of gradient, {units.show_rate(RATE)}")
@@ -140,7 +143,7 @@ def draw_patterns(found: Mapping[tuple[str, str], Sequence[float]], ranks: Seque
 
 
 def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> str:
-    """Between how many ranks on a network each compressor takes less time than none, by rate."""
+    """The numbers of ranks for which each compressor is faster than none, by the rate of the network."""
     table = []
     for spec in SPECS[1:]:
         cells = []
@@ -152,11 +155,11 @@ def crossovers(work: Workload, name: str, kernels: Mapping[str, KernelCost]) -> 
     return markdown(["", *map(units.show_rate, RATES)], table, words=len(RATES) + 1)
 
 
-def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
-    """The numbers of ranks that were found, of those that were tried: runs of them."""
-    if not found:
+def in_words(faster: Sequence[int], ranks: Sequence[int]) -> str:
+    """The numbers of ranks as text, with successive ones of those that were tried as a range."""
+    if not faster:
         return "never"
-    places = [ranks.index(n) for n in found]
+    places = [ranks.index(n) for n in faster]
     runs: list[list[int]] = []
     for place in places:
         if runs and runs[-1][1] == place - 1:
@@ -171,7 +174,7 @@ def in_words(found: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 def against_ranks(axes: Any, ranks: Sequence[int] = RANKS) -> None:
-    """The axis of ranks."""
+    """Sets up the axis of ranks."""
     axes.set(xscale="log", xlabel="ranks")
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks], rotation=45)
     axes.xaxis.minorticks_off()

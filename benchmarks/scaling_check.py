@@ -1,12 +1,12 @@
-"""How good the predictions are: what was measured between emulated hosts, and what others published.
+"""Compares predictions with measurements between emulated hosts and with published ones.
 
     sudo python benchmarks/netlab.py --hosts 8 --rate 100mbit -- \
         python benchmarks/exchange.py --label 100mbit --json docs/results/exchange_8_100mbit.json
     python benchmarks/scaling_check.py docs/results/*.json --out docs/images --page docs/scaling.md
 
-Prints Markdown tables, and writes them into a page; the error is (predicted - measured) / measured. Nothing is
-fitted to what is predicted: a link has its nominal rate, or what the same hosts reach over an unshaped one where that
-is less, and `plan`'s latency; kernels are the default ones, and hosts that share a core take so many times longer.
+Prints Markdown tables, and writes them into a page. The error is (predicted - measured) / measured. No parameter is
+fitted to the measurements: a link has its nominal rate, or the rate that the same hosts reach over an unshaped link if
+that is lower, and the latency of `plan`. Kernels have their default speeds, divided by the number of hosts per core.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hvd_compress.tools.network import Network
 from hvd_compress.tools.plan import LATENCY
 from hvd_compress.tools.prediction import Workload, forecast, forecast_auto
 
-# Of the machine that emulates the hosts.
+# Cores of the machine that emulates the hosts.
 CORES = 2
 UNSHAPED = "unshaped"
-BACKWARD = 2 / 3  # of a step's computation: two matrix products for each of the forward pass
+BACKWARD = 2 / 3  # its share of a step's computation: two matrix products for each one of the forward pass
 
 
 class Row(NamedTuple):
-    """Something that was measured, and what the model says of it, in seconds."""
+    """A measurement and its prediction, in seconds."""
 
     what: str
     where: str
@@ -46,12 +46,12 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """The error relative to the measurement."""
         return self.predicted / self.measured - 1.0
 
 
 def network(rate: float, hosts: int, cores: int = CORES) -> Network:
-    """Emulated hosts of a core each, as long as there are so many."""
+    """The network of emulated hosts, which have a core each as far as there are enough."""
     times = max(1.0, hosts / cores)
     kernels = {
         name: dataclasses.replace(cost, **{k: v * times for k, v in dataclasses.asdict(cost).items()})
@@ -61,10 +61,10 @@ def network(rate: float, hosts: int, cores: int = CORES) -> Network:
 
 
 def exchange(method: str, work: Workload, net: Network, ranks: int) -> float:
-    """Seconds that a method of `exchange.py` takes for a step's gradients."""
+    """Predicted seconds of a method of `exchange.py` for the gradients of a step."""
     library, _, spec = method.rpartition(" ")
     if library in ("horovod", "DDP"):
-        # Of 16 bits half as much crosses; what casting and summing them takes is not known.
+        # 16 bits are half as many bytes; the times of casting and summing them are unknown.
         half = Network(net.rate * 2, net.latency) if spec == "fp16" else net
         return forecast("none", work, half, ranks).step
     if spec == "auto":
@@ -73,12 +73,12 @@ def exchange(method: str, work: Workload, net: Network, ranks: int) -> float:
 
 
 def reached(work: Workload, ranks: int, seconds: float) -> float:
-    """The bits per second of a ring in which an allreduce of all gradients takes so long."""
+    """The bits per second of a ring in which an allreduce of all gradients takes this long."""
     return 8.0 * Ring(Link(0.0, 1.0), ranks).allreduce(4 * work.numel) / seconds
 
 
 def compare_all(results: Sequence[dict[str, Any]]) -> list[Row]:
-    """Results of `exchange.py` with their predictions; those of unshaped links say what hosts can reach."""
+    """Results of `exchange.py` with their predictions. Those of unshaped links give the limit of the hosts."""
     limits = {
         (result["model"], result["workers"]): reached(
             Workload(tuple(MODELS[result["model"]]())),
@@ -97,7 +97,7 @@ def compare_all(results: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def compare(result: dict[str, Any], limit: float = math.inf) -> list[Row]:
-    """The methods of one result of `exchange.py`, each with its prediction.
+    """The methods of one result of `exchange.py`, with their predictions.
 
     Args:
         result: Of a link whose rate is its label.
@@ -107,13 +107,13 @@ def compare(result: dict[str, Any], limit: float = math.inf) -> list[Row]:
     net = network(min(units.parse_rate(result["label"]), limit), ranks)
     where = f"{result['model']}, {ranks} hosts, {result['label']}"
     return [
-        Row(method, where, found["median"], exchange(method, work, net, ranks))
-        for method, found in result["methods"].items()
+        Row(method, where, stats["median"], exchange(method, work, net, ranks))
+        for method, stats in result["methods"].items()
     ]
 
 
 def earlier(data: dict[str, Any]) -> list[Row]:
-    """What was measured before."""
+    """Measurements made before."""
     work = Workload(tuple(MODELS["resnet50"]()))
     rows = []
     limit = reached(work, 2, data["unshaped"] / 1e3)
@@ -127,7 +127,7 @@ def earlier(data: dict[str, Any]) -> list[Row]:
 
 
 def horovod(data: dict[str, Any], latency: float) -> list[Row]:
-    """Steps of Horovod's own benchmark: a ring through all GPUs passes each server's link once."""
+    """Steps of Horovod's own benchmark. A ring through all GPUs uses the link of each server once."""
     rows = []
     for each in data["efficiency"]:
         model = each["model"]
@@ -142,7 +142,7 @@ def horovod(data: dict[str, Any], latency: float) -> list[Row]:
 
 
 def grace(data: dict[str, Any]) -> list[Row]:
-    """Steps of GRACE's runs without compression, by its displays."""
+    """Steps of GRACE's runs without compression, by the displayed speeds."""
     alone = data["batch"] / data["alone"][0]
     work = Workload(tuple(of_size(round(data["parameters"]))), BACKWARD * alone, (1 - BACKWARD) * alone)
     rows = []
@@ -155,9 +155,10 @@ def grace(data: dict[str, Any]) -> list[Row]:
 
 
 def grace_compressed(data: dict[str, Any]) -> list[Row]:
-    """Steps of GRACE's runs with compression at 1 Gbit/s: those at 25 Gbit/s, and what the wire takes longer.
+    """Steps of GRACE's runs with compression at 1 Gbit/s.
 
-    So that kernels need not be known. By both of GRACE's counts: displays, and the log's total.
+    Predicted as the measured steps at 25 Gbit/s and the additional time on the wire, so that kernels need not be known.
+    Compared with both of GRACE's measurements: the displayed speeds, and the total of the log.
     """
     ranks, rows = 8, []
     for each in data["compressed"]:
@@ -172,7 +173,7 @@ def grace_compressed(data: dict[str, Any]) -> list[Row]:
 
 
 def allreduces(data: dict[str, Any]) -> list[Row]:
-    """Allreduces between more GPUs, from the one between the fewest: a ring's 2 (n - 1) / n."""
+    """Allreduces between more GPUs, predicted from the one between the fewest, by a ring's 2 (n - 1) / n."""
     rows = []
     for cluster, ((fewest, first), *others) in data["clusters"].items():
         one = Ring(Link(0.0, 1.0), fewest).allreduce(1.0)
@@ -183,7 +184,7 @@ def allreduces(data: dict[str, Any]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, with how far predictions are off."""
+    """A Markdown table with the errors of the predictions."""
     cells = [
         [
             row.where, row.what, f"{1e3 * row.measured:,.0f}", f"{1e3 * row.predicted:,.0f}",
@@ -198,7 +199,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Predicted against measured seconds, a colour for each method."""
+    """Plots predicted against measured seconds, with a colour for each method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,8 +207,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
     for name in dict.fromkeys(row.what for row in rows):
-        mine = [row for row in rows if row.what == name]
-        measured, predicted = ([1e3 * value for value in each] for each in zip(*(row[2:] for row in mine)))
+        rows_of_kind = [row for row in rows if row.what == name]
+        measured, predicted = (
+            [1e3 * value for value in each] for each in zip(*(row[2:] for row in rows_of_kind))
+        )
         axes.plot(measured, predicted, "o", label=name)
     ends = [40, 12_000]
     axes.plot(ends, ends, "k-", linewidth=0.8)

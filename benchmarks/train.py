@@ -1,11 +1,11 @@
-"""How long training takes to reach an accuracy, with every compressor.
+"""Times training to a given accuracy with every compressor.
 
     sudo python benchmarks/netlab.py --hosts 2 --rate 100mbit -- python benchmarks/train.py
 
-Runs under horovodrun, and trains the network of examples/keras_mnist.py on scikit-learn's handwritten digits,
-once per method and seed. The clock runs from the first step, tracing and compilation included, and stands
-still while the accuracy on the test images is looked at, after every epoch. Stock Horovod runs through its
-DistributedGradientTape, as its optimizer does not reduce gradients on Keras 3.
+Runs under horovodrun. Trains the network of examples/keras_mnist.py on scikit-learn's handwritten digits, once per
+method and seed. The time starts with the first step and includes tracing and compilation, but not the evaluation on
+the test images after every epoch. Stock Horovod uses its DistributedGradientTape, because its optimizer does not reduce
+gradients on Keras 3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One training: seconds and steps until the accuracy was reached, or None for both."""
+    """One training. Returns the seconds and steps until the accuracy was reached, or None for both."""
     import data
     import horovod.tensorflow as hvd
     import numpy as np
@@ -54,10 +54,10 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     from hvd_compress.tools.exchange import barrier
 
     keras.utils.set_random_seed(seed)
-    model = build_model()  # the same weights on all workers, by the seed
+    model = build_model()  # the seed gives all workers the same weights
     keras.utils.set_random_seed(1000 * seed + hvd.rank())
     optimizer = keras.optimizers.Adam(args.lr * hvd.size())
-    optimizer.build(model.trainable_variables)  # or the step is traced twice
+    optimizer.build(model.trainable_variables)  # otherwise the step would be traced twice
     loss_of = keras.losses.SparseCategoricalCrossentropy()
 
     @tf.function
@@ -92,7 +92,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
         seconds += time.perf_counter() - start
         scores = predict(tf.constant(images.x_test)).numpy()
         accuracy = float((scores.argmax(1) == images.y_test).mean() * 100)
-        # All have the same weights, but one of them decides, so that all stop together.
+        # All workers have the same weights, but one decides, so that all stop in the same step.
         if hvd.broadcast(tf.constant(accuracy), 0, name="accuracy").numpy() >= args.accuracy:
             return {"seconds": seconds, "first_step": first_step, "steps": steps, "accuracy": accuracy}
     return {"seconds": None, "first_step": first_step, "steps": None, "accuracy": accuracy}

@@ -1,4 +1,4 @@
-"""What all examples share: the command line, the devices, and the closing report."""
+"""What the examples share: arguments, devices, and the report at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hvd_compress as hvdc
 
 
 def arguments(description: str, script: str, batch_size: int, lr: float) -> argparse.ArgumentParser:
-    """The command line that all examples share; each adds its own."""
+    """A parser with the arguments that all examples have; each example adds its own."""
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"example: horovodrun -np 2 python examples/{script} --compression int8",
@@ -31,7 +31,7 @@ def arguments(description: str, script: str, batch_size: int, lr: float) -> argp
         "--lr",
         type=float,
         default=lr,
-        help="learning rate per worker: all of them add up (default: %(default)s)",
+        help="learning rate per worker; it is multiplied by the number of workers (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     return parser
@@ -45,7 +45,7 @@ def _compressor(spec: str) -> hvdc.Compressor:
 
 
 def share_devices() -> None:
-    """Gives this worker a GPU of its own, or its part of the machine's cores."""
+    """Assigns this worker a GPU of its own, or its share of the machine's cores."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         gpu = gpus[hvd.local_rank()]
@@ -65,15 +65,15 @@ def report(
     accuracy: float | None = None,
     sent: tuple[int, int] | None = None,
 ) -> None:
-    """Prints what came of the training, on the first worker.
+    """Prints the results of the training on the first worker.
 
     Args:
-        data: What was trained on.
-        steps: Steps that each worker made.
-        seconds: How long they took, all together.
+        data: A description of the training data.
+        steps: Steps of each worker.
+        seconds: Seconds of all steps together.
         compression: The compressor.
-        accuracy: On the test images, from 0 to 1.
-        sent: What the optimizer's `bytes_sent()` returned, the bytes with and without compression.
+        accuracy: Accuracy on the test images, from 0 to 1.
+        sent: The result of the optimizer's `bytes_sent()`: bytes with and without compression.
     """
     if hvd.rank() != 0:
         return

@@ -1,8 +1,8 @@
-"""Trains with compressed gradients in a loop of one's own, without `model.fit`.
+"""Trains with compressed gradients in a custom loop, without `model.fit`.
 
     horovodrun -np 2 python examples/custom_loop.py --compression topk:ratio=0.01
 
-Wrap the tape where Horovod would: in the step, each time anew.
+Wrap the tape as with Horovod: in every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hvd_compress as hvdc
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = common.arguments(
         "Train in a custom loop with compressed gradients.", "custom_loop.py", 32, 0.001
     )
@@ -32,23 +32,23 @@ def arguments() -> argparse.Namespace:
 
 
 def tf_variables(variables: list) -> list[tf.Variable]:
-    """The TensorFlow variables, which Horovod needs, inside those of Keras 3."""
+    """The TensorFlow variables inside Keras 3 variables; Horovod needs the former."""
     return [v if isinstance(v, tf.Variable) else v.value for v in variables]
 
 
 def main() -> None:
-    """Trains, and reports."""
+    """Trains and reports."""
     args = arguments()
     hvd.init()
     common.share_devices()
-    keras.utils.set_random_seed(args.seed + hvd.rank())  # other shuffling and dropout on each worker
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # different shuffling and dropout on each worker
 
     images = data.load(args.data, (28, 28, 1))
     x, y = data.share(images)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).repeat()
     dataset = dataset.batch(args.batch_size, drop_remainder=True).take(args.steps).prefetch(2)
     model = build_model()
-    optimizer = keras.optimizers.Adam(args.lr * hvd.size())  # not a distributed one: the tape is
+    optimizer = keras.optimizers.Adam(args.lr * hvd.size())  # not distributed: the tape is
     loss_of = keras.losses.SparseCategoricalCrossentropy()
 
     @tf.function
@@ -60,7 +60,7 @@ def main() -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss
 
-    # All start from the first worker's weights. The optimizer's variables are zeros everywhere.
+    # All workers start with the weights of the first one. The optimizer's variables are zeros on all of them.
     hvd.broadcast_variables(tf_variables(model.weights), root_rank=0)
     start = time.perf_counter()
     for number, (x_batch, y_batch) in enumerate(dataset, 1):
@@ -69,7 +69,7 @@ def main() -> None:
             print(f"step {number}: loss {float(loss):.4f}", flush=True)
     seconds = time.perf_counter() - start
 
-    if hvd.rank() == 0:  # all workers have the same weights now
+    if hvd.rank() == 0:  # all workers have the same weights
         predicted = np.argmax(model.predict(images.x_test, verbose=0), axis=-1)
         common.report(
             data=f"{images.name}, {len(images.x_train)} images, tested on {len(images.x_test)} others",

@@ -1,8 +1,8 @@
 """The images that the examples train on.
 
-MNIST and CIFAR-10 come through `keras.datasets`, which downloads them once. Where that fails, the examples
-go on with scikit-learn's handwritten digits: 1,797 real scans of 8x8 pixels that need no download, in 1,437
-images to train and 360 to test, always the same ones.
+`keras.datasets` downloads MNIST and CIFAR-10 once. If that fails, the examples use scikit-learn's handwritten digits:
+1,797 real scans of 8x8 pixels that need no download. 1,437 of them are for training and 360 for testing, always the
+same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
-PATIENCE = 20.0  # seconds to wait for the server
+SERVER_TIMEOUT = 20.0  # seconds
 TEST_DIGITS = 360
 
 
@@ -35,11 +35,11 @@ class Data(NamedTuple):
 
 
 def load(name: str, shape: tuple[int, int, int]) -> Data:
-    """Loads a data set on every worker; call it on all of them.
+    """Loads a data set. Call it on all workers.
 
     Args:
         name: "mnist", "cifar10" or "digits".
-        shape: Height, width and channels of the model's input, to which the digits are resized.
+        shape: Height, width and channels of the model's input. Digits are resized to it.
     """
     if name == "digits":
         return digits(shape)
@@ -56,7 +56,7 @@ def load(name: str, shape: tuple[int, int, int]) -> Data:
 
 
 def digits(shape: tuple[int, int, int]) -> Data:
-    """scikit-learn's handwritten digits, resized to `shape`; each digit has its share in both parts."""
+    """scikit-learn's handwritten digits, resized to `shape`. Both parts have the same proportions of digits."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -71,53 +71,53 @@ def digits(shape: tuple[int, int, int]) -> Data:
 
 
 def share(data: Data) -> tuple[np.ndarray, np.ndarray]:
-    """This worker's part of the training images: no other worker has them.
+    """The part of the training images that belongs to this worker only.
 
-    All parts have the same size. With a step more than the others, a worker would wait for them for ever.
+    All parts have the same size. If one worker had a step more than the others, it would wait for them for ever.
     """
     count = len(data.x_train) // hvd.size() * hvd.size()
-    mine = slice(hvd.rank(), count, hvd.size())
-    return data.x_train[mine], data.y_train[mine]
+    part = slice(hvd.rank(), count, hvd.size())
+    return data.x_train[part], data.y_train[part]
 
 
 def _in_turns(load_data: Callable[[], Any]) -> tuple[Any, str]:
-    """Lets the workers of each machine load one after the other, so that only the first one downloads.
+    """Loads on the workers of each machine one after the other, so that only the first one downloads.
 
     Returns:
-        What was loaded, and an error message: empty, or the same on all workers.
+        The loaded arrays, and an error message, which is the same on all workers, or empty.
     """
     arrays = None
     for turn in range(max(hvd.allgather_object(hvd.local_size()))):
         error = ""
         if hvd.local_rank() == turn:
             try:
-                arrays = _patiently(load_data)
+                arrays = _with_time_limit(load_data)
             except Exception as exception:
                 error = " ".join(str(exception).split()) or type(exception).__name__
-        # Everybody learns how it went, and goes on or gives up with the others.
+        # All workers get the error, and continue or give up together.
         error = next(filter(None, hvd.allgather_object(error)), "")
         if error:
             return None, error
     return arrays, ""
 
 
-def _patiently(load_data: Callable[[], Any]) -> Any:
-    """Calls `load_data`, quietly, and gives up if it has to download and no server answers.
+def _with_time_limit(load_data: Callable[[], Any]) -> Any:
+    """Calls `load_data` without output, and gives up if a download does not start.
 
-    Keras itself would wait for minutes. It prints a line that it downloads, then the progress.
+    Keras itself would wait for minutes. It prints a line when it starts to download, and then the progress.
     """
 
     class Output(io.StringIO):
-        asked = math.inf  # when the server was asked that has not answered yet
+        request_time = math.inf  # of a download that has not started yet
 
         def write(self, text: str) -> int:
             if text.strip():
-                self.asked = time.monotonic() if "Downloading" in text else math.inf
+                self.request_time = time.monotonic() if "Downloading" in text else math.inf
             return len(text)
 
     result: list[Any] = []
 
-    def work() -> None:
+    def load() -> None:
         try:
             result.append(load_data())
         except Exception as exception:
@@ -125,17 +125,17 @@ def _patiently(load_data: Callable[[], Any]) -> Any:
 
     output = Output()
     default = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(PATIENCE)  # for all that comes after the first answer
+    socket.setdefaulttimeout(SERVER_TIMEOUT)  # limits each wait after the first answer
     try:
         with contextlib.redirect_stdout(output):
-            thread = threading.Thread(target=work, daemon=True)
+            thread = threading.Thread(target=load, daemon=True)
             thread.start()
-            while thread.is_alive() and time.monotonic() - output.asked < PATIENCE:
+            while thread.is_alive() and time.monotonic() - output.request_time < SERVER_TIMEOUT:
                 thread.join(0.1)
     finally:
         socket.setdefaulttimeout(default)
     if not result:
-        raise TimeoutError(f"no answer in {PATIENCE:g} s")
+        raise TimeoutError(f"no answer in {SERVER_TIMEOUT:g} s")
     if isinstance(result[0], Exception):
         raise result[0]
     return result[0]

@@ -18,12 +18,12 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 
-# The digits are few: they need more rounds for as many steps.
+# There are only few digits: they need more epochs for the same number of steps.
 EPOCHS = {"mnist": 1, "digits": 30}
 
 
 def build_model() -> keras.Model:
-    """The network of Horovod's own MNIST example: 28x28 gray images, ten classes."""
+    """The network of Horovod's MNIST example, for 28x28 gray images and ten classes."""
     return keras.Sequential(
         [
             keras.layers.Input([28, 28, 1]),
@@ -40,7 +40,7 @@ def build_model() -> keras.Model:
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = common.arguments(
         "Train a small convolutional network with compressed gradients.", "keras_mnist.py", 32, 0.001
     )
@@ -63,11 +63,11 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and reports."""
+    """Trains and reports."""
     args = arguments()
     hvd.init()
     common.share_devices()
-    keras.utils.set_random_seed(args.seed + hvd.rank())  # other shuffling and dropout on each worker
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # different shuffling and dropout on each worker
 
     images = data.load(args.data, (28, 28, 1))
     x, y = data.share(images)
@@ -81,7 +81,7 @@ def main() -> None:
         optimizer = hvdc.optimizers.OneBitAdam(rate, freeze_step=args.freeze_step)
     else:
         optimizer = hvdc.DistributedOptimizer(optimizer, compression=args.compression)
-    # Horovod cannot run inside XLA, which jit_compile=True would put the whole training step into.
+    # Horovod cannot run inside XLA, so the training step must not be compiled.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 
     start = time.perf_counter()
@@ -91,14 +91,14 @@ def main() -> None:
         batch_size=args.batch_size,
         epochs=args.epochs or EPOCHS[images.name],
         callbacks=[
-            hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start from the first worker's weights
+            hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start with the first worker's weights
             hvdc.callbacks.MetricAverageCallback(),
         ],
         verbose=2 if hvd.rank() == 0 else 0,
     )
     seconds = time.perf_counter() - start
 
-    if hvd.rank() == 0:  # all workers have the same model now
+    if hvd.rank() == 0:  # all workers have the same model
         _, accuracy = model.evaluate(images.x_test, images.y_test, verbose=0)
         if args.save:
             model.save(args.save)

@@ -3,8 +3,8 @@
     horovodrun -np 2 python examples/keras_resnet.py --compression int8
     horovodrun -np 2 python examples/keras_resnet.py --model resnet50 --synthetic --steps 20
 
-ResNet-20 trains on CIFAR-10 as its authors did (He et al., Deep Residual Learning for Image Recognition,
-section 4.2, 2015). ResNet-50 trains on random images, to see how long a step takes.
+ResNet-20 is trained on CIFAR-10 as by its authors (He et al., Deep Residual Learning for Image Recognition,
+section 4.2, 2015). ResNet-50 is trained on random images, to measure the time of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPOCHS = {"cifar10": 164, "digits": 20}
 
 
 def resnet20(classes: int = 10) -> keras.Model:
-    """Nine residual blocks of two layers for 32x32 images, 0.27 million weights."""
+    """A network of nine residual blocks with two layers each, for 32x32 images; 0.27 million weights."""
 
     def conv(x, filters, stride=1):
         x = keras.layers.Conv2D(
@@ -37,14 +37,14 @@ def resnet20(classes: int = 10) -> keras.Model:
             padding="same",
             use_bias=False,
             kernel_initializer="he_normal",
-            kernel_regularizer=keras.regularizers.L2(5e-5),  # its gradient is a weight decay of 1e-4
+            kernel_regularizer=keras.regularizers.L2(5e-5),  # its gradient equals a weight decay of 1e-4
         )(x)
         return keras.layers.BatchNormalization(momentum=0.9)(x)
 
     def shortcut(x, filters, stride):
         if stride == 1:
             return x
-        new = filters - x.shape[-1]  # every other pixel, and zeros for the new channels: no weights
+        new = filters - x.shape[-1]  # every other pixel, and zeros for the new channels: it has no weights
         return keras.layers.Lambda(lambda t: tf.pad(t[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [0, new]]))(x)
 
     inputs = keras.layers.Input([32, 32, 3])
@@ -58,7 +58,7 @@ def resnet20(classes: int = 10) -> keras.Model:
 
 
 def training_set(x: np.ndarray, y: np.ndarray, batch_size: int, flip: bool) -> tf.data.Dataset:
-    """Endless shuffled batches, each image moved by up to 4 pixels and, if `flip`, half of them mirrored."""
+    """Endless shuffled batches. Images are shifted by up to 4 pixels; if `flip`, half of them are mirrored."""
 
     def augment(image, label):
         image = tf.image.random_crop(tf.pad(image, [[4, 4], [4, 4], [0, 0]]), image.shape)
@@ -69,14 +69,14 @@ def training_set(x: np.ndarray, y: np.ndarray, batch_size: int, flip: bool) -> t
 
 
 def synthetic_set(image_size: int, classes: int, batch_size: int) -> tf.data.Dataset:
-    """The same batch of random images, again and again."""
+    """Endless repetitions of one batch of random images."""
     x = tf.random.uniform([batch_size, image_size, image_size, 3])
     y = tf.random.uniform([batch_size], maxval=classes, dtype=tf.int64)
     return tf.data.Dataset.from_tensors((x, y)).repeat()
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = common.arguments(
         "Train a residual network with compressed gradients.", "keras_resnet.py", 64, 0.05
     )
@@ -98,11 +98,11 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and reports."""
+    """Trains and reports."""
     args = arguments()
     hvd.init()
     common.share_devices()
-    keras.utils.set_random_seed(args.seed + hvd.rank())  # other shuffling and other images on each worker
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # different shuffling and images on each worker
 
     if args.model == "resnet50":
         model = keras.applications.ResNet50(weights=None, input_shape=(args.image_size, args.image_size, 3))
@@ -126,15 +126,15 @@ def main() -> None:
     optimizer = hvdc.DistributedOptimizer(
         keras.optimizers.SGD(lr, momentum=0.9), compression=args.compression
     )
-    # Horovod cannot run inside XLA, which jit_compile=True would put the whole training step into.
+    # Horovod cannot run inside XLA, so the training step must not be compiled.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
     callbacks = [
-        hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start from the first worker's weights
-        hvdc.callbacks.MetricAverageCallback(),  # what follows sees the averages
+        hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start with the first worker's weights
+        hvdc.callbacks.MetricAverageCallback(),  # the callbacks below get the averages
         hvdc.callbacks.LearningRateWarmupCallback(
             lr, min(args.warmup_epochs, max(1, epochs // 2)), verbose=1
         ),
-        # A tenth of it from the middle of the training, a hundredth for the last quarter.
+        # A tenth of the rate in the second half of the training, a hundredth in the last quarter.
         hvdc.callbacks.LearningRateScheduleCallback(
             lr, lambda epoch: 0.1 if epoch < 0.75 * epochs else 0.01, start_epoch=math.ceil(epochs / 2)
         ),
@@ -150,7 +150,7 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
 
-    if hvd.rank() == 0:  # all workers have the same weights now
+    if hvd.rank() == 0:  # all workers have the same weights
         accuracy = None
         if images is not None:
             _, accuracy = model.evaluate(images.x_test, images.y_test, verbose=0)

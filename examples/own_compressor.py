@@ -1,10 +1,10 @@
-"""A compressor of one's own, and a training with it.
+"""Defines a compressor of your own and trains with it.
 
     horovodrun -np 2 python examples/own_compressor.py
 
-Say what to send of a tensor, and what the others are to make of it. hvd_compress does the rest: it joins the
-gradients to one long tensor, sends what `compress` returns, sums what `decompress` returns, and adds what got
-lost on the way to the next step's gradient.
+`compress` returns what to send of a tensor, and `decompress` turns it into a tensor again. hvd_compress does the
+rest: it packs the gradients into one long tensor, sends the result of `compress`, sums the results of
+`decompress`, and adds what was lost to the next step's gradient.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 
-BLOCK = 500  # values that share a scale
-POWERS = [1.0, 3.0, 9.0, 27.0, 81.0]  # five digits of base 3 fit in a byte
+BLOCK = 500  # values with a common scale
+POWERS = [1.0, 3.0, 9.0, 27.0, 81.0]  # five digits to the base of 3 fit into a byte
 
 
 class Ternary(hvdc.Compressor):
-    """Sends -1, 0 or +1 for each value, and one scale for 500 of them: 104 bytes instead of 2,000.
+    """Sends -1, 0 or +1 for each value, and one scale for 500 values: 104 bytes instead of 2,000.
 
-    Values below 0.7 times the block's mean size become 0, the others their sign times their mean size (Li and
-    Liu, Ternary Weight Networks, 2016). That leaves an error smaller than the tensor itself, as the residual
-    requires, and is the same each time: no randomness.
+    Values below 0.7 times the mean absolute value of the block become 0. The others become their sign times their mean
+    absolute value (Li and Liu, Ternary Weight Networks, 2016). The error is smaller than the tensor, as error
+    feedback requires. The compressor is deterministic.
     """
 
     def compress(self, tensor: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.TensorShape]:
@@ -40,7 +40,7 @@ class Ternary(hvdc.Compressor):
         scale = tf.math.divide_no_nan(tf.reduce_sum(size * large, 1), tf.reduce_sum(large, 1))
         digits = tf.reshape(tf.sign(blocks) * large + 1.0, [-1, 5])
         codes = tf.cast(tf.reduce_sum(digits * POWERS, 1), tf.uint8)
-        return (codes, scale), tensor.shape  # what is sent, and what `decompress` needs to know besides
+        return (codes, scale), tensor.shape  # what is sent, and what else `decompress` needs
 
     def decompress(self, payload: tuple[tf.Tensor, tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
         codes, scale = payload
@@ -50,8 +50,8 @@ class Ternary(hvdc.Compressor):
 
 
 def main() -> None:
-    """Trains on the digits, and reports."""
-    parser = argparse.ArgumentParser(description="Train with a compressor of one's own.")
+    """Trains on the digits and reports."""
+    parser = argparse.ArgumentParser(description="Train with a compressor of your own.")
     parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ Horovod's four callbacks with the same names and arguments, which also work on K
 from .frontends.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from .frontends.keras.compression_monitor import CompressionMonitor
 from .frontends.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
-from .frontends.keras.residual_checkpoint import ResidualCheckpoint
+from .frontends.residual_checkpoint import ResidualCheckpoint
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

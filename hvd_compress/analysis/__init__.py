@@ -1,1 +1,1 @@
-"""Measurements on one process that help to choose a compressor."""
+"""Measurements in one process that help to choose a compressor."""

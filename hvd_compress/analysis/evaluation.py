@@ -1,4 +1,4 @@
-"""A Keras model's loss, and its gradients, as functions of batches."""
+"""The loss of a Keras model and its gradients, as functions of batches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-# float16 would flush small gradients to zero; multiplied by a power of two they lose nothing.
+# float16 would round small gradients to zero. Multiplication by a power of two is exact.
 _LOSS_SCALE = 1024.0
 _FORMS = "(x, y) or (x, y, sample_weight)"
 
 
 class Batch(NamedTuple):
-    """Samples: tensors, or nests of them, whose first dimension is the samples'."""
+    """A batch: tensors, or nested structures of tensors, whose first dimension is that of the samples."""
 
     x: Any
     y: Any
@@ -30,18 +30,23 @@ class Batch(NamedTuple):
 
 
 class Objective:
-    """What a model's training minimizes, with training=False: a function of its weights and nothing else.
+    """The loss that the training of a model minimizes, with training=False: a function of the weights only.
 
     Attributes:
         model: The model.
-        variables: Its trainable ones.
+        variables: The trainable variables of the model.
     """
 
     def __init__(self, model: Any, loss: Any, example: Batch) -> None:
-        """Builds the model with `example` if it is not built yet.
+        """Builds the model with the batch `example` if it is not built yet.
+
+        Args:
+            model: A Keras model.
+            loss: A Keras loss, its name, or a function of (y, y_pred). None uses the loss of `model.compile`.
+            example: A batch.
 
         Raises:
-            ValueError: There is no loss, or nothing to train.
+            ValueError: There is no loss, or the model has no trainable weights.
         """
         if loss is None and not getattr(model, "compiled", getattr(model, "_is_compiled", False)):
             raise ValueError(
@@ -58,17 +63,17 @@ class Objective:
         self._loss = None if loss is None else tf.keras.losses.get(loss)
         eager = getattr(model, "run_eagerly", False)
         self._value = self._value_of if eager else tf.function(self._value_of, reduce_retracing=True)
-        self._slope = self._slope_of if eager else tf.function(self._slope_of, reduce_retracing=True)
+        self._gradient = self._gradient_of if eager else tf.function(self._gradient_of, reduce_retracing=True)
 
     def value(self, batches: Sequence[Batch]) -> float:
-        """The mean loss of the batches' samples; infinite where it is not finite."""
+        """The mean loss over the samples of the batches; infinite if it is not finite."""
         total = sum(batch.size * float(self._value(*batch)) for batch in batches)
         mean = total / sum(batch.size for batch in batches)
         return mean if math.isfinite(mean) else math.inf
 
     def gradient(self, batch: Batch) -> list[tf.Tensor]:
-        """The loss's gradient, dense and float32, for each variable; zeros where the loss does not depend on it."""
-        gradients: list[tf.Tensor] = self._slope(*batch)
+        """The gradient of the loss for each variable, dense, float32; zeros if the loss does not depend on it."""
+        gradients: list[tf.Tensor] = self._gradient(*batch)
         return gradients
 
     def _value_of(self, x: Any, y: Any, sample_weight: Any) -> tf.Tensor:
@@ -82,7 +87,7 @@ class Objective:
             loss = _weighted(tf.convert_to_tensor(self._loss(y, predicted)), sample_weight)
         return tf.add_n([tf.cast(part, tf.float32) for part in (loss, *self.model.losses)])
 
-    def _slope_of(self, x: Any, y: Any, sample_weight: Any) -> list[tf.Tensor]:
+    def _gradient_of(self, x: Any, y: Any, sample_weight: Any) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             scaled = _LOSS_SCALE * self._value_of(x, y, sample_weight)
         gradients = tape.gradient(scaled, self.variables)
@@ -93,7 +98,7 @@ class Objective:
 
 
 def _weighted(losses: tf.Tensor, sample_weight: Any) -> tf.Tensor:
-    """The mean of `losses` ([samples, ...], or a scalar), each sample's multiplied by its weight ([samples])."""
+    """The mean of `losses` ([samples, ...], or a scalar) after multiplication by the weights ([samples])."""
     losses = tf.cast(losses, tf.float32)
     if sample_weight is not None:
         ones = [1] * (losses.shape.rank - 1)
@@ -102,16 +107,16 @@ def _weighted(losses: tf.Tensor, sample_weight: Any) -> tf.Tensor:
 
 
 def batches_of(data: Any, count: int, batch_size: int) -> list[Batch]:
-    """The first `count` batches of `data`, or as many as there are.
+    """The first `count` batches of `data`, or all batches if there are fewer.
 
     Args:
-        data: A tuple of arrays, of which batches of `batch_size` are drawn without replacement, always the same
-            ones; a sequence of batches (a Keras PyDataset); or an iterable of them (a tf.data.Dataset).
-        count: How many at most.
-        batch_size: Samples per batch of a tuple of arrays.
+        data: A tuple of arrays, from which batches are drawn without replacement, always the same ones; a sequence of
+            batches (a Keras PyDataset); or an iterable of batches (a tf.data.Dataset).
+        count: The largest number of batches.
+        batch_size: The number of samples in a batch drawn from arrays.
 
     Raises:
-        ValueError: It does not consist of (x, y) or (x, y, sample_weight).
+        ValueError: `data` does not consist of (x, y) or (x, y, sample_weight).
     """
     if isinstance(data, tuple):
         data = _drawn(data, count, batch_size)
@@ -133,11 +138,11 @@ def _drawn(arrays: tuple[Any, ...], count: int, batch_size: int) -> Iterator[Any
         )
     order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, min(len(order), count * batch_size), batch_size):
-        yield tf.nest.map_structure(functools.partial(_taken, order[start : start + batch_size]), arrays)
+        yield tf.nest.map_structure(functools.partial(_rows, order[start : start + batch_size]), arrays)
 
 
-def _taken(samples: np.ndarray, array: Any) -> Any:
-    return None if array is None else np.asarray(array)[samples]
+def _rows(indices: np.ndarray, array: Any) -> Any:
+    return None if array is None else np.asarray(array)[indices]
 
 
 def _batch(parts: Any) -> Batch:
@@ -151,7 +156,7 @@ def _tensor(value: Any) -> Any:
 
 
 class Restored:
-    """Gives a model's variables, and its metrics', the values back that they have on entry."""
+    """Context manager that restores the variables of a model and of its metrics at its end."""
 
     def __init__(self, model: Any) -> None:
         variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]

@@ -1,4 +1,4 @@
-"""Which variables suffer from compression: `hvdc.sensitivity`."""
+"""`hvdc.sensitivity`: which variables compression harms most."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..common import checks
 from ..common.names import path_of
 from ..compressors import Compressor, Seeds
 from ..compressors.resolve import CompressionLike, resolve
@@ -20,9 +21,9 @@ from ..kernels import noise
 from .evaluation import Batch, Objective, Restored, batches_of
 from .sensitivity_report import Row, Sensitivity
 
-# How many learning rates are tried, each half of the one before.
+# Number of learning rates that are tried; each is half of the previous one.
 _HALVINGS = 24
-# Of the loss: what is less drowns in float32's rounding.
+# Smallest decrease of the loss, relative to the loss, that float32 can measure.
 _SMALLEST_DECREASE = 1e-5
 
 
@@ -36,68 +37,76 @@ def sensitivity(
     learning_rate: float | None = None,
     batch_size: int = 32,
 ) -> Sensitivity:
-    """Measures for each variable what the loss suffers when its gradient is compressed.
+    """Measures for each variable how much progress of the loss is missing if its gradient is compressed.
 
-    1. The gradients of `steps` batches are taken, all at the model's present weights w. g is their mean.
-    2. For each variable alone, they go through the compressor one after the other, as those of so many
-       training steps: with a residual where the compressor calls for one. c is the mean of what was sent. Error
-       feedback loses nothing, so g - c is then the last residual / steps: what is still on its way.
-    3. Batches that are held out tell the loss L0 at w, L1 after the uncompressed step w - lr * g, and L2 after
-       the step with c in place of g for this one variable. Its `loss_increase` is (L2 - L1) / (L0 - L1): the
-       share of the step's progress that is missing.
+    1. It computes the gradients of `steps` batches, all at the model's present weights w. Their mean is g.
+    2. For each variable, it compresses these gradients one after the other, as in so many training steps, with error
+       feedback if the compressor uses it. The mean of what was sent is c. With error feedback nothing is lost:
+       g - c equals the last residual / steps, which is what has not been sent yet.
+    3. It evaluates the loss on held-out batches: L0 at w, L1 after the uncompressed step w - lr * g, and L2 after the
+       step with c instead of g for this one variable. The result is `loss_increase` = (L2 - L1) / (L0 - L1): the share
+       of the step's progress that is missing.
 
-    All variables and compressors are judged by the same gradients, batches and step: what differs between them
-    is not noise. The model runs with training=False, so that the loss is a function of the weights alone, without
-    the chance of dropout, and the gradient is that of the very loss that is compared. Batch normalization then
-    uses its moving statistics: train a model that has some for a while first.
+    All variables and compressors are compared on the same gradients, batches and step, so differences between them are
+    not noise. The model runs with training=False. So the loss is a function of the weights only, without the
+    randomness of dropout, and the gradients are those of the loss that is compared. Batch normalization then uses its
+    moving statistics: train such a model for a while first.
 
-    Of the learning rates 2 * max(|L0|, 1) / ||g||^2 * 2**-k, k = 0 to 23, the smallest is taken that reaches half
-    of their largest decrease: a step long enough to be measured, and short enough that the increases of several
-    variables nearly add up.
+    The learning rate lr is the smallest of 2 * max(|L0|, 1) / ||g||^2 * 2**-k, k = 0 to 23, that reaches half of their
+    largest decrease of the loss. The step is then long enough to be measured, and short enough that the increases of
+    several variables nearly add up.
 
-    The share is that of plain gradient descent whose weights hardly move in `steps` steps. In faster training
-    residuals count less, but in the same order. Adam and the like make up for small gradients: with them, look
-    at `relative_error` too. Variables are compressed each for itself; in training those with the same compressor
-    go together, and a sparse one takes more from those with large gradients.
+    `loss_increase` is that of plain gradient descent whose weights hardly move in `steps` steps. In faster training,
+    residuals matter less, but in the same order. Adam and similar optimizers scale up small gradients: with them,
+    also look at `relative_error`. Each variable is compressed by itself. In training, variables with the same
+    compressor share buckets, and a sparse compressor then sends more of those with large gradients.
 
-    Nothing crosses between ranks; the result is that of this rank's data. Call it on one rank and hand the
-    policy to the others: `hvd.broadcast_object(policy)`.
+    The function does not communicate; its result is that of this rank's data. Call it on one rank and send the
+    policy to
+    the others: `hvd.broadcast_object(policy)`.
+
+    Example:
+        report = hvdc.sensitivity(model, dataset, ["int8", "topk:ratio=0.01"])
+        print(report)
+        opt = hvdc.DistributedOptimizer(keras.optimizers.Adam(1e-3), policy=report.policy())
 
     Args:
-        model: A Keras model: of Keras 3, `tf_keras`, or `tf.keras` of TensorFlow 2.15. Its weights and metrics have
-            their old values afterwards, after an error too; its optimizer is not touched.
+        model: A model of Keras 3, of `tf_keras`, or of `tf.keras` in TensorFlow 2.15. Its weights and metrics are
+            restored at the end, also after an error. Its optimizer is not used.
         data: Shuffled batches (x, y) or (x, y, sample_weight): a `tf.data.Dataset`, a Keras `PyDataset` or
-            `Sequence`, or another iterable. Or a tuple of such arrays, which is shuffled (always in the same
-            way) and divided. steps * 5 / 4 batches are read; of fewer, the last fifth is held out.
-        compression: As `hvdc.DistributedOptimizer` takes it; or a list of them, for `policy` to choose from.
-        loss: A Keras loss, its name, or a function of (y, y_pred) whose mean is taken; the model's regularization
-            losses are added. None takes the loss that the model was compiled with.
-        steps: How many steps are compressed. The more, the less counts what a residual holds back.
-        learning_rate: lr, above 0; None finds it.
-        batch_size: Samples in each batch of a tuple of arrays.
+            `Sequence`, or another iterable. Or a tuple of such arrays, which are shuffled (always in the same way)
+            and divided into batches. steps * 5 / 4 batches are read; if there are fewer, the last fifth is held
+            out.
+        compression: A compressor as in `hvdc.DistributedOptimizer`, or a list of compressors among which `policy`
+            chooses.
+        loss: A Keras loss, its name, or a function of (y, y_pred) whose mean is taken. The regularization losses of the
+            model are added. None uses the loss that the model was compiled with.
+        steps: Number of compressed steps. The more steps, the less the final residual matters.
+        learning_rate: The learning rate lr, above 0. None searches for it.
+        batch_size: Samples per batch, if `data` is a tuple of arrays.
 
     Returns:
-        A report with a row for each variable and compressor. Variables that are never compressed (of one
-        dimension, or of fewer than 1024 elements) have none. An embedding's gradient is taken as dense, as
-        with `sparse_as_dense=True`.
+        A `Sensitivity` with a row for each variable and compressor. Variables that are never compressed (those with one
+        dimension or with fewer than 1024 elements) have no row. The gradient of an embedding is treated as dense,
+        as with `sparse_as_dense=True`.
 
     Raises:
-        TypeError: `compression` is no compressor.
+        TypeError: `compression` is not a compressor.
         ValueError: An argument is not valid; the model has no loss or no trainable weights; data has fewer than two
-            batches; a gradient or the loss is not finite; the step does not lower the loss.
+            batches; a gradient or the loss is not finite; or the step does not lower the loss.
     """
     candidates: Sequence[Any] = compression if isinstance(compression, (list, tuple)) else [compression]
     if not candidates:
         raise ValueError("sensitivity: compression is an empty list: name at least one compressor")
     compressors = [resolve(candidate) for candidate in candidates]
-    _check_whole("steps", steps)
-    _check_whole("batch_size", batch_size)
+    checks.integer("sensitivity: steps", steps, 1)
+    checks.integer("sensitivity: batch_size", batch_size, 1)
     if learning_rate is not None:
         _check_learning_rate(learning_rate)
     batches = batches_of(data, steps + math.ceil(steps / 4), batch_size)
     if len(batches) < 2:
-        found = "has only one batch" if batches else "is empty"
-        raise ValueError(f"sensitivity: data {found}: give two or more, so that some can be held out")
+        problem = "has only one batch" if batches else "is empty"
+        raise ValueError(f"sensitivity: data {problem}: give two or more, so that some can be held out")
     objective = Objective(model, loss, batches[0])
     count = min(steps, max(1, len(batches) * 4 // 5))
     with Restored(model):
@@ -112,7 +121,7 @@ def _measure(
     learning_rate: float | None,
 ) -> Sensitivity:
     variables = objective.variables
-    # Variables of one path are measured together: no pattern tells them apart.
+    # Variables with the same path are measured together: no pattern distinguishes them.
     paths: dict[str, list[int]] = {}
     for i, variable in enumerate(variables):
         if len(variable.shape) > 1 and math.prod(variable.shape) >= MIN_COMPRESS_SIZE:
@@ -163,19 +172,20 @@ def _measure(
 
 
 class _Channel:
-    """One variable's gradients on their way through one compressor, in the chunks that training would make."""
+    """Compresses the gradients of one variable with one compressor, in the same chunks as in training."""
 
     def __init__(self, compressor: Compressor, shape: tuple[int, ...]) -> None:
-        bucket = TensorGroup((0,), (shape,))
+        group = TensorGroup((0,), (shape,))
         self._compressor = compressor
         self._layout: Layout = (
-            PerTensorLayout(bucket) if compressor.per_tensor else FlatLayout(bucket, 1, compressor.alignment)
+            PerTensorLayout(group) if compressor.per_tensor else FlatLayout(group, 1, compressor.alignment)
         )
+        # Of each chunk, the sum of all gradients minus the sum of what was sent: with error feedback, the residual.
         self._missing = [tf.zeros(chunk) for chunk in self._layout.shapes]
 
     @property
     def wire_bytes(self) -> int:
-        """What one gradient becomes."""
+        """Bytes of one compressed gradient."""
         return sum(map(self._compressor.wire_bytes, self._layout.shapes))
 
     def send(self, gradient: tf.Tensor, step: int) -> None:
@@ -184,8 +194,8 @@ class _Channel:
         seeds = Seeds(shared, noise.fold(shared, 1))
         for i, chunk in enumerate(pack(self._layout, [gradient], range(len(self._missing)))):
             residual = self._missing[i] if self._compressor.error_feedback else None
-            left = self._compressor.encode(chunk, seeds._replace(chunk=i), residual, 1.0, True).residual
-            self._missing[i] = left if residual is not None else self._missing[i] + left
+            lost = self._compressor.encode(chunk, seeds._replace(chunk=i), residual, 1.0, True).residual
+            self._missing[i] = lost if residual is not None else self._missing[i] + lost
 
     def missing(self) -> tf.Tensor:
         """The sum of all gradients less the sum of all that was sent, float32 in the variable's shape."""
@@ -193,7 +203,7 @@ class _Channel:
 
 
 class _Descent:
-    """The held-out loss along a direction; moves the model's weights."""
+    """Evaluates the held-out loss along a direction; changes the weights of the model."""
 
     def __init__(
         self, objective: Objective, held_out: Sequence[Batch], gradient: Sequence[tf.Tensor]
@@ -204,13 +214,16 @@ class _Descent:
         self._start = [tf.identity(tf.convert_to_tensor(variable)) for variable in objective.variables]
 
     def loss(self, rate: float) -> float:
-        """The loss at w - rate * g, to where it moves the weights."""
+        """The loss at w - rate * g; leaves the weights there."""
         for i, g in enumerate(self._gradient):
             self._move(i, rate, g)
         return self._objective.value(self._held_out)
 
     def loss_without(self, rate: float, missing: Mapping[int, tf.Tensor]) -> float:
-        """The loss at w - rate * (g - missing) for some of the variables; the weights must be at w - rate * g."""
+        """The loss with g - missing instead of g for some variables.
+
+        The weights must be at w - rate * g, and are there again at the end.
+        """
         for i, m in missing.items():
             self._move(i, rate, self._gradient[i] - m)
         loss = self._objective.value(self._held_out)
@@ -219,7 +232,7 @@ class _Descent:
         return loss
 
     def search(self) -> float:
-        """The smallest of the learning rates with at least half of their largest decrease."""
+        """The smallest learning rate that reaches half of the largest decrease of the loss."""
         before, energy = self.loss(0.0), _energy(self._gradient)
         if not math.isfinite(before):
             raise ValueError("sensitivity: the held-out loss is not finite: check the data and the weights")
@@ -227,7 +240,7 @@ class _Descent:
             raise ValueError(
                 "sensitivity: the gradient is zero: the loss does not depend on the trainable weights"
             )
-        # Along its gradient g, a quadratic loss that is nowhere negative is lowest at 2 * loss / ||g||^2 at most.
+        # A quadratic loss that is never negative has its minimum along g at 2 * loss / ||g||^2 or before.
         largest = 2.0 * max(abs(before), 1.0) / energy
         rates = [largest / 2**k for k in range(_HALVINGS)]
         decreases = [before - self.loss(rate) for rate in rates]
@@ -240,13 +253,8 @@ class _Descent:
 
 
 def _energy(tensors: Iterable[tf.Tensor]) -> float:
-    """The sum of squares, in float64: those of float32 overflow."""
+    """The sum of squares of all elements, computed in float64, because float32 may overflow."""
     return sum(float(tf.reduce_sum(tf.square(tf.cast(tensor, tf.float64)))) for tensor in tensors)
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"sensitivity: {name} must be a whole number from 1 on, got {value!r}")
 
 
 def _check_learning_rate(value: Any) -> None:

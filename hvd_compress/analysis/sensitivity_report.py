@@ -1,4 +1,4 @@
-"""What `hvdc.sensitivity` found, as a table and as a policy."""
+"""The result of `hvdc.sensitivity`, as a table and as a policy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Policy = dict[str, Union[str, Compressor]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one variable suffers from one compressor.
+    """The effect of one compressor on one variable.
 
     Attributes:
-        path: The variable's path (Keras 3) or name (Keras 2). Variables that share it share the row.
-        elements: Its size.
+        path: Path (Keras 3) or name (Keras 2) of the variable. Variables with the same path share a row.
+        elements: Number of elements of the variable.
         compressor: The compressor.
-        wire_bytes: What its gradient becomes, in bytes; uncompressed it has 4 an element.
-        relative_error: ||g - c|| / ||g|| for its mean gradient g and the mean c of what was sent of it; 0
-            for a gradient of zeros.
-        loss_increase: How much higher the loss is than after the uncompressed step, as a share of that
-            step's decrease: 0.03 says that 3% of the progress has not arrived yet. Negative where
-            the compressed step was the better one, infinite where the loss is no longer finite.
+        wire_bytes: Bytes of the compressed gradient. Uncompressed, each element has 4 bytes.
+        relative_error: ||g - c|| / ||g||, where g is the mean gradient and c is the mean of what was sent of it. 0 if g
+            is zero.
+        loss_increase: How much higher the loss is than after the uncompressed step, relative to the decrease by that
+            step: 0.03 means that 3% of the progress is missing. Negative if the loss is lower; infinite if it is
+            not finite.
     """
 
     path: str
@@ -38,14 +38,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What `hvdc.sensitivity` found; `print` it for a table.
+    """The result of `hvdc.sensitivity`; `print` it for a table.
 
     Attributes:
-        rows: One for each variable and compressor, the most sensitive first.
-        steps: Over how many steps gradients were compressed.
-        learning_rate: Of the step that was compared.
-        loss: On the held-out batches, before the step.
-        decrease: Of that loss by the uncompressed step; above 0.
+        rows: One row for each variable and compressor, sorted by `loss_increase`, the largest first.
+        steps: Number of steps over which gradients were compressed.
+        learning_rate: Learning rate of the step whose losses were compared.
+        loss: Loss on the held-out batches before the step.
+        decrease: Decrease of that loss by the uncompressed step; above 0.
     """
 
     rows: tuple[Row, ...]
@@ -55,16 +55,17 @@ class Sensitivity:
     decrease: float
 
     def policy(self, tolerance: float = 0.03) -> Policy:
-        """The compressor for each variable: of those that it tolerates, the one that sends fewest bytes.
+        """Chooses for each variable, among the compressors that it tolerates, the one that sends the fewest bytes.
 
         Args:
-            tolerance: The largest `loss_increase`, for each variable by itself. Those of several variables
-                add up, as long as they are small.
+            tolerance: The largest acceptable `loss_increase` of each variable by itself. Small increases of several
+                variables add up.
 
         Returns:
-            Patterns (as of `fnmatch`) that match one variable's path each, and a compressor for each: its
-            spec string, or the object if it is one of your own; "none" where no compressor is tolerated.
-            Variables that are too small to be compressed have no entry.
+            A dictionary for the argument `policy` of `hvdc.DistributedOptimizer`. A key is a pattern (as in `fnmatch`)
+            that matches the path of one variable. A value is a spec string, or the compressor itself if it is
+            written by a user, or "none" if no compressor is tolerated. Variables that are too small to be
+            compressed have no entry.
 
         Raises:
             ValueError: `tolerance` is not a number from 0 on.
@@ -78,8 +79,7 @@ class Sensitivity:
             chosen.setdefault(pattern, "none")
             if row.loss_increase <= tolerance and row.wire_bytes < fewest.get(row.path, 4 * row.elements):
                 fewest[row.path] = row.wire_bytes
-                own = not row.compressor.pure
-                chosen[pattern] = row.compressor if own else row.compressor.spec
+                chosen[pattern] = row.compressor.spec if row.compressor.pure else row.compressor
         return chosen
 
     def __str__(self) -> str:

@@ -1,14 +1,14 @@
-"""The files of a residual checkpoint, and in which order they are written and deleted.
+"""The files of a residual checkpoint, and the order in which they are written and deleted.
 
-    directory/save-00000007/rank-0-of-2.npz    one per rank, each written by its rank
+    directory/save-00000007/rank-0-of-2.npz    one file per rank, written by that rank
                             rank-1-of-2.npz
-                            manifest.json      written last, by rank 0: with it the save is complete
+                            manifest.json      written last, by rank 0; a save with it is complete
 
-A save has a number of its own and no file of a complete save is ever written again. Each file is written under
-a temporary name in the same folder, flushed to the disk and renamed. So a process that is killed at any point
-leaves every complete save as it was, and at most an incomplete one, which nobody reads.
+Each save has its own number, and files of a complete save are never written again. Each file is written under a
+temporary name in the same folder, flushed to disk and renamed. So if a process is killed at any point, all
+complete saves stay intact, and at most one incomplete save remains, which is never read.
 
-The ranks may share the directory, or each have one on a disk of its own. Nothing here is pickled.
+Ranks may share the directory, or each rank may have one on its own disk. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _METADATA = "metadata"
 
 
 def save_path(directory: str, number: int) -> str:
-    """The folder of a save."""
+    """The path of the folder of a save."""
     return os.path.join(directory, f"save-{number:08d}")
 
 
 def rank_path(directory: str, number: int, rank: int, ranks: int) -> str:
-    """The file of a rank."""
+    """The path of the file of a rank."""
     return os.path.join(save_path(directory, number), f"rank-{rank}-of-{ranks}.npz")
 
 
 def numbers(directory: str) -> list[int]:
-    """The numbers of all saves, complete or not, ascending; none if there is no such directory."""
+    """The numbers of all saves, complete or not, in ascending order. Empty if the directory does not exist."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    return sorted(int(found[1]) for found in map(_SAVE.fullmatch, names) if found)
+    return sorted(int(match[1]) for match in map(_SAVE.fullmatch, names) if match)
 
 
 def next_number(directory: str) -> int:
-    """A number that no save has had, as far as is known here."""
+    """A number that is larger than those of all saves in the directory."""
     return max(numbers(directory), default=0) + 1
 
 
 def complete(directory: str) -> list[int]:
-    """The numbers of the complete saves, ascending, as rank 0 sees them."""
+    """The numbers of the complete saves in ascending order. Only rank 0 is sure to see all manifests."""
     return [n for n in numbers(directory) if os.path.exists(os.path.join(save_path(directory, n), _MANIFEST))]
 
 
@@ -66,28 +66,28 @@ def write_rank(
     """Writes the file of rank `metadata["rank"]` of `metadata["ranks"]`.
 
     Args:
-        directory: Is made if it is not there.
-        number: Of the save.
-        metadata: What JSON can hold.
-        arrays: Of any shape; bfloat16 is stored as the uint16 of the same bits.
+        directory: The directory of the saves. It is created if it does not exist.
+        number: The number of the save.
+        metadata: Values that JSON can represent.
+        arrays: Arrays of any shape. bfloat16 is stored as uint16 with the same bits.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     os.makedirs(save_path(directory, number), exist_ok=True)
-    opaque = [name for name, array in arrays.items() if array.dtype == tf.bfloat16.as_numpy_dtype]
-    text = json.dumps({"format": FORMAT, "version": VERSION, **metadata, "bfloat16": opaque})
-    members = {name: a.view(np.uint16) if name in opaque else a for name, a in arrays.items()}
+    bfloat16 = [name for name, array in arrays.items() if array.dtype == tf.bfloat16.as_numpy_dtype]
+    text = json.dumps({"format": FORMAT, "version": VERSION, **metadata, "bfloat16": bfloat16})
+    members = {name: a.view(np.uint16) if name in bfloat16 else a for name, a in arrays.items()}
     members[_METADATA] = np.frombuffer(text.encode(), np.uint8)
     path = rank_path(directory, number, metadata["rank"], metadata["ranks"])
-    _write(path, lambda file: np.savez(file, **members))  # type: ignore[arg-type]  # takes them by any name
+    _write(path, lambda file: np.savez(file, **members))  # type: ignore[arg-type]  # keywords of any name
 
 
 def write_manifest(directory: str, number: int, manifest: Mapping[str, Any]) -> None:
-    """Makes the save complete; call it on rank 0, when all ranks have written.
+    """Writes the manifest, which completes the save. Call it on rank 0 after all ranks have written their files.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
     _write(os.path.join(save_path(directory, number), _MANIFEST), lambda file: file.write(text.encode()))
@@ -95,10 +95,10 @@ def write_manifest(directory: str, number: int, manifest: Mapping[str, Any]) -> 
 
 
 def read_manifest(directory: str, number: int) -> dict[str, Any]:
-    """What `write_manifest` wrote.
+    """Reads what `write_manifest` wrote.
 
     Raises:
-        ValueError: It is damaged, or of another version.
+        ValueError: The file is missing, damaged, or of another format version.
     """
     path = os.path.join(save_path(directory, number), _MANIFEST)
     try:
@@ -113,20 +113,20 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
 
 
 def read_rank(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The metadata and arrays that `write_rank` wrote.
+    """Reads the metadata and the arrays that `write_rank` wrote.
 
     Raises:
-        ValueError: It is missing, damaged, or of another version.
+        ValueError: The file is missing, damaged, or of another format version.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # reading to the end checks the CRC
+            arrays = {name: file[name] for name in file.files}  # also checks the CRC
         metadata = json.loads(arrays.pop(_METADATA).tobytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except PermissionError:
         raise ValueError(f"{path} cannot be read: permission denied") from None
-    except Exception as error:  # damaged bytes make zipfile and NumPy raise almost anything
+    except Exception as error:  # for damaged files, zipfile and NumPy raise many types of errors
         raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
     metadata = _checked(metadata, path)
     for name in metadata["bfloat16"]:
@@ -135,15 +135,15 @@ def read_rank(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def prune(directory: str, keep: Collection[int]) -> None:
-    """Deletes all saves that are older than the newest of `keep` and not in it, complete or not.
+    """Deletes all saves, complete or not, that are older than the newest of `keep` and not in `keep`.
 
-    What cannot be deleted stays: ranks that share a directory all do this, and one is faster.
+    Files that cannot be deleted are ignored: ranks that share a directory all delete the same files.
     """
     for number in numbers(directory):
         if number in keep or number > max(keep):
             continue
         folder = save_path(directory, number)
-        # The manifest first: without it, what is left is nothing that anybody would load.
+        # The manifest first: without it, the remaining files are an incomplete save.
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
                 if _OURS.fullmatch(name):
@@ -173,7 +173,7 @@ def _write(path: str, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def _sync_directory(path: str) -> None:
-    """Makes renames in a folder last through a power failure."""
+    """Makes renames in a folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot

@@ -1,4 +1,4 @@
-"""Which save a run goes on from, and what each rank reads of it. Without communication."""
+"""Selects the save from which a run resumes, and reads a rank's part of it. It does not communicate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .plan_state import PlanState
 
 
 def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Compares the settings of a save with one's own.
+    """Compares the settings of a save with those of this run.
 
     Raises:
-        ValueError: They differ.
+        ValueError: A setting differs.
     """
     for name, value in own.items():
         if saved.get(name) != value:
@@ -27,7 +27,14 @@ def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> Non
 
 
 def find(directory: str, step: int | None) -> tuple[int, dict[str, Any]] | None:
-    """The newest complete save of this step (None: of any), and its manifest; None if there is no save.
+    """The number and the manifest of the newest complete save of a step.
+
+    Args:
+        directory: The directory of the saves.
+        step: The training step; None for any step.
+
+    Returns:
+        None if there is no complete save.
 
     Raises:
         ValueError: There are saves, but none of this step, or a manifest is damaged.
@@ -54,25 +61,28 @@ def read(
     ranks: int,
     variables: Sequence[Any] | None,
 ) -> list[PlanState]:
-    """The state that this rank of `ranks` takes over from a save, one for each plan.
+    """Reads this rank's states, one for each plan, from a save.
+
+    If the number of ranks has changed, rank r of m gets the sum of the states of ranks r, r + m, r + 2 m, ...
 
     Args:
-        directory: Where the saves are.
-        number: Of the save.
-        manifest: Its manifest.
+        directory: The directory of the saves.
+        number: The number of the save.
+        manifest: The manifest of the save.
         rank: This rank.
-        ranks: How many there are now.
-        variables: What the model trains, or None if that is not known yet.
+        ranks: The present number of ranks.
+        variables: The trained variables of the model, or None if they are not known yet.
 
     Raises:
-        ValueError: A file is missing, damaged, of another version, save or model.
+        ValueError: A file is missing, damaged, or of another format version, save or model.
     """
-    saved = manifest["ranks"]
-    mine = range(rank, saved, ranks) if saved != ranks else [rank]
-    by_file = [_read_one(directory, number, manifest, q, ranks, variables) for q in mine or [0]]
-    if saved == ranks:
+    saved_ranks = manifest["ranks"]
+    sources = range(rank, saved_ranks, ranks) if saved_ranks != ranks else [rank]
+    # A rank without a source reads a file, too, for the shapes of its zeros.
+    by_file = [_read_one(directory, number, manifest, source, ranks, variables) for source in sources or [0]]
+    if saved_ranks == ranks:
         return by_file[0]
-    if not mine:
+    if not sources:
         by_file = [[plan_state.zeroed(state) for state in by_file[0]]]
     if len({len(states) for states in by_file}) > 1:
         raise ValueError(f"{files.save_path(directory, number)}: the ranks had different gradients")
@@ -87,12 +97,12 @@ def _read_one(
     ranks: int,
     variables: Sequence[Any] | None,
 ) -> list[PlanState]:
-    saved = manifest["ranks"]
-    path = files.rank_path(directory, number, rank, saved)
+    saved_ranks = manifest["ranks"]
+    path = files.rank_path(directory, number, rank, saved_ranks)
     if not os.path.exists(path):
         needs = "each rank needs the file that it wrote"
-        if saved != ranks:
-            needs = f"{ranks} ranks instead of {saved} need a file system that all of them share"
+        if saved_ranks != ranks:
+            needs = f"{ranks} ranks instead of {saved_ranks} need a file system that all of them share"
         raise ValueError(f"{path} is missing: {needs}, or start without residuals (resume=False)")
     metadata, arrays = files.read_rank(path)
     expected = {**manifest, "rank": rank}
@@ -107,17 +117,17 @@ def _read_one(
 
 
 def _check_model(states: Sequence[PlanState], variables: Sequence[Any], path: str) -> None:
-    """Raises ValueError if a state belongs to a variable that the model has not."""
+    """Raises ValueError if a state belongs to a variable that the model does not have."""
     shapes = Counter((without_counters(path_of(v)), tuple(v.shape)) for v in variables)
     names = {name for name, _ in shapes}
     for state in states:
         dense = [m for m in state.members if m.kind == "dense"]
         missing = Counter((without_counters(m.path), m.shape) for m in dense) - shapes
-        other = next((m for m in dense if (without_counters(m.path), m.shape) in missing), None)
-        other = other or next((m for m in state.members if without_counters(m.path) not in names), None)
-        if other is not None:
-            shape = f" of shape {other.shape}" if other.kind == "dense" else ""
+        unknown = next((m for m in dense if (without_counters(m.path), m.shape) in missing), None)
+        unknown = unknown or next((m for m in state.members if without_counters(m.path) not in names), None)
+        if unknown is not None:
+            shape = f" of shape {unknown.shape}" if unknown.kind == "dense" else ""
             raise ValueError(
-                f"{path} belongs to another model: it has {other.path}{shape}, which is not among the trained "
+                f"{path} belongs to another model: it has {unknown.path}{shape}, which is not among the trained "
                 f"variables ({len(variables)})"
             )

@@ -142,7 +142,7 @@ class Reader:
         columns = {name: cells[:, :, i] for i, name in enumerate(COLUMNS)}
         finite = head["committed"] == 1.0
         buckets = self._buckets(columns, finite)
-        done = columns["done"].max(1) if count else head["ready"]
+        done = columns["decoded"].max(1) if count else head["ready"]
         previous = np.concatenate([[self._last], done[:-1]])
         if len(done):
             self._last = done[-1]
@@ -150,7 +150,7 @@ class Reader:
             head["step"].astype(np.int64) + 1,
             self._losses(head["loss_total"], head["loss_count"]),
             done - previous,
-            _union(columns["begun"], columns["done"]),
+            _union(columns["ready"], columns["decoded"]),
             np.maximum(done - head["ready"], 0.0),
             finite,
             done,
@@ -162,10 +162,10 @@ class Reader:
         bytes_sent = np.zeros(choice.shape)
         for b, table in enumerate(self._sent):
             bytes_sent[:, b] = table[choice[:, b]]
-        order = np.argsort(columns["sent"], axis=1, kind="stable")
-        arrived = np.take_along_axis(columns["arrived"], order, 1)
-        starts = np.take_along_axis(columns["sent"], order, 1)
-        wire_free = np.maximum.accumulate(arrived, axis=1)
+        order = np.argsort(columns["encoded"], axis=1, kind="stable")
+        received = np.take_along_axis(columns["received"], order, 1)
+        starts = np.take_along_axis(columns["encoded"], order, 1)
+        wire_free = np.maximum.accumulate(received, axis=1)
         starts[:, 1:] = np.maximum(starts[:, 1:], wire_free[:, :-1])
         wire = np.empty_like(starts)
         np.put_along_axis(wire, order, np.maximum(arrived - starts, 0.0), 1)
@@ -175,9 +175,9 @@ class Reader:
             choice,
             _or_default(columns["sent_bytes"], bytes_sent),
             _or_default(columns["plain_bytes"], np.broadcast_to(self._uncompressed_bytes, choice.shape)),
-            np.maximum(columns["sent"] - columns["begun"], 0.0),
+            np.maximum(columns["encoded"] - columns["ready"], 0.0),
             wire,
-            np.maximum(columns["done"] - columns["arrived"], 0.0),
+            np.maximum(columns["decoded"] - columns["received"], 0.0),
             np.where(finite[:, None], error, np.nan),
             columns["gradient_norm"],
             norm,

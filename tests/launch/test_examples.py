@@ -124,7 +124,7 @@ sys.path.insert(0, "examples")
 import data, horovod.tensorflow as hvd, numpy as np
 from tensorflow import keras
 hvd.init()
-data.PATIENCE = 0.5
+data.SERVER_TIMEOUT = 0.5
 
 def works():
     start = time.time()

@@ -13,6 +13,7 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress.analysis.sensitivity_report import Row, Sensitivity
 from hvd_compress.common.names import path_of
+from hvd_compress.compressors.resolve import policies
 from hvd_compress.engine.settings import Settings
 
 KERASES = {"keras": keras}
@@ -131,7 +132,7 @@ def test_as_in_numpy(library):
         assert row.loss_increase == pytest.approx(increase, rel=1e-2, abs=1e-4)
         assert increase > 0.01
     # Training looks its variables up under the same names.
-    policy = hvdc.compression.policies(report.policy(tolerance=0.0))
+    policy = policies(report.policy(tolerance=0.0))
     settings = Settings(hvdc.Compression.int8, policy=policy)
     for variable in model.trainable_variables:
         expected = hvdc.Compression.int8 if len(variable.shape) < 2 else hvdc.Compression.none

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ...common import checks
-from .. import residuals
-from .callback import BatchCounter, Callback
+from ..common import checks
+from . import residuals
+from .keras.callback import BatchCounter, Callback
 
 
 class ResidualCheckpoint(Callback):
