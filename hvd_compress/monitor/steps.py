@@ -168,7 +168,7 @@ class Reader:
         wire_free = np.maximum.accumulate(received, axis=1)
         starts[:, 1:] = np.maximum(starts[:, 1:], wire_free[:, :-1])
         wire = np.empty_like(starts)
-        np.put_along_axis(wire, order, np.maximum(arrived - starts, 0.0), 1)
+        np.put_along_axis(wire, order, np.maximum(received - starts, 0.0), 1)
         lost, norm = columns["lost_norm"], columns["norm"]
         error = np.where(lost == 0.0, 0.0, _divided(lost, norm))
         return Buckets(

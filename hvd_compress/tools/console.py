@@ -162,6 +162,15 @@ def usage(option: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Says in one line, status 1, how to install a package that is imported in here and missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{what} needs {error.name}: pip install 'hvd_compress[tools]'") from None
+
+
+@contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
     """Shows on standard error that something takes a while."""
     with errors().status(what):

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from ..cost import weak_scaling
-from . import units
+from . import console, units
 from .network import Network
 from .prediction import Workload, forecast
 
@@ -18,10 +18,8 @@ _MOST_RANKS = 4096
 
 
 def _pyplot() -> Any:
-    try:
+    with console.needed_by("--plot"):
         import matplotlib
-    except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'hvd_compress[tools]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -16,11 +16,11 @@ import numpy as np
 
 FORMAT = 1
 Columns = dict[str, np.ndarray]
-_STEPS = (
+STEP_COLUMNS = (
     "step", "loss", "step_ms", "exchange_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms", "bytes", "ratio",
     "gradient_norm", "residual_norm", "finite", "memory_mb",
 )  # fmt: skip
-_BUCKETS = (
+BUCKET_COLUMNS = (
     "step", "bucket", "compressor", "bytes", "ratio", "encode_ms", "wire_ms", "decode_ms", "relative_error",
     "residual_norm",
 )  # fmt: skip
@@ -164,9 +164,9 @@ def _written(directory: Path) -> list[int]:
 
 
 def _rank(directory: Path, number: int) -> Rank:
-    steps = _columns(directory / f"rank-{number}.csv", _STEPS)
+    steps = _columns(directory / f"rank-{number}.csv", STEP_COLUMNS)
     path = directory / f"rank-{number}-buckets.csv"
-    table = _columns(path, _BUCKETS) if path.exists() and path.stat().st_size else {}
+    table = _columns(path, BUCKET_COLUMNS) if path.exists() and path.stat().st_size else {}
     buckets = {}
     if table:
         for name in dict.fromkeys(table["bucket"].tolist()):

@@ -10,7 +10,9 @@ Each trains a small network on data that can be learned, with one thing wrong.
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -22,32 +24,50 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-HEALTHY = {"compression": "int8", "learning_rate": 0.1, "width": 512, "batch": 256, "steps": 150}
+# "ranks" and "buckets": of how many the files are kept, as many as the rules and the pages need.
+HEALTHY = {
+    "compression": "int8", "learning_rate": 0.1, "width": 512, "batch": 256, "steps": 60, "ranks": 2, "buckets": 0,
+}  # fmt: skip
 # What is wrong with each; the rest is as in a healthy run.
 RUNS = {
-    "healthy": {},
-    "healthy_auto": {"compression": "auto"},
+    "healthy": {"steps": 150, "buckets": 1},
+    "healthy_auto": {"compression": "auto", "steps": 100, "ranks": 1, "buckets": 1},
     "healthy_none": {"compression": "none"},
-    "diverges": {"learning_rate": 30.0, "compression": "topk:ratio=0.001", "error_feedback": False},
-    "unstable": {"learning_rate": 3.0, "momentum": 0.9, "activation": "tanh", "width": 64},
-    "oscillates": {"learning_rate": 3.0, "batch": 64, "steps": 120},
-    "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01},
-    "dominates": {"compression": "none", "width": 2048, "batch": 4, "steps": 60},
+    "diverges": {
+        "learning_rate": 30.0,
+        "compression": "topk:ratio=0.001",
+        "error_feedback": False,
+        "ranks": 1,
+        "buckets": 1,
+    },
+    "unstable": {
+        "learning_rate": 3.0,
+        "momentum": 0.9,
+        "activation": "tanh",
+        "width": 64,
+        "steps": 80,
+        "ranks": 1,
+    },
+    "oscillates": {"learning_rate": 3.0, "batch": 64, "steps": 120, "ranks": 1},
+    "residual": {"compression": "topk:ratio=0.0005", "learning_rate": 0.01, "steps": 150, "ranks": 1},
+    "dominates": {"compression": "none", "width": 2048, "batch": 4},
     # Its first messages pass faster than the link goes on to be: what was measured at the beginning is too good.
     "slow_link": {"compression": "none", "width": 256, "batch": 64, "steps": 40, "rates": ("10mbit",)},
-    "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4, "steps": 60},
-    "slow_rank": {"sleep": 0.06},
-    "flapping": {"compression": "auto", "flap": True},
+    "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4},
+    "slow_rank": {"sleep": 0.06, "buckets": 3},
+    "flapping": {"compression": "auto", "flap": True, "steps": 80, "ranks": 1, "buckets": 1},
     # The link changes every few seconds.
     "link_changes": {
         "compression": "auto",
         "width": 1400,
         "batch": 16,
-        "steps": 400,
+        "steps": 200,
         "rates": ("100mbit", "unshaped"),
+        "ranks": 1,
+        "buckets": 1,
     },
-    "small_buckets": {"bucket_bytes": 4096},
-    "memory": {"leak": 2_000_000, "sleep_all": 0.02},
+    "small_buckets": {"bucket_bytes": 4096, "steps": 40, "ranks": 1},
+    "memory": {"leak": 2_000_000, "sleep_all": 0.02, "steps": 100, "ranks": 1},
 }
 
 
@@ -143,7 +163,34 @@ def main() -> None:
         else:
             start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2"]
             subprocess.run([*start, *command], check=True, timeout=300, cwd=ROOT)
-        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+        shrink(name, directory)
+
+
+def shrink(name: str, directory: Path) -> None:
+    """Removes from a recording what no test needs: files, later steps, other buckets, and columns that nobody reads."""
+    sys.path.insert(0, str(ROOT))
+    from hvd_compress.tools.run_log import BUCKET_COLUMNS, STEP_COLUMNS
+
+    kept = {**HEALTHY, **RUNS[name]}
+    shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+    about = directory / "run.json"
+    run = json.loads(about.read_text())
+    run["buckets"] = [{key: bucket[key] for key in ("name", "nbytes")} for bucket in run["buckets"]]
+    about.write_text(json.dumps(run) + "\n")
+    # The buckets of the first rank only.
+    names = [bucket["name"] for bucket in run["buckets"]][: kept["buckets"]]
+    for path in directory.glob("rank-*.csv"):
+        is_buckets, rank = path.stem.endswith("buckets"), int(path.stem.split("-")[1])
+        if rank >= kept["ranks"] or (is_buckets and (rank or not names)):
+            path.unlink()
+            continue
+        with open(path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) <= kept["steps"]]
+        with open(path, "w", newline="") as file:
+            columns = BUCKET_COLUMNS if is_buckets else STEP_COLUMNS
+            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row for row in rows if not is_buckets or row["bucket"] in names)
 
 
 def between_hosts(command: list[str], rates: tuple[str, ...], directory: Path) -> None:

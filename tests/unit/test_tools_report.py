@@ -1,6 +1,7 @@
 """The page of a run: whole, self-contained, and with the run's own numbers."""
 
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -79,3 +80,13 @@ def test_the_command_writes_it(tmp_path):
         main, ["report", str(RUNS / "healthy"), "-o", str(tmp_path / "no" / "x.html")]
     )
     assert missing.exit_code == 2 and "cannot be written" in missing.output
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_package_that_is_missing_is_named_in_one_line(package, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hvd_compress.tools.run_plots", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    path = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["report", str(RUNS / "healthy"), "-o", str(path)])
+    assert result.exit_code == 1 and not path.exists()
+    assert f"Error: report needs {package}: pip install 'hvd_compress[tools]'" in result.output.splitlines()

@@ -1,0 +1,156 @@
+"""The plots of a recorded run, as SVG."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .run_log import Rank, Run
+
+_POINTS = 400  # of a line: a plot cannot show more
+_GRAY = "#808890"  # text and axes: readable on white and on black
+_STYLE: Any = {
+    "axes.prop_cycle": "cycler(color=['#3b82d6', '#e0812b', '#2ca58d', '#c4508a', '#8a6fd1', '#a89a2c'])",
+    "figure.facecolor": "none", "axes.facecolor": "none", "axes.edgecolor": _GRAY, "axes.labelcolor": _GRAY,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GRAY, "grid.alpha": 0.2,
+    "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.0,
+    "lines.markersize": 3, "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
+}  # fmt: skip
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
+
+def draw(run: Run) -> list[tuple[str, str]]:
+    """All plots: a caption and an SVG element each."""
+    return [(caption, _svg(plot, run)) for caption, plot in _PLOTS]
+
+
+def _svg(plot: Callable[[Axes, Run], None], run: Run) -> str:
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        plot(axes, run)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=_NO_METADATA)
+    svg = buffer.getvalue()
+    # Ids must be unique on a page with several plots.
+    svg = re.sub(r'\bid="', f'id="{plot.__name__}-', svg[svg.index("<svg") :])
+    return re.sub(r'(href="|url\()#', rf"\1#{plot.__name__}-", svg)
+
+
+def _line(
+    axes: Axes, step: np.ndarray, values: np.ndarray, label: str | None = None, marker: str = ""
+) -> None:
+    """Draws the known values, as medians of neighbors where there are too many."""
+    known = np.flatnonzero(np.isfinite(values))
+    parts = np.array_split(known, min(_POINTS, len(known))) if len(known) else []
+    medians = [np.median(values[part]) for part in parts]
+    axes.plot([step[part[-1]] for part in parts], medians, label=label, marker=marker)
+
+
+def _columns(axes: Axes, rank: Rank, names: Iterable[str], marker: str = "") -> None:
+    """Draws a line for each of these columns of a rank."""
+    for name in names:
+        _line(axes, rank.steps["step"], rank.steps[name], name.removesuffix("_ms").replace("_", " "), marker)
+
+
+def _ranks(axes: Axes, run: Run, name: str) -> None:
+    """Draws a line for each rank's column."""
+    for rank in run.ranks:
+        _line(axes, rank.steps["step"], rank.steps[name], f"rank {rank.number}")
+
+
+def _without_stalls(axes: Axes, values: np.ndarray) -> None:
+    """Limits the y axis, so that a few stalls do not make all other values look flat."""
+    known = values[np.isfinite(values)]
+    if len(known):
+        axes.set_ylim(0.0, max(1e-9, 1.15 * float(np.percentile(known, 99))))
+
+
+def _from_zero(axes: Axes) -> None:
+    top = float(axes.dataLim.ymax)
+    axes.set_ylim(0.0, 1.08 * top if 0.0 < top < np.inf else 1.0)
+
+
+def _loss(axes: Axes, run: Run) -> None:
+    _line(axes, run.of_all("step")[0], run.losses)
+    known = run.losses[np.isfinite(run.losses)]
+    if len(known) and known.min() > 0 and known.max() > 50 * known.min():
+        axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss")
+
+
+def _time(axes: Axes, run: Run) -> None:
+    _ranks(axes, run, "step_ms")
+    _without_stalls(axes, run.first.steps["step_ms"])
+    axes.set(xlabel="step", ylabel="ms per step")
+
+
+def _parts(axes: Axes, run: Run) -> None:
+    own, waiting = [], []
+    for rank in run.ranks:
+        times = np.stack([rank.steps["step_ms"], rank.steps["exposed_ms"]])
+        known = times[:, np.isfinite(times).all(0)][:, 1:]
+        step, exposed = known.mean(1) if known.size else (0.0, 0.0)
+        own.append(max(step - exposed, 0.0))
+        waiting.append(exposed)
+    labels = [f"rank {rank.number}" for rank in run.ranks]
+    axes.barh(labels, own, label="own work", height=0.6)
+    axes.barh(labels, waiting, left=own, label="waiting for the exchange", height=0.6)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per step (mean)")
+
+
+def _coding(axes: Axes, run: Run) -> None:
+    steps = run.first.steps
+    _columns(axes, run.first, ("encode_ms", "wire_ms", "decode_ms"))
+    _without_stalls(axes, np.concatenate([steps["wire_ms"], steps["encode_ms"]]))
+    axes.set(xlabel="step", ylabel=f"ms per step, rank {run.first.number}")
+
+
+def _ratio(axes: Axes, run: Run) -> None:
+    _line(axes, run.first.steps["step"], run.first.steps["ratio"])
+    _from_zero(axes)
+    axes.set(xlabel="step", ylabel="compression ratio")
+
+
+def _norms(axes: Axes, run: Run) -> None:
+    _columns(axes, run.first, ("residual_norm", "gradient_norm"), marker=".")
+    _from_zero(axes)
+    axes.set(xlabel="step", ylabel=f"norm, rank {run.first.number}")
+
+
+def _error(axes: Axes, run: Run) -> None:
+    buckets = run.first.buckets
+    for name, columns in buckets.items():
+        if np.nanmax(np.nan_to_num(columns["relative_error"]), initial=0.0) > 0.0:
+            label = f"bucket {name}" if len(buckets) <= 8 else None
+            _line(axes, columns["step"], columns["relative_error"], label, marker=".")
+    _from_zero(axes)
+    axes.set(xlabel="step", ylabel="relative error")
+
+
+def _memory(axes: Axes, run: Run) -> None:
+    _ranks(axes, run, "memory_mb")
+    _from_zero(axes)
+    axes.set(xlabel="step", ylabel="memory, MB")
+
+
+_PLOTS: tuple[tuple[str, Callable[[Axes, Run], None]], ...] = (
+    ("Loss of each step, mean over the ranks.", _loss),
+    ("Time from the end of one step to the end of the next.", _time),
+    ("What a step consists of. The slowest rank waits least.", _parts),
+    ("The exchange of all buckets; what is hidden behind the backward pass is included.", _coding),
+    ("Bytes without compression over bytes sent.", _ratio),
+    ("What is owed (residual) and what comes in (gradient), where they were taken.", _norms),
+    ("||x - C(x)|| / ||x|| of x = gradient + residual, by bucket.", _error),
+    ("Resident memory.", _memory),
+)
