@@ -44,7 +44,7 @@ def test_topk_error_bound(kind, n):
     """||x - topk(x)||^2 <= (1 - k / n) ||x||^2 (Stich et al. 2018, Lemma A.1)."""
     x = reference.vector(kind, n).astype(np.float64)
     error = np.sum((x - round_trip(topk(0.1), x.astype(np.float32))) ** 2)
-    assert error <= (1 - reference.kept(0.1, n) / n) * np.sum(x**2) * (1 + 1e-9)
+    assert error <= (1 - reference.num_kept(0.1, n) / n) * np.sum(x**2) * (1 + 1e-9)
 
 
 def test_topk_of_equal_magnitudes_meets_its_bound_with_equality():
