@@ -133,6 +133,24 @@ def paths(plan: Any) -> list[str]:
     return list(plan.paths)
 
 
+# What users are told
+
+
+def report_of(owner: Any) -> Any:
+    """The compression report of the newest plan."""
+    return reducer_of(owner).report()
+
+
+def bucket_reports(plan: Any) -> list[Any]:
+    """What each bucket of a plan is compressed with, and why."""
+    return plan.report()
+
+
+def bytes_sent(plan: Any) -> tuple[int, int]:
+    """Bytes that each rank sends per step: as configured, and if nothing were compressed."""
+    return plan.bytes_sent()
+
+
 # State
 
 
