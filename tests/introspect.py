@@ -16,7 +16,7 @@ import tensorflow as tf
 import hvd_compress as hvdc
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import clock
+from hvd_compress.engine import accounting, clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
@@ -134,6 +134,24 @@ def uncompressed_buckets(plan: Any) -> list[tuple[int, ...]]:
 def paths(plan: Any) -> list[str]:
     """The variables' paths."""
     return list(plan.layout.paths)
+
+
+# What users are told
+
+
+def report_of(owner: Any) -> Any:
+    """The compression report of the newest plan."""
+    return reducer_of(owner).report()
+
+
+def bucket_reports(plan: Any) -> list[Any]:
+    """What each bucket of a plan is compressed with, and why."""
+    return accounting.report(plan)
+
+
+def bytes_sent(plan: Any) -> tuple[int, int]:
+    """Bytes that each rank sends per step: as configured, and if nothing were compressed."""
+    return accounting.bytes_sent(plan)
 
 
 # State

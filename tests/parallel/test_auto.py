@@ -161,7 +161,7 @@ def test_a_target_that_nothing_reaches_means_no_compression(rank):
     training = Training(rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
     for _ in range(15):
         training.step()
-    assert {bucket.chosen for bucket in training.plan.report()} == {"none"}
+    assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"none"}
 
 
 def test_warm_up_and_phases_set_the_target(rank):
@@ -172,12 +172,12 @@ def test_warm_up_and_phases_set_the_target(rank):
     training = Training(rank, spec=spec)
     for _ in range(20):
         training.step()
-    assert {bucket.chosen for bucket in training.plan.report()} == {"int8"}
+    assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"int8"}
     training.choose(1)  # as if it had been found faster
     for _ in range(26):
         training.step()
-    assert {bucket.chosen for bucket in training.plan.report()} == {"int8"}
-    assert training.plan.report()[0].switches >= 1
+    assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"int8"}
+    assert introspect.bucket_reports(training.plan)[0].switches >= 1
 
 
 def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
@@ -201,7 +201,7 @@ def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
         assert f" ms, {before[0]} measured " in log
     else:
         assert "hvd_compress" not in started + log
-    report = training.plan.report()
+    report = introspect.bucket_reports(training.plan)
     assert all(bucket.chosen == spec for bucket in report)
     for bucket in report:
         assert bucket.predicted > 0 and bucket.measured > 0 and bucket.switches >= 1
@@ -232,7 +232,7 @@ def test_policy_gives_variables_other_compressors(rank, size):
     assert introspect.uncompressed_buckets(plan) == [(0,)]
     mean = np.mean([tf.random.stateless_normal([40, 50], [r, 0]) for r in range(size)], 0)
     np.testing.assert_allclose(reduced[0], mean, atol=1e-6)
-    assert plan.bytes_sent()[0] > 0
+    assert introspect.bytes_sent(plan)[0] > 0
 
 
 def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monkeypatch):
@@ -244,7 +244,7 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
     training.step()
     model = calibration.model()
     nbytes = introspect.selector_bytes(training.plan)[0]
-    predicted = training.plan.report()[0].candidates[1].predicted
+    predicted = introspect.bucket_reports(training.plan)[0].candidates[1].predicted
     if rank == 0:  # whose file counts
         found = model.predict("int8", nbytes)
         assert predicted == pytest.approx(found.total + found.burst, rel=1e-3)  # as in the middle of a step

@@ -157,7 +157,7 @@ def test_alone_it_is_powersgd_to_the_bit(rank):
     for _ in range(4):
         for mine, theirs in zip(auto.step(), fixed.step()):
             np.testing.assert_array_equal(mine, theirs)
-    assert auto.plan.bytes_sent() == fixed.plan.bytes_sent()
+    assert introspect.bytes_sent(auto.plan) == introspect.bytes_sent(fixed.plan)
     kinds = [
         op.type
         for op in auto._step.get_concrete_function(*map(tf.constant, draw(0, 0))).graph.get_operations()
@@ -248,16 +248,16 @@ def test_what_lets_enough_through_is_chosen(rank):
     passes = Training(rank, spec.format("hybrid:ratio=0.05,bits=4"))
     for _ in range(12):
         passes.step([(1.0 + 0.5 * rank) * x for x in low])
-    report = passes.plan.report()
+    report = introspect.bucket_reports(passes.plan)
     assert {bucket.chosen for bucket in report} == {"powersgd:rank=2"}
     # What hybrid had left before was no matrix of rank 1.
     assert all(bucket.candidates[1].through > 0.45 for bucket in report)
-    assert "not hybrid:ratio=0.05,bits=4: lets" in str(passes.reducer.report())
+    assert "not hybrid:ratio=0.05,bits=4: lets" in str(introspect.report_of(passes.reducer))
     does_not = Training(rank, spec.format("int8"))
     random = np.random.default_rng(rank)
     for _ in range(12):
         does_not.step([random.standard_normal(s).astype(np.float32) for s in SHAPES])
-    assert {bucket.chosen for bucket in does_not.plan.report()} == {"int8"}
+    assert {bucket.chosen for bucket in introspect.bucket_reports(does_not.plan)} == {"int8"}
 
 
 def test_in_use_the_residual_says_what_got_through(rank, size):
@@ -295,14 +295,14 @@ def test_the_log_and_the_report_name_it(rank, capfd):
         count = len(introspect.buckets(training.plan))
         introspect.propose(training.plan, new, rank)
         training.step()
-        log, report = capfd.readouterr().err, training.plan.report()
+        log, report = capfd.readouterr().err, introspect.bucket_reports(training.plan)
         assert [bucket.chosen for bucket in report] == [SPECS[new]] * count
         together = " for all buckets at once" if new == LOW_RANK else ""
         line = f"{SPECS[candidate]} -> {SPECS[new]}; predicted "
         assert log.count(line) == (count if rank == 0 else 0)
         if rank == 0:
             assert f" ms{together}, {SPECS[candidate]} measured " in log
-        text = str(training.reducer.report())
+        text = str(introspect.report_of(training.reducer))
         assert text.count("for all buckets at once") >= count
         assert all(bucket.together == (new == LOW_RANK) for bucket in report)
         total = report[0].predicted

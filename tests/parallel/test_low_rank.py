@@ -228,11 +228,11 @@ def test_bytes_sent_are_those_of_the_factors(rank, size):
     run = Run()
     run.step(draw(rank, 0))
     factors = 2 * sum(sum(sides) for i, sides in SIDES.items() if i != 3)
-    sent, plain = run.plan.bytes_sent()
+    sent, plain = introspect.bytes_sent(run.plan)
     each = 2 * (size - 1) / size * 4
     assert sent == round(each * (factors + 60)) + round(each * 17)
     assert plain == round(each * sum(map(np.prod, SHAPES)))
-    (report,) = run.reducer.report().buckets
+    (report,) = introspect.report_of(run.reducer).buckets
     assert "powersgd:rank=2" in str(report)
 
 

@@ -66,7 +66,7 @@ def test_norms_errors_and_bytes_are_those_of_numpy(rank):
             assert steps.buckets.gradient_norm[t, b] == pytest.approx(np.sqrt(g2), rel=1e-5)
             assert steps.buckets.error[t, b] == pytest.approx(np.sqrt(r2 / x2), rel=1e-4)
             assert steps.buckets.residual_norm[t, b] == pytest.approx(np.sqrt(r2), rel=1e-4)
-    sent, uncompressed = plan.bytes_sent()
+    sent, uncompressed = introspect.bytes_sent(plan)
     np.testing.assert_array_equal(steps.bytes, sent)
     np.testing.assert_allclose(steps.ratio, uncompressed / sent)
 

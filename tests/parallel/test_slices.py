@@ -247,14 +247,14 @@ def test_bytes_on_the_wire(spec, row, rank, size, monkeypatch):
     values = rng.standard_normal((tokens, columns)).astype(np.float32)
     distinct = len(np.unique(indices))
     assert payloads_of(training, [(indices, values)], monkeypatch) == [distinct * row]
-    sent, stock = training.plan.bytes_sent()
+    sent, stock = introspect.bytes_sent(training.plan)
     everyone = int(hvd.allreduce(tf.constant(distinct), op=hvd.Sum, name="distinct"))
     assert sent == everyone * row * (size - 1) // size
     assert stock == tokens * (256 + 8) * (size - 1)
     assert sent < stock * distinct / tokens * row / 256 * 1.05
     dense = 2 * (size - 1) / size * rows * columns * 4
     assert sent < dense / 10
-    (report,) = training.reducer.report().buckets
+    (report,) = introspect.report_of(training.reducer).buckets
     assert report.nbytes == rows * columns * 4 and report.chosen == hvdc.Compression.parse(spec).spec
 
 
