@@ -85,7 +85,7 @@ class StepClock(Observer):
         self._plan = plan
 
     def observe(self, measurement: StepMeasurement) -> None:
-        """Adds a tick of the clock to the end of the step. All ranks do, so that their graphs are equal; rank 0 reports."""
+        """Adds a tick of the clock to the end of the step, on all ranks: their graphs should be equal."""
         if _clock.plan == self._plan:
             with tf.device("CPU"):
                 tf.numpy_function(_clock.tick, [], [])
