@@ -76,7 +76,7 @@ def cost_of(
         seconds: [B, C], as returned by `predicted`.
         lost: [B, C], the share of its energy that each bucket loses.
         nbytes: [B], bytes of gradient.
-        max_slowdown: How much dearer a choice is that loses all energy, as a share.
+        max_slowdown: By which share the cost grows for a choice that loses all energy.
     """
     is_picked = tf.one_hot(picks, lost.shape[1])  # [N, B, C]
 
@@ -185,7 +185,7 @@ class Measured(NamedTuple):
     probed: tf.Tensor  # int32, the bucket that was probed
     energy: (
         tf.Tensor
-    )  # [C + 1], the energy that each candidate loses of its chunk, and the chunk's; zeros if no probe
+    )  # [C + 1], energies that candidates lose of its chunk, and the chunk's; zeros if no probe
     # [2], energies of the residuals and of gradients + residuals with the model-wide candidate in use; zeros if not
     # measured, None if no candidate is model-wide
     model_wide: tf.Tensor | None = None
@@ -195,9 +195,7 @@ class State(NamedTuple):
     """What a choice is based on. Checkpoints contain these names."""
 
     choice: tf.Tensor  # int32 [B], the chosen candidates
-    now: (
-        tf.Tensor
-    )  # int32 [B], the candidates in use: during a trial, the tried one instead of the chosen ones
+    now: tf.Tensor  # int32 [B], the candidates in use: the chosen ones, or in a trial the tried one
     before: tf.Tensor  # int32 [B], the candidates that were in use in the step before
     steady: tf.Tensor  # bool, whether `before` was also in use in the step before that one
     switches: tf.Tensor  # int32 [B], how often each bucket's choice changed

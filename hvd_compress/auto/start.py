@@ -58,7 +58,7 @@ def selector(
         )
         prior = tf.constant(np.broadcast_to(table[4 * size :], costs.encode.shape))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        start = start._replace(evidence=tf.constant(math.inf))  # enough for the first choice
+        start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
         shares = policy.shares(start, prior)
         _, first, _ = propose(auto, start, costs, shares, tf.constant(nbytes, tf.float32), tf.constant(0))
         first = hvd.broadcast(first, root, name="hvdc_first_choice", process_set=process_set)
