@@ -1,6 +1,11 @@
 """`compression="auto"`: which compressor each bucket gets in each step.
 
-`policy` holds the numerics (what a choice would cost, which is best), with `link` (what it is like now), `trials`, and
-`all_at_once` (candidates for all buckets or none); `selector` what is kept and measured from step to step, `probe` how
-much candidates let through, `clock` how time is taken inside the graph, `report` what users are told.
+- `start` makes the selector: it predicts what each candidate costs and makes the first choice.
+- `selector` holds the selector: its variables, and what it measures in each step.
+- `policy` holds the numerics: what a choice costs, and which choice is best. `link_tracker` (how fast the link is now),
+  `trials` (how wrong predictions are), `model_wide` (candidates for all buckets or none) and `splits` (which choices
+  are compared) belong to it.
+- `samples` and `probe` measure how much of a gradient each candidate loses.
+- `flat_or_hierarchical` decides which compressors use the hierarchical exchange.
+- `report` tells users what was chosen, and why.
 """

@@ -1,4 +1,4 @@
-"""Which compressors cross in two levels: decided once for a plan, by the cost model."""
+"""Decides once for each plan, by the cost model, which compressors use the hierarchical exchange."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from ..engine.settings import Settings
 from ..exchange import choice
 from ..exchange.hosts import Hosts
 
-Buckets = Sequence[Sequence[Shape]]  # the shapes of each one's chunks
+Buckets = Sequence[Sequence[Shape]]  # the shapes of each bucket's chunks
 
 
-def flat_ones(
+def flat_compressors(
     candidates: Sequence[tuple[Compressor, Buckets]],
     calibration: Calibration,
     settings: Settings,
     hosts: Hosts,
 ) -> list[Compressor]:
-    """The compressors that are faster in one level; rank 0's numbers decide. A collective call.
+    """Returns the compressors whose flat exchange is faster than their hierarchical one.
+
+    All ranks call it together. The numbers of rank 0 decide. Compressors that do not fit the hierarchical exchange are
+    left out.
 
     Args:
-        candidates: With the buckets that each may be used for.
-        calibration: Of these ranks.
+        candidates: Compressors, each with the buckets that it may be used for.
+        calibration: The calibration between these ranks.
         settings: How gradients are reduced.
-        hosts: Between which.
+        hosts: The hosts and their ranks.
     """
-    chosen = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
-    if not chosen:
+    comparable = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
+    if not comparable:
         return []
-    seconds = np.full([len(chosen), 2], np.inf)
+    seconds = np.full([len(comparable), 2], np.inf)
     if knows(calibration, hosts):
         model = calibration.model()
-        seconds[:] = [_compared(model, hosts, *candidate) for candidate in chosen]
+        seconds[:] = [_predicted(model, hosts, *candidate) for candidate in comparable]
     with tf.device("CPU"):
         agreed = hvd.broadcast(
             tf.constant(seconds),
@@ -49,21 +52,24 @@ def flat_ones(
             process_set=settings.process_set,
         ).numpy()
     if hvd.rank() == 0:
-        print(_line([c.spec for c, _ in chosen], agreed, hosts), file=sys.stderr, flush=True)
-    return [c for (c, _), (flat, two) in zip(chosen, agreed) if not two < flat]
+        print(_line([c.spec for c, _ in comparable], agreed, hosts), file=sys.stderr, flush=True)
+    return [c for (c, _), (flat, hierarchical) in zip(comparable, agreed) if not hierarchical < flat]
+
+
+flat_ones = flat_compressors  # the former name, which tests use
 
 
 def knows(calibration: Calibration, hosts: Hosts) -> bool:
-    """Whether the calibration was made between such hosts."""
+    """Whether the calibration was made between so many hosts with so many ranks each."""
     levels = calibration.levels
     return levels is not None and (levels.hosts, levels.workers) == (hosts.count, hosts.workers)
 
 
 def check(calibration: Calibration, hosts: Hosts) -> None:
-    """Refuses a calibration by which two levels cannot be predicted.
+    """Checks that the calibration can predict the hierarchical exchange.
 
     Raises:
-        ValueError: It was not made between such hosts.
+        ValueError: The calibration was made between other hosts.
     """
     if not knows(calibration, hosts):
         raise ValueError(
@@ -73,12 +79,12 @@ def check(calibration: Calibration, hosts: Hosts) -> None:
 
 
 def fits(compressor: Compressor, buckets: Buckets, hosts: Hosts) -> bool:
-    """Whether the compressor can cross in two levels."""
+    """Whether the hierarchical exchange can carry these buckets with the compressor."""
     ranks = hosts.count * hosts.workers
     return all(choice.choose(compressor, bucket, ranks, hosts).hierarchical for bucket in buckets)
 
 
-def _compared(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: Buckets) -> list[float]:
+def _predicted(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: Buckets) -> list[float]:
     """Seconds of all buckets' exchanges: flat, and hierarchical."""
 
     def seconds(bucket: Sequence[Shape], hosts: Hosts | None) -> float:
@@ -89,12 +95,13 @@ def _compared(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: B
 
 
 def _line(specs: Sequence[str], seconds: Any, hosts: Hosts) -> str:
-    where = f"hvd_compress: between {hosts.count} hosts of {hosts.workers} workers"
+    prefix = f"hvd_compress: between {hosts.count} hosts of {hosts.workers} workers"
     if not np.isfinite(seconds).all():
-        return f"{where} the exchange stays flat: the calibration knows no links inside and between hosts, make it anew"
-    found = [
-        f"{spec} crosses in {'two levels' if two < flat else 'one level'} "
-        f"(predicted {1e3 * two:.3g} ms in two, {1e3 * flat:.3g} in one)"
-        for spec, (flat, two) in zip(specs, seconds)
+        reason = "the calibration knows no links inside and between hosts, make it anew"
+        return f"{prefix} the exchange stays flat: {reason}"
+    parts = [
+        f"{spec} crosses in {'two levels' if hierarchical < flat else 'one level'} "
+        f"(predicted {1e3 * hierarchical:.3g} ms in two, {1e3 * flat:.3g} in one)"
+        for spec, (flat, hierarchical) in zip(specs, seconds)
     ]
-    return f"{where} {', '.join(found)}"
+    return f"{prefix} {', '.join(parts)}"

@@ -1,15 +1,16 @@
-"""What the link is like now, followed from step to step: numbers in, numbers out; float32."""
+"""Follows the latency and the bandwidth of the link from step to step. Pure functions; float32."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-# What a step's measurements weigh one step later.
-FORGET = 0.45
-# How strongly the factors hold on to what they were, in observations: latency changes less often than bandwidth.
-_STIFF = (1.0, 0.05)
-_PER_STEP = 4.0
-_LIMIT = 1e4
+# The weight of a step's measurements decays by this factor in each step.
+_DECAY = 0.45
+# The weight of the factors so far, in observations. Latency changes less often than bandwidth.
+_STIFFNESS = (1.0, 0.05)
+# The factors change by at most _MAX_CHANGE in a step, and stay below _MAX_FACTOR. Both hold for the inverse, too.
+_MAX_CHANGE = 4.0
+_MAX_FACTOR = 1e4
 
 
 def fit(
@@ -20,36 +21,35 @@ def fit(
     seconds: tf.Tensor,
     coding: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Follows the link: by which factors latency and time per byte differ from the calibrated ones.
+    """Updates the factors by which latency and time per byte differ from the calibrated ones.
 
-    Least squares of (latency * messages + byte * transfer - seconds) / (seconds + coding) over all steps so far, each
-    one's weighing 0.45 of the next one's. Relative to what was measured, a step that something held up
-    weighs little, while one that was faster than the link could be is not possible; and one that was spent on
-    encoding and decoding tells little about the link.
+    The factors minimize the sum of squares of
+
+        (latency_factor * messages + byte_factor * transfer - seconds) / (seconds + coding)
+
+    over all steps so far. The weight of a step is 0.45 of that of the next one. The errors are relative for two
+    reasons. A step that was held up has little weight, and steps cannot be faster than the link. A step that was mostly
+    encoding and decoding has little weight, too: it says little about the link.
 
     Args:
         moments: [5], sums over past steps; zeros at first.
         factors: [2], of latency and of time per byte, so far; ones at first.
-        messages: Scalar, predicted seconds of latency of what was exchanged in a step.
-        transfer: Scalar, predicted seconds of the bytes.
-        seconds: Scalar, measured on the wire.
-        coding: Scalar, seconds of encoding and decoding; all of these are 0 if nothing was measured.
+        messages: Scalar, the predicted seconds of latency in this step.
+        transfer: Scalar, the predicted seconds for the bytes of this step.
+        seconds: Scalar, the measured seconds on the wire.
+        coding: Scalar, the seconds of encoding and decoding. `seconds` and `coding` are 0 if nothing was measured.
 
     Returns:
         The new moments and factors.
     """
-    whole = seconds + coding
-    x, y, z = (tf.math.divide_no_nan(part, whole) for part in (messages, transfer, seconds))
-    moments = FORGET * moments + tf.stack([x * x, x * y, y * y, x * z, y * z])
+    total = seconds + coding
+    x, y, z = (tf.math.divide_no_nan(part, total) for part in (messages, transfer, seconds))
+    moments = _DECAY * moments + tf.stack([x * x, x * y, y * y, x * z, y * z])
     xx, xy, yy, sx, sy = tf.unstack(moments)
     a, b = tf.unstack(factors)
-    # In units of the factors so far, to which the stiffness refers.
-    m00, m01, m11 = xx * a * a + _STIFF[0], xy * a * b, yy * b * b + _STIFF[1]
-    r0, r1 = sx * a + _STIFF[0], sy * b + _STIFF[1]
+    # The unknowns are the changes relative to the factors so far: the stiffness holds them near 1.
+    m00, m01, m11 = xx * a * a + _STIFFNESS[0], xy * a * b, yy * b * b + _STIFFNESS[1]
+    r0, r1 = sx * a + _STIFFNESS[0], sy * b + _STIFFNESS[1]
     change = tf.stack([r0 * m11 - r1 * m01, r1 * m00 - r0 * m01]) / (m00 * m11 - m01 * m01)
-    return moments, _moved(factors, change)
-
-
-def _moved(factor: tf.Tensor, change: tf.Tensor) -> tf.Tensor:
-    change = tf.clip_by_value(change, 1.0 / _PER_STEP, _PER_STEP)
-    return tf.clip_by_value(factor * change, 1.0 / _LIMIT, _LIMIT)
+    change = tf.clip_by_value(change, 1.0 / _MAX_CHANGE, _MAX_CHANGE)
+    return moments, tf.clip_by_value(factors * change, 1.0 / _MAX_FACTOR, _MAX_FACTOR)

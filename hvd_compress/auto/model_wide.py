@@ -1,7 +1,8 @@
-"""Candidates that need gradients in their own shapes, and so are for all buckets at once or for none (`powersgd`).
+"""The rules of `auto` for model-wide candidates.
 
-What they cost stands with the last bucket, and zeros with the others: they cross when the last gradients are there,
-as the last bucket does. What they lose is the same share of all buckets. B buckets, C candidates; float32.
+A model-wide candidate (`powersgd`) needs gradients in their own shapes, so it is used for all buckets or for none. Its
+whole cost stands with the last bucket, and zeros with the others: it is exchanged when the last gradient is ready. It
+loses the same share of every bucket. B buckets, C candidates; float32.
 """
 
 from __future__ import annotations
@@ -12,56 +13,73 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 
-def of_model(lost: tf.Tensor, nbytes: tf.Tensor, whole: Sequence[bool]) -> tf.Tensor:
-    """`lost` [B, C] with the mean over the buckets, by their bytes [B], for candidates that are `whole` [C]."""
-    mean = tf.reduce_sum(lost * nbytes[:, None], 0) / tf.reduce_sum(nbytes)
-    return tf.where(tf.constant(list(whole)), mean, lost)
-
-
-def admit(reached: tf.Tensor, lost: tf.Tensor, nbytes: tf.Tensor, whole: Sequence[bool]) -> tf.Tensor:
-    """Which candidates may be chosen, bool [B, C].
-
-    Those that reach the target; where neither one that is `whole` does nor some other one for each bucket, also what
-    loses least: the one that is whole, or for each bucket another.
+def averaged(lost: tf.Tensor, nbytes: tf.Tensor, model_wide: Sequence[bool]) -> tf.Tensor:
+    """Replaces the shares that model-wide candidates lose by their mean over the buckets, weighted by bytes.
 
     Args:
-        reached: bool [B, C], whether they let enough through.
-        lost: [B, C], of `of_model`.
-        nbytes: [B], of gradient.
-        whole: bool [C].
+        lost: [B, C], the share of its energy that each bucket loses.
+        nbytes: [B], bytes of gradient.
+        model_wide: bool [C].
     """
-    is_whole = tf.constant(list(whole))
-    enough = tf.reduce_all(tf.reduce_any(reached & ~is_whole, -1)) | tf.reduce_any(reached[0] & is_whole)
-    several = tf.reduce_min(tf.where(is_whole, math.inf, lost), -1, keepdims=True)
-    one = tf.reduce_min(tf.where(is_whole, lost[0], math.inf))
-    better = one < tf.reduce_sum(several[:, 0] * nbytes) / tf.reduce_sum(nbytes)
-    least = tf.where(better, is_whole & (lost <= one), ~is_whole & (lost <= several))
-    return reached | (least & ~enough)
+    mean = tf.reduce_sum(lost * nbytes[:, None], 0) / tf.reduce_sum(nbytes)
+    return tf.where(tf.constant(list(model_wide)), mean, lost)
+
+
+def admit(reached: tf.Tensor, lost: tf.Tensor, nbytes: tf.Tensor, model_wide: Sequence[bool]) -> tf.Tensor:
+    """Which candidates may be chosen, bool [B, C].
+
+    Candidates that reach the target may be chosen. If no model-wide candidate reaches it, and some bucket has no other
+    candidate that does, then the candidates that lose least may be chosen, too: either a model-wide one or, for each
+    bucket, the best of the others.
+
+    Args:
+        reached: bool [B, C], whether candidates reach the target.
+        lost: [B, C], as returned by `averaged`.
+        nbytes: [B], bytes of gradient.
+        model_wide: bool [C].
+    """
+    is_model_wide = tf.constant(list(model_wide))
+    every_bucket = tf.reduce_all(tf.reduce_any(reached & ~is_model_wide, -1))
+    enough = every_bucket | tf.reduce_any(reached[0] & is_model_wide)
+    least_per_bucket = tf.reduce_min(tf.where(is_model_wide, math.inf, lost), -1, keepdims=True)
+    least_model_wide = tf.reduce_min(tf.where(is_model_wide, lost[0], math.inf))
+    mean = tf.reduce_sum(least_per_bucket[:, 0] * nbytes) / tf.reduce_sum(nbytes)
+    loses_least = tf.where(
+        least_model_wide < mean,
+        is_model_wide & (lost <= least_model_wide),
+        ~is_model_wide & (lost <= least_per_bucket),
+    )
+    return reached | (loses_least & ~enough)
 
 
 def allowed(options: tf.Tensor, admitted: tf.Tensor) -> tf.Tensor:
-    """Which choices, int32 [N, B], take nothing but what is admitted, bool [B, C]; bool [N]."""
-    hot = tf.one_hot(options, admitted.shape[1], True, False, dtype=tf.bool)
-    return tf.reduce_all(tf.reduce_any(hot & admitted, -1), -1)
-
-
-def with_use(
-    lost: tf.Tensor, energy: tf.Tensor, old: tf.Tensor, seen: tf.Tensor, used: tf.Tensor, weight: float
-) -> tf.Tensor:
-    """Takes in what a candidate in use lost of the whole model, in place of what was tried on a tensor of it.
+    """Which choices use only admitted candidates, bool [N].
 
     Args:
-        lost: [B, C], running averages of the energies that candidates lose, what was tried in this step taken in.
-        energy: [B], of the energies of what was tried, likewise.
-        old: [B, C], the shares before this step; any number where there was none yet.
-        seen: [2], the energies of the residuals and of gradients + residuals; zeros if they were not measured.
-        used: int32, which candidate was in use.
-        weight: Of the newest share in the running average.
+        options: int32 [N, B], the choices: each bucket's candidate.
+        admitted: bool [B, C].
+    """
+    is_chosen = tf.one_hot(options, admitted.shape[1], True, False, dtype=tf.bool)  # [N, B, C]
+    return tf.reduce_all(tf.reduce_any(is_chosen & admitted, -1), -1)
+
+
+def with_measured_loss(
+    lost: tf.Tensor, energy: tf.Tensor, shares: tf.Tensor, loss: tf.Tensor, used: tf.Tensor, weight: float
+) -> tf.Tensor:
+    """Replaces what a probe measured of the candidate in use by what that candidate lost of the whole model.
+
+    Args:
+        lost: [B, C], running averages of the energies that candidates lose, updated with this step's probe.
+        energy: [B], running averages of the energies of the probed chunks, updated in the same way.
+        shares: [B, C], the lost shares before this step; zeros where there was no probe yet.
+        loss: [2], the energies of the residuals and of gradients + residuals; zeros if they were not measured.
+        used: int32, the candidate in use.
+        weight: The weight of the newest share in the running average.
 
     Returns:
         The new `lost`.
     """
-    share = tf.math.divide_no_nan(seen[0], seen[1])
-    new = tf.where(old > 0.0, old + weight * (share - old), share) * energy[:, None]
-    column = tf.one_hot(used, lost.shape[1], True, False, dtype=tf.bool)
-    return tf.where(column & (seen[1] > 0.0), new, lost)
+    share = tf.math.divide_no_nan(loss[0], loss[1])
+    new = tf.where(shares > 0.0, shares + weight * (share - shares), share) * energy[:, None]
+    is_used = tf.one_hot(used, lost.shape[1], True, False, dtype=tf.bool)
+    return tf.where(is_used & (loss[1] > 0.0), new, lost)

@@ -1,7 +1,7 @@
-"""What a choice of compressors would cost, and which is the best one: numbers in, numbers out.
+"""What a choice of compressors costs, and which choice is best. Pure functions.
 
-B buckets, C candidates; float32 throughout; times in seconds. Small enough for the host in each step: compiled
-with XLA it takes as long, and two seconds before the first step.
+B buckets, C candidates; float32; times in seconds. The functions run on the host in each step and are not compiled
+with XLA: they would not be faster, and the first step would take two seconds longer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from . import trials
 from .link_tracker import fit
 from .splits import divided
 
-# What the newest value weighs in running averages.
-AVERAGED = 0.3
+# The weight of the newest value in running averages.
+NEWEST_WEIGHT = 0.3
 
 
 class Costs(NamedTuple):
-    """What each candidate costs each bucket on the calibrated link and an idle machine, [B, C] each.
+    """Seconds that each bucket takes with each candidate, on the calibrated link and an idle machine; [B, C] each.
 
-    The wire takes `messages + transfer`: the part that does not grow with the bytes, and the one that does.
+    The wire takes `messages + transfer`: `messages` does not depend on the number of bytes, and `transfer` does.
     """
 
     encode: tf.Tensor
@@ -44,14 +44,19 @@ def makespan(waits: tf.Tensor, exchange: tf.Tensor) -> tf.Tensor:
 
 
 def running_max(x: tf.Tensor) -> tf.Tensor:
-    """The largest of each element of x [B] and those before."""
+    """The cumulative maximum of x [B]."""
     (size,) = x.shape
-    before = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
-    return tf.reduce_max(tf.where(before, x, x.dtype.min), -1)
+    not_after = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
+    return tf.reduce_max(tf.where(not_after, x, x.dtype.min), -1)
 
 
 def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
-    """Seconds of each bucket's exchange with each candidate, [B, C], where latency and time per byte have `factors`."""
+    """Seconds of each bucket's exchange with each candidate, [B, C].
+
+    Args:
+        costs: The costs on the calibrated link.
+        factors: [2], of latency and of time per byte, as returned by `link_tracker.fit`.
+    """
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode
 
 
@@ -63,20 +68,20 @@ def cost_of(
     nbytes: tf.Tensor,
     max_slowdown: float,
 ) -> tf.Tensor:
-    """What choices cost, [N]: seconds, up to `max_slowdown` more for what does not get through.
+    """The cost of choices, [N]: the step's seconds times 1 + `max_slowdown` * the lost share of the energy.
 
     Args:
-        picks: int32 [N, B], candidates.
+        picks: int32 [N, B], the choices: each bucket's candidate.
         waits: [B], seconds of the backward pass between the bucket before and this one.
-        seconds: [B, C], as `predicted`.
-        lost: [B, C], shares of the energy that do not get through.
+        seconds: [B, C], as returned by `predicted`.
+        lost: [B, C], the share of its energy that each bucket loses.
         nbytes: [B], bytes of gradient.
-        max_slowdown: A share.
+        max_slowdown: By which share the cost grows for a choice that loses all energy.
     """
-    hot = tf.one_hot(picks, lost.shape[1])  # [N, B, C]
+    is_picked = tf.one_hot(picks, lost.shape[1])  # [N, B, C]
 
     def of_picks(table: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(hot * table, -1)
+        return tf.reduce_sum(is_picked * table, -1)
 
     missing = tf.reduce_sum(of_picks(lost) * nbytes, -1) / tf.reduce_sum(nbytes)
     return makespan(waits, of_picks(seconds)) * (1.0 + max_slowdown * missing)
@@ -123,14 +128,20 @@ def best(
 def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     """Which candidates may be chosen, bool [B, C].
 
-    Those that let `target` of the energy through; of the one in use, half of it is enough, as its residual makes what
-    gets through a smaller share; and in any case the one that loses least.
+    A candidate may be chosen if it lets at least the share `target` of the energy through. For the candidate in use,
+    half of it is enough: its residual adds to the energy, and so lowers the share. The candidate that loses least may
+    always be chosen.
+
+    Args:
+        lost: [B, C], the share of its energy that each bucket loses.
+        current: int32 [B], the candidates in use.
+        target: Scalar, a share.
     """
     return reached(lost, current, target) | (lost <= tf.reduce_min(lost, -1, keepdims=True))
 
 
 def reached(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-    """Which candidates let enough through, bool [B, C]; see `admit`."""
+    """Which candidates reach the target, bool [B, C]; see `admit`."""
     in_use = tf.one_hot(current, lost.shape[1], on_value=True, off_value=False, dtype=tf.bool)
     through = 1.0 - lost
     return (through >= target) | (in_use & (through >= 0.5 * target))
@@ -139,16 +150,16 @@ def reached(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor
 def hesitate(
     gain: tf.Tensor, forced: tf.Tensor, evidence: tf.Tensor, reluctance: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Whether to switch now: so that noise does not make the choice go to and fro.
+    """Whether to switch to the best choice now. Noise alone should not switch to and fro.
 
-    The logarithms of the gains that successive steps promise add up, and a switch takes 0.3 of them: a gain of
-    35% in one step or of 10% in three in a row (a cumulative sum test, Page 1954). Each switch doubles what the
-    next one takes, which wears off over some hundred steps.
+    This is a cumulative sum test (Page 1954). The evidence is the sum of the logarithms of the predicted gains of
+    successive steps. A switch needs an evidence of 0.3 times the reluctance: a gain of 35% in one step or of 10% in
+    three steps in a row. Each switch doubles the reluctance, which returns to 1 over some hundred steps.
 
     Args:
-        gain: Scalar, cost of the current choice over that of the best one, from 1 on.
+        gain: Scalar, at least 1: the cost of the current choice divided by that of the best one.
         forced: bool, whether the current choice is not allowed any more.
-        evidence: Scalar, what has added up; 0 at first.
+        evidence: Scalar, 0 at first.
         reluctance: Scalar, 1 at first.
 
     Returns:
@@ -165,39 +176,42 @@ def hesitate(
 
 
 class Measured(NamedTuple):
-    """What all ranks know of one step."""
+    """The measurements of one step, equal on all ranks."""
 
-    wire: tf.Tensor  # scalar, seconds in which something was on its way; 0 if not known
-    span: tf.Tensor  # scalar, seconds from the first bucket's gradients to the last one's result
-    exchange: tf.Tensor  # [B], seconds of each bucket, encoding and decoding included
-    waits: tf.Tensor  # [B], seconds between a bucket's encoding and that of the one before
-    probed: tf.Tensor  # int32, the bucket of which a chunk was tried
-    energy: tf.Tensor  # [C + 1], what each candidate loses of it, and all of it; zeros if none was
-    # [2], what the candidate in use lost of the whole model, and all of it; zeros if not measured, None if it cannot be
-    whole: tf.Tensor | None = None
+    wire: tf.Tensor  # scalar, seconds in which buckets were on the wire; 0 if not measured
+    span: tf.Tensor  # scalar, seconds from the first bucket's gradients to the last bucket's result
+    exchange: tf.Tensor  # [B], seconds of each bucket, including encoding and decoding
+    waits: tf.Tensor  # [B], seconds between the encoding of the bucket before and that of this one
+    probed: tf.Tensor  # int32, the bucket that was probed
+    energy: (
+        tf.Tensor
+    )  # [C + 1], energies that candidates lose of its chunk, and the chunk's; zeros if no probe
+    # [2], energies of the residuals and of gradients + residuals with the model-wide candidate in use; zeros if not
+    # measured, None if no candidate is model-wide
+    model_wide: tf.Tensor | None = None
 
 
 class State(NamedTuple):
-    """What a choice rests on."""
+    """What a choice is based on. Checkpoints contain these names."""
 
-    choice: tf.Tensor  # int32 [B], which candidate is chosen
-    now: tf.Tensor  # int32 [B], which one is in force: another one while it is tried
-    before: tf.Tensor  # int32 [B], which one was in the step before
-    steady: tf.Tensor  # bool, whether that was in force in the step before it, too
-    switches: tf.Tensor  # int32 [B], how often that changed
-    link_moments: tf.Tensor  # [5], see `fit`
+    choice: tf.Tensor  # int32 [B], the chosen candidates
+    now: tf.Tensor  # int32 [B], the candidates in use: the chosen ones, or in a trial the tried one
+    before: tf.Tensor  # int32 [B], the candidates that were in use in the step before
+    steady: tf.Tensor  # bool, whether `before` was also in use in the step before that one
+    switches: tf.Tensor  # int32 [B], how often each bucket's choice changed
+    link_moments: tf.Tensor  # [5], see `link_tracker.fit`
     link: tf.Tensor  # [2], factors of latency and of time per byte
-    energy: tf.Tensor  # [B], running average of what was tried
-    lost: tf.Tensor  # [B, C], of what candidates lose of it
+    energy: tf.Tensor  # [B], running average of the energy of probed chunks
+    lost: tf.Tensor  # [B, C], running average of the energy that candidates lose of them
     waits: tf.Tensor  # [B], seconds of the backward pass before each bucket
-    measured: tf.Tensor  # [B], seconds of the whole exchange
-    evidence: tf.Tensor
-    reluctance: tf.Tensor
-    bias: tf.Tensor  # [C], by which factor steps with each candidate take longer than predicted
-    age: tf.Tensor  # [C], steps since that was measured
-    known: tf.Tensor  # how often that of the choice was; of a new one it counts as once, as if in a trial
-    trial: tf.Tensor  # int32, which candidate was tried last
-    since_trial: tf.Tensor  # steps since that began
+    measured: tf.Tensor  # [B], seconds of the exchange with the choice, including encoding and decoding
+    evidence: tf.Tensor  # see `hesitate`
+    reluctance: tf.Tensor  # see `hesitate`
+    bias: tf.Tensor  # [C], by which factor steps with each candidate take longer than predicted; see `trials`
+    age: tf.Tensor  # [C], steps since each bias was measured
+    known: tf.Tensor  # how often the bias of the choice was measured; 1 after a switch, as if after a trial
+    trial: tf.Tensor  # int32, the candidate that was tried last
+    since_trial: tf.Tensor  # steps since that trial began
 
 
 def initial(choice: tf.Tensor, candidates: int) -> State:
@@ -207,14 +221,19 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     return State(
         choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
         tf.zeros([buckets, candidates]), zeros, zeros, zero, one,
-        tf.ones([candidates]), tf.fill([candidates], trials.STALE), zero, tf.constant(0), tf.constant(trials.LASTS),
+        tf.ones([candidates]), tf.fill([candidates], trials.STALE_STEPS), zero, tf.constant(0),
+        tf.constant(trials.TRIAL_STEPS),
     )  # fmt: skip
 
 
 def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Tensor) -> State:
-    """The state in a step for which the ranks agreed on a choice, int32 [B], and on what is tried: -1 for nothing.
+    """The state in a step for which the ranks agreed on a choice.
 
-    `committed`: whether the residuals of this step are kept; if not, its times are not looked at.
+    Args:
+        state: The state in the step before.
+        choice: int32 [B].
+        trial: int32, the candidate to try in this step; -1 for none.
+        committed: bool, whether the residuals of this step are kept. If not, its times are ignored.
     """
     switched = choice != state.choice
     return state._replace(
@@ -227,92 +246,111 @@ def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Ten
     )
 
 
-def follow(state: State, seen: Measured, costs: Costs) -> State:
-    """Takes in what was measured in the step before, in which `state.before` was in force."""
-    hot = tf.one_hot(state.before, costs.encode.shape[1])
+def follow(state: State, step: Measured, costs: Costs) -> State:
+    """Updates the state with the measurements of the step before, in which `state.before` was in use."""
+    is_used = tf.one_hot(state.before, costs.encode.shape[1])
 
     def used(table: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(hot * table, -1)
+        return tf.reduce_sum(is_used * table, -1)
 
-    timed = seen.wire > 0.0
+    timed = step.wire > 0.0
     bias = used(state.bias)
     messages, transfer = (tf.reduce_sum(bias * used(table)) for table in (costs.messages, costs.transfer))
-    # As calibrated: with the bias, the link and the bias could drift apart, one up and the other down.
+    # Without the bias: with it, the link and the bias could drift, one up and the other down.
     coding = tf.where(timed, tf.reduce_sum(used(costs.encode + costs.decode)), 0.0)
-    # A bucket that is on its way while another is encoded on the same core seems to be for longer than the link takes:
-    # by how much is not known, so that what was expected is believed as far as it is possible.
+    # A bucket seems to be on the wire for longer than the link takes, if another one is encoded on the same core
+    # meanwhile. The difference is unknown, so the measured time is limited: to the expected one, or to the span without
+    # the coding if that is longer.
     expected = messages * state.link[0] + transfer * state.link[1]
-    wire = tf.minimum(seen.wire, tf.maximum(expected, seen.span - coding))
-    # Not with what is only tried: its bias refers to the link as the choice sees it.
+    wire = tf.minimum(step.wire, tf.maximum(expected, step.span - coding))
+    # Trials do not change the link: the bias of the tried candidate refers to the link as the choice measured it.
     chosen = tf.reduce_all(state.before == state.choice)
-    followed = fit(state.link_moments, state.link, messages, transfer, wire, coding)
-    link_moments = tf.where(chosen, followed[0], state.link_moments)
-    link = tf.where(chosen, followed[1], state.link)
-    waits = _average(state.waits, seen.waits, timed)
-    ratio = tf.math.divide_no_nan(seen.span, makespan(waits, used(predicted(costs, link)) * bias))
+    new_moments, new_link = fit(state.link_moments, state.link, messages, transfer, wire, coding)
+    link_moments = tf.where(chosen, new_moments, state.link_moments)
+    link = tf.where(chosen, new_link, state.link)
+    waits = _average(state.waits, step.waits, timed)
+    ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
-    found = trials.measured(state.bias, state.age, tf.reduce_mean(hot, 0), ratio, chosen, state.known)
-    here = tf.range(state.choice.shape[0]) == seen.probed
-    tried = tf.cast(here & (seen.energy[-1] > 0.0), tf.float32)
-    keep = 1.0 - AVERAGED * tried
-    energy = keep * state.energy + AVERAGED * tried * seen.energy[-1]
-    lost = keep[:, None] * state.lost + AVERAGED * tried[:, None] * seen.energy[:-1]
-    if seen.whole is not None:
-        old = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-        lost = all_at_once.with_use(lost, energy, old, seen.whole, state.before[0], AVERAGED)
+    new_bias, age = trials.measured(
+        state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known
+    )
+    is_probed = tf.range(state.choice.shape[0]) == step.probed
+    probed = tf.cast(is_probed & (step.energy[-1] > 0.0), tf.float32)
+    keep = 1.0 - NEWEST_WEIGHT * probed
+    energy = keep * state.energy + NEWEST_WEIGHT * probed * step.energy[-1]
+    lost = keep[:, None] * state.lost + NEWEST_WEIGHT * probed[:, None] * step.energy[:-1]
+    if step.model_wide is not None:
+        old_shares = tf.math.divide_no_nan(state.lost, state.energy[:, None])
+        lost = all_at_once.with_measured_loss(
+            lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT
+        )
     return state._replace(
         link_moments=link_moments,
         link=link,
         energy=energy,
         lost=lost,
         waits=waits,
-        bias=found[0],
-        age=found[1],
+        bias=new_bias,
+        age=age,
         known=state.known + tf.cast(chosen & (ratio > 0.0), tf.float32),
-        measured=_average(state.measured, seen.exchange, timed & (state.before == state.choice)),
+        measured=_average(state.measured, step.exchange, timed & (state.before == state.choice)),
     )
 
 
 def _average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
-    """A running average that begins with the first value, and takes at most twice the old one at once."""
+    """A running average where `known`. It begins with the first value; later values count up to twice the average."""
     limited = tf.where(old > 0.0, tf.minimum(new, 2.0 * old + 1e-3), new)
-    return tf.where(known, tf.where(old > 0.0, old + AVERAGED * (limited - old), limited), old)
+    return tf.where(known, tf.where(old > 0.0, old + NEWEST_WEIGHT * (limited - old), limited), old)
 
 
 def shares(state: State, prior: tf.Tensor) -> tf.Tensor:
-    """The share of its energy that each bucket would lose, [B, C]: `prior` until something was tried."""
-    found = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-    return tf.where(state.energy[:, None] > 0.0, found, prior)
+    """The share of its energy that each bucket loses with each candidate, [B, C]; `prior` before its first probe."""
+    measured = tf.math.divide_no_nan(state.lost, state.energy[:, None])
+    return tf.where(state.energy[:, None] > 0.0, measured, prior)
 
 
 def propose(
     state: State,
     costs: Costs,
-    plain: Sequence[bool],
+    uncompressed: Sequence[bool],
     lost: tf.Tensor,
     nbytes: tf.Tensor,
     target: tf.Tensor,
     max_slowdown: float,
-    whole: Sequence[bool] = (),
+    model_wide: Sequence[bool] = (),
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
-    """What should be chosen next, int32 [B], and what should be tried, int32: -1 for nothing."""
-    if any(whole):
-        lost = all_at_once.of_model(lost, nbytes, whole)
-        allowed = all_at_once.admit(reached(lost, state.choice, target), lost, nbytes, whole)
+    """Proposes the next choice and the next trial.
+
+    Args:
+        state: As returned by `in_step`.
+        costs: The costs on the calibrated link.
+        uncompressed: bool [C], whether candidates do not compress.
+        lost: [B, C], as returned by `shares`.
+        nbytes: [B], bytes of gradient.
+        target: Scalar, the share of the energy that should get through; see `admit`.
+        max_slowdown: See `cost_of`.
+        model_wide: bool [C], see the module `model_wide`; empty if no candidate is.
+
+    Returns:
+        The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
+    """
+    if any(model_wide):
+        lost = all_at_once.averaged(lost, nbytes, model_wide)
+        allowed = all_at_once.admit(reached(lost, state.choice, target), lost, nbytes, model_wide)
     else:
         allowed = admit(lost, state.choice, target)
-    ranked = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)
-    found = best(allowed, plain, *ranked, whole)
-    now, then = tf.unstack(cost_of(tf.stack([state.choice, found]), *ranked))
+    cost_inputs = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)
+    cheapest = best(allowed, uncompressed, *cost_inputs, model_wide)
+    current_cost, cheapest_cost = tf.unstack(cost_of(tf.stack([state.choice, cheapest]), *cost_inputs))
     forced = tf.reduce_any(~tf.gather(allowed, state.choice, axis=1, batch_dims=1))
-    gain = tf.math.divide_no_nan(now, then)
+    gain = tf.math.divide_no_nan(current_cost, cheapest_cost)
     switch, evidence, reluctance = hesitate(gain, forced, state.evidence, state.reluctance)
     buckets, candidates = lost.shape
     alone = tf.broadcast_to(tf.range(candidates)[:, None], [candidates, buckets])
-    ratios = tf.math.divide_no_nan(cost_of(alone, *ranked), now)
+    ratios = tf.math.divide_no_nan(cost_of(alone, *cost_inputs), current_cost)
     possible = tf.reduce_all(allowed, 0) & (tf.reduce_any(state.choice != alone, 1))
     trial, since_trial, tried = trials.next_trial(
         state.trial, state.since_trial, state.age, ratios, possible & ~switch
     )
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
-    return state, tf.where(switch, found, state.choice), tried
+    return state, tf.where(switch, cheapest, state.choice), tried

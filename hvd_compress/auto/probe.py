@@ -1,4 +1,4 @@
-"""How much of a gradient each candidate would let through, tried on a part of it."""
+"""Measures how much of a gradient each candidate would lose, on a sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..kernels.compile import compiled
 
 
 class Sample(NamedTuple):
-    """A chunk of a bucket, and a gradient in it."""
+    """A chunk of a bucket, and one of the gradients in it."""
 
     shape: tuple[int, ...]  # of the chunk
     take: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns the chunk and its residual
@@ -23,14 +23,14 @@ class Sample(NamedTuple):
 
 
 def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tensor:
-    """The energy that each candidate loses of a sample's chunk, and the energy of the chunk, float32 [C + 1].
+    """Returns the energy of a sample's chunk that each candidate loses, and the chunk's energy: float32 [C + 1].
 
-    Candidates that need gradients in their own shapes are tried on the gradient: the same share of the chunk's energy.
+    Model-wide candidates are applied to the sample's gradient: its lost share is multiplied by the chunk's energy.
 
     Args:
-        auto: The settings.
+        auto: The compressor `auto`.
         index: int32 scalar, the position of the sample.
-        samples: One of each bucket.
+        samples: One sample of each bucket.
     """
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     of_shape = [[i for i, sample in enumerate(samples) if sample.shape == shape] for shape in shapes]
@@ -39,7 +39,7 @@ def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tens
         place = [members.index(i) if i in members else 0 for i in range(len(samples))]
         return _of_chunk(auto, *switch_case(tf.gather(place, index), [samples[i].take for i in members]))
 
-    # A call of its own: if it were inlined, TensorFlow would go through all of it in each step.
+    # Not inlined: TensorFlow would go through all of its operations in each step, also when no probe is due.
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
     def measure_one() -> tf.Tensor:
         kind = [shapes.index(sample.shape) for sample in samples]
@@ -65,7 +65,7 @@ def _of_chunk(auto: Auto, chunk: tf.Tensor, residual: tf.Tensor) -> tf.Tensor:
 
 
 def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
-    """The lost shares of candidates that need the gradient in its own shape, [C + 1]; zeros for the others."""
+    """The shares of the gradient that model-wide candidates lose, [C + 1]; zeros for the others."""
     gradient = sample.largest()
     shares = [
         candidate.lost_share(gradient) if candidate.model_wide else tf.constant(0.0)

@@ -1,4 +1,4 @@
-"""What users are told about the choice."""
+"""What `auto` reports to users."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from . import model_wide, policy
 def of_buckets(
     auto: Auto, nbytes: Sequence[int], costs: policy.Costs, prior: tf.Tensor, state: policy.State, step: int
 ) -> list[BucketReport]:
-    """What is known of each bucket of `auto` after so many steps; see `AutoSelector` for the arguments."""
+    """Reports on each bucket of `auto` after `step` steps; see `AutoSelector` for the other arguments."""
     seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
     lost = policy.shares(state, prior).numpy()
     target = auto.target_at(step)
     is_model_wide = auto.model_wide_candidates
     if any(is_model_wide):
-        lost = model_wide.of_model(lost, tf.constant(nbytes, tf.float32), is_model_wide).numpy()
-    # Of all buckets, with each candidate alone and with those that are chosen.
-    totals, total = seconds.sum(0), sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
+        lost = model_wide.averaged(lost, tf.constant(nbytes, tf.float32), is_model_wide).numpy()
+    # Seconds of all buckets: with each candidate alone, and with the choice.
+    totals = seconds.sum(0)
+    total_now = sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
     reports = []
     for b, bucket_bytes in enumerate(nbytes):
         chosen = int(state.choice[b])
@@ -33,11 +34,8 @@ def of_buckets(
             through = 1.0 - float(lost[b, c])
             own, now, of_what = float(seconds[b, c]), float(seconds[b, chosen]), ""
             if is_model_wide[c] or is_model_wide[chosen]:
-                own, now, of_what = (
-                    float(totals[c]),
-                    total,
-                    OF_ALL if is_model_wide[c] else " for all buckets",
-                )
+                own, now = float(totals[c]), total_now
+                of_what = OF_ALL if is_model_wide[c] else " for all buckets"
             why = ""
             if c != chosen and through < target:
                 why = f"lets {100 * through:.2g}% of the energy through, the target is {100 * target:.3g}%"
@@ -80,7 +78,10 @@ def log_switches(
     chosen: tf.Tensor,
     show: bool,
 ) -> None:
-    """Prints a line for each bucket whose choice changes from `state.choice` to `chosen`, int32 [B], if to `show`."""
+    """Prints a line for each bucket whose choice changes from `state.choice` to `chosen`, int32 [B].
+
+    It prints only if `show` is True, but all ranks trace it: their graphs should be equal.
+    """
 
     def lines() -> tf.Tensor:
         specs = tf.constant([candidate.spec for candidate in auto.candidates])
@@ -103,7 +104,6 @@ def log_switches(
         tf.print(tf.strings.reduce_join(text, separator="\n"), output_stream=sys.stderr)
         return tf.constant(True)
 
-    # Traced by all ranks, though only one prints: their graphs should be the same.
     tf.cond(tf.reduce_any(chosen != state.choice) & show, lines, lambda: tf.constant(False))
 
 

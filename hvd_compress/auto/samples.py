@@ -1,4 +1,4 @@
-"""What `auto` tries its candidates on: a chunk of each bucket, and for some candidates a gradient in its own shape."""
+"""What `auto` probes its candidates with: a chunk of each bucket and, for model-wide candidates, a gradient."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..engine.state import State
 from ..kernels.compile import fed_back
 from .probe import Sample
 
-# Of chunks with so many elements a part is tried.
+# Of chunks with so many elements, only a part is probed.
 _LARGE_CHUNK = 2**17
 
 
 def of_bucket(layout: ModelLayout, state: State, gradients: Sequence[Any], b: int, decay: float) -> Sample:
-    """The first chunk of a bucket, and the gradient with the most elements in the bucket.
+    """The sample of a bucket: its first chunk, and the gradient with the most elements in it.
 
     Args:
         layout: How gradients are divided.
         state: The plan's variables.
-        gradients: All of the plan.
+        gradients: All gradients of the plan.
         b: The bucket's index.
-        decay: Of residuals.
+        decay: The factor of residuals, `residual_decay`.
     """
     bucket, of_group = layout.buckets[b], layout.group_of(b).layout
     residuals = state.groups[bucket.group].residuals
     chunk = bucket.chunks.start
     tensors = [gradients[i] for i in of_group.tensors.members]
     (size,) = of_group.shapes[chunk]
-    # A part of it tells as much: every eighth element, so that all of its layers take part.
+    # Every eighth element: a part says as much as the whole chunk, and this part contains all of its layers.
     every = 8 if size >= _LARGE_CHUNK else 1
 
     def take() -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,9 +1,11 @@
-"""`AutoSelector`: what `auto` keeps and measures from step to step.
+"""`AutoSelector`: the variables and measurements of `auto`.
 
-In step t each rank measures how long its exchanges take, and every so often how much each candidate would let
-through. In step t + 1 these numbers are reduced with the uncompressed gradients; all ranks then know the same, follow
-the link with it, and work out the best choice. Rank 0's choice is sent in step t + 2 and holds from step t + 3 on:
-ranks whose processors round differently need not find the same.
+1. In step t, each rank measures how long its exchanges take. In some steps, it also probes how much each candidate
+   would lose.
+2. In step t + 1, these numbers are reduced over the ranks, along with the uncompressed gradients. Then all ranks know
+   the same numbers. They follow the link and compute the best choice.
+3. In step t + 2, rank 0's choice is sent. The others follow it: ranks that round differently may have another one.
+4. From step t + 3 on, all ranks use this choice.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from . import policy, probe, report, samples
 
 Result = TypeVar("Result")
 
-# The shortest waiting time is looked for among so many ranks; beyond, some share a place.
+# The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
 _PLACES = 16
-# The times of the first steps tell nothing: kernels are compiled, connections are made.
+# The times of the first steps are ignored: kernels are compiled, connections are made.
 _UNTIMED = 2
 
 
 class AutoSelector(ModelSelector):
-    """Chooses for the buckets of `auto`; `start.selector` makes it.
+    """The selector for the buckets of `auto`; `start.selector` makes it.
 
     Attributes:
         auto: The compressor `auto`.
         nbytes: Bytes of each bucket, as float32.
         costs: Predicted costs of each bucket and candidate.
         prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
-        state: What the choice rests on: a `policy.State` of tf.Variables on the host.
+        state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
     def __init__(
@@ -59,16 +61,16 @@ class AutoSelector(ModelSelector):
         prior: tf.Tensor,
         choice: tf.Tensor,
     ) -> None:
-        """Begins with a choice.
+        """Makes the variables, for a first choice.
 
         Args:
             layout: How gradients are divided.
             state: The plan's variables.
             process_set: The ranks.
-            op: hvd.Average or hvd.Sum, with which the numbers are reduced.
-            residual_decay: Multiplies residuals.
-            costs: Predicted, float32 [B, C] each.
-            prior: float32 [B, C].
+            op: hvd.Average or hvd.Sum: how the numbers are reduced.
+            residual_decay: The factor of residuals.
+            costs: Predicted costs, float32 [B, C] each.
+            prior: See the attribute, float32 [B, C].
             choice: The position of each bucket's candidate, int32 [B].
         """
         self.auto: Auto = layout.auto
@@ -80,7 +82,7 @@ class AutoSelector(ModelSelector):
         self._averages = op == hvd.Average
         self._uncompressed = uncompressed_candidates(self.auto)
         model_wide = self.auto.model_wide_candidates
-        # Candidates that are for all buckets at once, and the others.
+        # The positions of model-wide candidates, and of the others.
         self._model_wide = [c for c, is_model_wide in enumerate(model_wide) if is_model_wide]
         self._per_bucket = [c for c, is_model_wide in enumerate(model_wide) if not is_model_wide]
         b, c = len(self.nbytes), len(self.auto.candidates)
@@ -97,7 +99,7 @@ class AutoSelector(ModelSelector):
     # Selector
 
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
-        """The exchange with the candidate that is chosen for this bucket alone."""
+        """The exchange with the bucket's candidate, which is not model-wide."""
         with tf.device("CPU"):
             index = self.state.now.read_value()[self._place[bucket]]
             if self._model_wide:
@@ -118,15 +120,15 @@ class AutoSelector(ModelSelector):
     # ModelSelector
 
     def numbers(self) -> tf.Tensor:
-        """What this rank measured in the step before, float32 [S]."""
+        """This rank's measurements of the step before, float32 [S]."""
         with tf.device("CPU"):
             return self._numbers.read_value()
 
     def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> tf.Tensor:
-        """Tries all candidates on a chunk of one bucket, if it is time to.
+        """Probes all candidates on a sample of one bucket, if a probe is due.
 
         Returns:
-            [C + 1]: the energy that each candidate loses, and that of the chunk; zeros if it is not time to.
+            [C + 1]: the energy that each candidate loses, and the chunk's energy; zeros if no probe is due.
         """
         of_buckets = [
             samples.of_bucket(self._layout, self._plan_state, gradients, b, self._decay) for b in self._place
@@ -161,7 +163,7 @@ class AutoSelector(ModelSelector):
         return switch_case(index, branches)
 
     def no_loss(self) -> Any:
-        """In place of what a candidate for all buckets at once lost, [2]; () where there are none of these."""
+        """The loss if no model-wide candidate was in use: zeros [2]; () if there are no such candidates."""
         return tf.zeros([2]) if self._model_wide else ()
 
     def replicated_state(self) -> dict[str, tf.Variable]:
@@ -169,18 +171,18 @@ class AutoSelector(ModelSelector):
         return {f"auto_{name}": variable for name, variable in self.state._asdict().items()}
 
     def report(self, step: int) -> list[BucketReport]:
-        """What is known of each bucket after so many steps."""
+        """The reports of the buckets after `step` steps."""
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
         return report.of_buckets(self.auto, self.nbytes, self.costs, self.prior, state, step)
 
     # Observer
 
     def wants_times(self, bucket: int) -> bool:
-        """For its own buckets."""
+        """Whether the bucket is one of `auto`."""
         return bucket in self._place
 
     def observe(self, measurement: StepMeasurement) -> None:
-        """Takes in the numbers of the step before, and prepares those of this step for the next one."""
+        """Updates the state with the numbers of the step before, and keeps those of this step for the next one."""
         step, committed = measurement.step, measurement.committed
         assert measurement.agreed is not None
         with tf.device("CPU"):
@@ -188,7 +190,7 @@ class AutoSelector(ModelSelector):
             fields = self._unpack(measurement.agreed if self._averages else measurement.agreed / self._ranks)
             probed, _ = self._probe_index(step - 1)
             measured = policy.Measured(
-                # The ranks that were there last did not wait for others.
+                # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
                 tf.reduce_min(fields["wire"] * (self._ranks / self._members)),
                 fields["span"],
                 fields["exchange"],
@@ -208,7 +210,7 @@ class AutoSelector(ModelSelector):
             )
             for variable, value in zip(self.state, switched):
                 variable.assign(value)
-            # Times of steps that were not committed are not looked at.
+            # The times of steps that were not committed are ignored.
             timed = committed & (step >= _UNTIMED)
             loss = measurement.model_wide_loss
             lost = [tf.where(committed, loss, tf.zeros([2]))] if self._model_wide else []
@@ -223,7 +225,7 @@ class AutoSelector(ModelSelector):
             return tf.reduce_all(tf.gather(tf.constant(self._uncompressed), both))
 
     def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
-        """The candidate's position in a list; the list's length if it is not there."""
+        """The candidate's position in the list `among`; the list's length if it is not there."""
         places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
         return tf.gather(tf.constant(places), candidate)
 
@@ -231,7 +233,7 @@ class AutoSelector(ModelSelector):
         """The number of probes before this step, and whether one is due in it."""
         with tf.device("CPU"):
             step = tf.cast(step, tf.int32)
-            # Each bucket once at the beginning, and then in turn.
+            # First one bucket in each step, then the buckets in turn, every `probe_every` steps.
             early, every = len(self.nbytes), self.auto.probe_every
             index = tf.where(step < early, step, early + (step - early) // every)
             return index, (step < early) | ((step - early) % every == 0)
@@ -251,8 +253,8 @@ class AutoSelector(ModelSelector):
         """This step's numbers, in the order of `_fields`."""
         ready, encoded, received, decoded = clock.since_first(timestamps)
         before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
-        # Horovod may send several at once, which then arrive together.
-        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is
+        # Horovod may fuse buckets, which then arrive together.
+        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
         wire = tf.nn.relu(received - tf.maximum(encoded, free))
         exchange = wire + tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received)
         places = len(self._members)
@@ -272,7 +274,7 @@ class AutoSelector(ModelSelector):
 def propose(
     auto: Auto, state: policy.State, costs: policy.Costs, lost: tf.Tensor, nbytes: tf.Tensor, step: tf.Tensor
 ) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
-    """See `policy.propose`, with the target that holds in a step."""
+    """Calls `policy.propose` with the target of this step."""
     target = tf.constant(0.0)
     for first, value in auto.targets():
         target = tf.where(step >= first, value, target)

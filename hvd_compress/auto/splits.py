@@ -1,4 +1,4 @@
-"""Which choices are looked at."""
+"""Which choices `auto` compares."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import itertools
 
 import numpy as np
 
-# In how many parts buckets are divided where the choice changes between the first and the last.
-_DIVISIONS = 16
+# The buckets are divided into so many parts; the choice may change between two of them.
+_PARTS = 16
 
 
 def divided(buckets: int, candidates: int) -> np.ndarray:
-    """Choices of one candidate for the first buckets and another for the rest, int32 [N, B], each once."""
-    ends = sorted({round(buckets * i / _DIVISIONS) for i in range(1, _DIVISIONS)} - {0, buckets})
-    found = [[c] * buckets for c in range(candidates)]
-    found += [
+    """All choices of one candidate for the first buckets and one for the rest, int32 [N, B], without duplicates."""
+    ends = sorted({round(buckets * i / _PARTS) for i in range(1, _PARTS)} - {0, buckets})
+    choices = [[c] * buckets for c in range(candidates)]
+    choices += [
         [first] * end + [rest] * (buckets - end)
         for end in ends
         for first, rest in itertools.permutations(range(candidates), 2)
     ]
-    return np.array(found, np.int32)
+    return np.array(choices, np.int32)

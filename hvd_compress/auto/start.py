@@ -1,4 +1,4 @@
-"""How `auto` begins: what the link and the kernels cost, and what noise would lose."""
+"""How `auto` begins: costs from the calibration, lost shares of white noise, and the first choice."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def selector(
     calibrated: Calibration,
     collective: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> AutoSelector:
-    """A selector for the buckets of `auto`, with its first choice. All ranks call it together; rank 0's numbers decide.
+    """Makes the selector for the buckets of `auto`, with its first choice.
+
+    All ranks call it together. The numbers of rank 0 decide.
 
     Args:
         layout: How gradients are divided.
         state: The plan's variables.
         settings: How gradients are reduced.
-        calibrated: What the link and the kernels cost.
-        collective: The collective for chunks, or gradients, of these shapes.
+        calibrated: The measured costs of the link and the kernels.
+        collective: Returns the collective for a compressor and the shapes of chunks or gradients.
     """
     auto: Auto = layout.auto
     shapes = [layout.shapes_of(b) for b in layout.auto_buckets]
@@ -56,7 +58,7 @@ def selector(
         )
         prior = tf.constant(np.broadcast_to(table[4 * size :], costs.encode.shape))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        start = start._replace(evidence=tf.constant(math.inf))  # without hesitation
+        start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
         shares = policy.shares(start, prior)
         _, first, _ = propose(auto, start, costs, shares, tf.constant(nbytes, tf.float32), tf.constant(0))
         first = hvd.broadcast(first, root, name="hvdc_first_choice", process_set=process_set)
@@ -69,29 +71,41 @@ def selector(
 
 
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
-    """The one in the file that HVD_COMPRESS_CALIBRATION names, else a new one: a collective call of some seconds."""
+    """Loads the calibration from the file in HVD_COMPRESS_CALIBRATION, or makes one, which takes some seconds.
+
+    All ranks call it together.
+
+    Args:
+        auto: The compressor `auto`.
+        settings: How gradients are reduced.
+        chunk: The shape of a chunk, on which kernels are measured.
+
+    Raises:
+        ValueError: The file does not fit, or the environment variable is set on some ranks only.
+    """
     path = os.environ.get("HVD_COMPRESS_CALIBRATION", "").strip()
     variable, group = "environment variable HVD_COMPRESS_CALIBRATION", settings.process_set
     loaded = agreement.on_all(
         group, "hvdc_calibration", variable, lambda: _loaded(path, auto, group.size()) if path else None
     )
-    without = [str(rank) for rank, found in enumerate(loaded) if found is None]
-    if 0 < len(without) < len(loaded):
+    ranks_without = [str(rank) for rank, file in enumerate(loaded) if file is None]
+    if 0 < len(ranks_without) < len(loaded):
         raise ValueError(
-            f"{variable} is not set on rank {', '.join(without)}: set it on all ranks or on none"
+            f"{variable} is not set on rank {', '.join(ranks_without)}: set it on all ranks or on none"
         )
     return loaded[0] or calibrate(auto.candidates, group, chunk[0])
 
 
 def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
-    found = Calibration.load(path)
-    if found.ranks != ranks and os.environ.get("HOROVOD_ELASTIC") == "1":
-        return None  # ranks have left or joined: measured anew
-    if found.ranks != ranks:
+    """The calibration in the file; None if an elastic job has another number of ranks now: it calibrates again."""
+    calibration = Calibration.load(path)
+    if calibration.ranks != ranks and os.environ.get("HOROVOD_ELASTIC") == "1":
+        return None
+    if calibration.ranks != ranks:
         raise ValueError(
-            f"{path} was measured between {found.ranks} ranks, not between {ranks}: calibrate again"
+            f"{path} was measured between {calibration.ranks} ranks, not between {ranks}: calibrate again"
         )
-    model = found.model()
+    model = calibration.model()
     for candidate in auto.candidates:
         try:
             model.cost_of(candidate)
@@ -99,7 +113,7 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
             raise ValueError(
                 f"{path} does not know what {candidate.spec} costs: calibrate again, with all candidates"
             ) from None
-    return found
+    return calibration
 
 
 def _costs(
@@ -110,12 +124,12 @@ def _costs(
     nbytes: Sequence[int],
     collective: Callable[[Compressor, Sequence[Shape]], Collective],
 ) -> policy.Costs:
-    """Predictions for each bucket and candidate, [B, C]."""
+    """The predicted costs of each bucket with each candidate."""
     model = calibration.model()
     rows = []
     for b, (bucket, size) in enumerate(zip(shapes, nbytes)):
         for candidate in auto.candidates:
-            if candidate.model_wide and b < len(shapes) - 1:  # with the last one, see `model_wide`
+            if candidate.model_wide and b < len(shapes) - 1:  # its costs stand with the last bucket
                 rows.append((0.0, 0.0, 0.0, 0.0))
                 continue
             payload = None
@@ -124,9 +138,9 @@ def _costs(
                 payload = volume.payload_bytes(candidate, every_gradient)
             name = collective(candidate, bucket).name
             prediction = model.predict(candidate, size, name, payload=payload)
-            # Without the burst, which passes but once in a step.
+            # The burst is not subtracted: a link grants it only once in a step.
             transfer = prediction.wire + prediction.burst - prediction.latency
-            # The link inside of a host does not change with the one between hosts.
+            # Not part of the wire: the link inside a host does not change with the one between hosts.
             encode = prediction.encode + prediction.inside
             rows.append((encode, prediction.latency, transfer, prediction.decode))
     table = np.array(rows, np.float32).reshape(len(nbytes), len(auto.candidates), 4)

@@ -1,80 +1,83 @@
-"""What the model does not see, measured: by which factor steps with each candidate take longer than predicted.
+"""By which factor steps with each candidate take longer than predicted: the bias.
 
-Candidates that are not in use are tried for two steps, the second of which counts, where what is predicted for
-them is close enough to what the choice takes that it may be wrong. C candidates; float32.
+It covers what the cost model does not know. A candidate that is not in use is tried for two steps, and the second one
+is timed. Only candidates whose predicted cost is close to that of the choice are tried. C candidates; float32.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-# After so many steps what was measured should be measured anew.
-STALE = 200.0
-# Steps from one trial to the next; the first one waits until the choice was measured some times.
-GAP = 8.0
-# Steps that a trial lasts.
-LASTS = 2.0
-# What is predicted to cost more than so many times the choice is not tried.
-_PLAUSIBLE = 1.4
-# What a measurement of the choice weighs at least: the link is followed with it, too, and much faster.
-_WEIGHT_OF_CHOICE = 0.05
-# By how much the first ones, which weigh more, may be off: what is off by more is the link.
-_PLAUSIBLE_AT_FIRST = 1.5
-# How much of the choice's error is that of all.
-_COMMON = 0.5
-# How much of what was measured is still believed a step later.
-_KEPT = 0.998
+# A bias that was measured so many steps ago should be measured again.
+STALE_STEPS = 200.0
+# Steps from the beginning of one trial to that of the next. The first trial waits for some measurements of the choice.
+TRIAL_INTERVAL = 8.0
+TRIAL_STEPS = 2.0
+# A candidate is tried only if it is predicted to cost less than so many times the choice.
+_MAX_COST_RATIO = 1.4
+# The least weight of a measurement of the choice: small, since the link tracker follows the same times much faster.
+_MIN_WEIGHT_OF_CHOICE = 0.05
+# The first measurements of the choice have a large weight, so they are limited to this factor: larger errors are the
+# link's.
+_MAX_FIRST_RATIO = 1.5
+_MAX_RATIO = 4.0
+# Candidates that are not in use take over this share of the choice's error.
+_COMMON_SHARE = 0.5
+# The exponent by which the biases of unused candidates go back to 1 in each step.
+_BIAS_DECAY = 0.998
 
 
 def measured(
-    bias: tf.Tensor, age: tf.Tensor, used: tf.Tensor, ratio: tf.Tensor, chosen: tf.Tensor, before: tf.Tensor
+    bias: tf.Tensor, age: tf.Tensor, used: tf.Tensor, ratio: tf.Tensor, chosen: tf.Tensor, known: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Takes in how long a step took.
+    """Updates the biases with the time of one step.
+
+    The biases of candidates that are not in use decay towards 1. They also take over half of the logarithm of the
+    choice's error, as if half of every error were common to all candidates.
 
     Args:
-        bias: [C], the factors so far.
-        age: [C], steps since each was measured.
-        used: [C], the share of the buckets that had each candidate.
-        ratio: Scalar, the step's time over the one that was predicted with `bias`; 0 if nothing was measured.
-        chosen: bool, whether that was the choice, and not a trial.
-        before: Scalar, how often the choice was measured before. The factor is the geometric mean of the first
-            measurements, so that what is tried is not compared with a choice of which little is known.
+        bias: [C], the biases so far.
+        age: [C], steps since each bias was measured.
+        used: [C], the share of the buckets that used each candidate.
+        ratio: Scalar, the step's time divided by the time predicted with `bias`; 0 if nothing was measured.
+        chosen: bool, whether the step used the choice, not a trial.
+        known: Scalar, how often the choice was measured before. Its bias is the geometric mean of the first
+            measurements: a trial should not be compared with a choice of which little is known.
 
     Returns:
-        The new factors and ages. Factors of what is not used go back to 1 by and by, and take part in what is found
-        of the choice: half of the logarithm, as if all were off by as much in common as each by itself.
+        The new biases and ages.
     """
     timed = ratio > 0.0
-    seen = timed & (used > 0.0)
-    weight = tf.maximum(1.0 / (before + 1.0), _WEIGHT_OF_CHOICE)
-    limit = tf.where(chosen & (weight > _WEIGHT_OF_CHOICE), _PLAUSIBLE_AT_FIRST, 4.0)
+    updated = timed & (used > 0.0)
+    weight = tf.maximum(1.0 / (known + 1.0), _MIN_WEIGHT_OF_CHOICE)
+    limit = tf.where(chosen & (weight > _MIN_WEIGHT_OF_CHOICE), _MAX_FIRST_RATIO, _MAX_RATIO)
     change = tf.clip_by_value(ratio, 1.0 / limit, limit) ** tf.where(chosen, weight, 1.0)
-    # Half of what is found of the choice also where a candidate has few buckets or none.
-    share = tf.where(timed, tf.maximum(used, tf.where(chosen, _COMMON, 0.0)), 0.0)
+    # A candidate with few buckets learns no less from the choice than one with none.
+    share = tf.where(timed, tf.maximum(used, tf.where(chosen, _COMMON_SHARE, 0.0)), 0.0)
     return (
-        tf.clip_by_value(tf.where(seen, bias, bias**_KEPT) * change**share, 0.1, 10.0),
-        tf.where(seen, 0.0, tf.minimum(age + 1.0, STALE)),
+        tf.clip_by_value(tf.where(updated, bias, bias**_BIAS_DECAY) * change**share, 0.1, 10.0),
+        tf.where(updated, 0.0, tf.minimum(age + 1.0, STALE_STEPS)),
     )
 
 
 def next_trial(
     trial: tf.Tensor, since: tf.Tensor, age: tf.Tensor, ratios: tf.Tensor, possible: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Which candidate should be tried, if any.
+    """Which candidate to try next, if any.
 
     Args:
-        trial: int32, the one that was tried last.
-        since: Scalar, steps since that began.
-        age: [C], steps since each was measured.
-        ratios: [C], what each is predicted to cost, over what the choice does.
-        possible: bool [C], what may be tried at all.
+        trial: int32, the candidate that was tried last.
+        since: Scalar, steps since that trial began.
+        age: [C], steps since each bias was measured.
+        ratios: [C], each candidate's predicted cost divided by the choice's.
+        possible: bool [C], which candidates may be tried.
 
     Returns:
-        The new `trial` and `since`, and what should be tried next, int32: -1 for nothing.
+        The new `trial` and `since`, and the candidate to try in the next step, int32: -1 for none.
     """
-    due = possible & (age >= STALE) & (ratios < _PLAUSIBLE)
-    begins = (since >= GAP) & tf.reduce_any(due)
-    best = tf.argmin(tf.where(due, ratios, ratios.dtype.max), output_type=tf.int32)
-    trial = tf.where(begins, best, trial)
+    due = possible & (age >= STALE_STEPS) & (ratios < _MAX_COST_RATIO)
+    begins = (since >= TRIAL_INTERVAL) & tf.reduce_any(due)
+    cheapest = tf.argmin(tf.where(due, ratios, ratios.dtype.max), output_type=tf.int32)
+    trial = tf.where(begins, cheapest, trial)
     since = tf.where(begins, 0.0, since + 1.0)
-    return trial, since, tf.where(since < LASTS, trial, -1)
+    return trial, since, tf.where(since < TRIAL_STEPS, trial, -1)

@@ -1,4 +1,7 @@
-"""What of a plan is saved: per variable and in its shape, so that it fits plans with other pieces and buckets."""
+"""The state of a plan that is saved.
+
+It is saved per variable, in the variable's shape, so that plans with other chunks and buckets can load it.
+"""
 
 from __future__ import annotations
 
@@ -19,40 +22,41 @@ from ..engine.state import GroupState
 
 
 class Member(NamedTuple):
-    """One gradient of a plan; its position in the plan's list is what identifies it."""
+    """One gradient of a plan. Its position in the plan's list identifies it."""
 
-    path: str  # of its variable, the counters that Keras puts into names included
-    shape: tuple[int, ...]  # () for None
+    path: str  # of its variable, including the counters that Keras puts into names
+    shape: tuple[int, ...]  # () if the gradient is None
     kind: str  # "dense", "sparse" (IndexedSlices) or "none"
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
-        """What must be equal to be the same: `dense_1` here may be `dense` where fewer models were built."""
+        """Equal for the same gradient in another run. Counters are left out: they depend on the models built before."""
         return without_counters(self.path), self.shape, self.kind
 
 
 @dataclasses.dataclass
 class PlanState:
-    """A rank's state of one plan.
+    """One rank's state of one plan.
 
     Attributes:
         members: The plan's gradients.
-        tensors: For each field of `GroupState` (residuals, velocities) that is kept: arrays by the position
-            of their gradient, in the variable's shape, float32 or bfloat16.
-        padding: For the same fields: what lies between and after the gradients in each layout's pieces, 1-D.
-            Never reaches a weight, but compressors see it; used only where the pieces are the same again.
-        pieces: For each layout: positions of its gradients, number of pieces, shape of the first.
-        named: `Plan.named`: state that is alike on all ranks.
+        tensors: For each saved field of `GroupState` (residuals, velocities): arrays by the position of their
+            gradient, in the variable's shape, float32 or bfloat16.
+        padding: For the same fields and each layout: the elements of its chunks that belong to no gradient, 1-D.
+            Padding never reaches a weight, but compressors see it. It is restored only into the same chunks.
+        chunk_layouts: For each layout: the positions of its gradients, the number of chunks, the first chunk's
+            shape. None if padding should not be restored.
+        named: `Plan.replicated_state`: the state that is equal on all ranks.
     """
 
     members: list[Member]
     tensors: dict[str, dict[int, np.ndarray]]
     padding: dict[str, list[np.ndarray]]
-    pieces: list[Any]
+    chunk_layouts: list[Any]
     named: dict[str, np.ndarray]
 
     def packed(self, prefix: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """As metadata, which JSON can hold, and arrays, whose names begin with `prefix`."""
+        """Returns metadata for JSON, and arrays whose names begin with `prefix`. Checkpoints contain both."""
         arrays = {f"{prefix}.named.{name}": array for name, array in self.named.items()}
         for field, tensors in self.tensors.items():
             arrays |= {f"{prefix}.{field}.{i}": tensor for i, tensor in tensors.items()}
@@ -60,7 +64,7 @@ class PlanState:
         metadata = {
             "members": [list(member) for member in self.members],
             "tensors": {field: list(tensors) for field, tensors in self.tensors.items()},
-            "pieces": self.pieces,
+            "pieces": self.chunk_layouts,
             "named": list(self.named),
         }
         return metadata, arrays
@@ -80,32 +84,32 @@ class PlanState:
 
 
 def state_of(plan: Plan) -> PlanState:
-    """A copy of the plan's state on this rank, on the host."""
+    """Copies the plan's state on this rank to the host."""
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
     with tf.init_scope(), tf.device("CPU"):
         for layout, state in _stateful_groups(plan):
             members = layout.tensors.members
             for field, variables in vars(state).items():
-                outside = [np.zeros(0, np.float32)]
+                paddings = [np.zeros(0, np.float32)]
                 if variables:
                     chunks = [variable.numpy() for variable in variables]
                     dtype = variables[0].dtype
                     constants = [tf.constant(chunk, dtype) for chunk in chunks]
-                    of_members = unpack(layout, constants, [dtype] * len(members))
-                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, of_members))
-                    outside = [chunk[free] for chunk, free in zip(chunks, _free(layout))]
-                padding.setdefault(field, []).append(np.concatenate(outside))
+                    unpacked = unpack(layout, constants, [dtype] * len(members))
+                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, unpacked))
+                    paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
+                padding.setdefault(field, []).append(np.concatenate(paddings))
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
     padding = {field: padding[field] for field in tensors}
-    return PlanState(_members(plan), tensors, padding, _pieces(plan), named)
+    return PlanState(_members(plan), tensors, padding, _chunk_layouts(plan), named)
 
 
 def restore(plan: Plan, state: PlanState) -> None:
-    """Puts a state, of the same members, into a plan.
+    """Restores a state into a plan with the same members.
 
     Raises:
-        ValueError: The plan keeps something else than what the state holds.
+        ValueError: The plan does not keep the same fields as the state.
     """
     groups, replicated = _stateful_groups(plan), plan.replicated_state
     own = {
@@ -124,33 +128,36 @@ def restore(plan: Plan, state: PlanState) -> None:
             f"the checkpoint holds the state {sorted(state.named)}, and this run needs "
             f"{sorted(replicated)}: use the settings of the save"
         )
-    same_chunks = state.pieces == _pieces(plan)
+    same_chunks = state.chunk_layouts == _chunk_layouts(plan)
     with tf.init_scope(), tf.device("CPU"):
         for number, (layout, of_group) in enumerate(groups):
             for field, variables in vars(of_group).items():
                 if not variables:
                     continue
                 tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
-                # Copies: the result of `pack` may be memory that is only read.
+                # Copied: the results of `pack` may be read-only.
                 chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
                 if same_chunks:
-                    _fill_padding(chunks, _free(layout), state.padding[field][number])
+                    _fill_padding(chunks, layout, state.padding[field][number])
                 for variable, chunk in zip(variables, chunks):
                     variable.assign(tf.cast(chunk, variable.dtype))
         for variable in plan.state.has_foreign_residual.values():
             variable.assign(True)
-        # What `auto` has learnt about other buckets, of another number of ranks, is learnt anew.
-        anew = {name for name, variable in replicated.items() if variable.shape != state.named[name].shape}
-        anew |= {"auto_known"} if "auto_choice" in anew else set()
-        for name in set(replicated) - anew:
+        # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
+        not_restored = {
+            name for name, variable in replicated.items() if variable.shape != state.named[name].shape
+        }
+        if "auto_choice" in not_restored:
+            not_restored.add("auto_known")
+        for name in set(replicated) - not_restored:
             replicated[name].assign(state.named[name])
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
-    """The state of a rank that takes over from several, or from none (`zeroed`) of an older set of ranks.
+    """The state of a rank that takes over the states of several ranks.
 
-    Residuals and velocities are summed, in float32: over all ranks their sum stays the same. Padding is
-    dropped; what is alike on all ranks is the first one's.
+    Residuals and velocities are summed in float32, so their sum over all ranks stays the same. Padding is dropped. The
+    replicated state is that of the first state. For a rank that takes over nothing, `states` is one `zeroed` state.
     """
 
     def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -163,18 +170,21 @@ def merged(states: Sequence[PlanState]) -> PlanState:
         field: {i: total([state.tensors[field][i] for state in states]) for i in tensors}
         for field, tensors in first.tensors.items()
     }
-    padding = {field: [np.zeros(0, np.float32) for _ in first.pieces] for field in tensors}
-    return PlanState(first.members, tensors, padding, [None for _ in first.pieces], first.named)
+    padding = {field: [np.zeros(0, np.float32) for _ in first.chunk_layouts] for field in tensors}
+    return PlanState(first.members, tensors, padding, [None for _ in first.chunk_layouts], first.named)
 
 
 def zeroed(state: PlanState) -> PlanState:
     """The state with zeros for residuals and velocities."""
-    tensors = {f: {i: np.zeros_like(t) for i, t in held.items()} for f, held in state.tensors.items()}
+    tensors = {
+        field: {i: np.zeros_like(tensor) for i, tensor in tensors.items()}
+        for field, tensors in state.tensors.items()
+    }
     return dataclasses.replace(state, tensors=tensors)
 
 
 def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
-    """Gives a reducer its state: to the plans it has, and the rest when it makes theirs."""
+    """Restores states into the plans of a reducer. The others are restored when the reducer makes their plans."""
     plans = list(reducer.plans.values())
     reducer.pending = []
     for state in states:
@@ -187,10 +197,10 @@ def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
 
 
 def take_pending(reducer: Reducer, plan: Plan) -> None:
-    """Puts into a new plan what was loaded for it.
+    """Restores the pending state of a new plan, if any state is pending.
 
     Raises:
-        ValueError: Something was loaded, but for other gradients.
+        ValueError: All pending states belong to other gradients.
     """
     if not reducer.pending:
         return
@@ -210,14 +220,14 @@ def take_pending(reducer: Reducer, plan: Plan) -> None:
 
 
 def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
-    """What has state to be saved: all parameter groups, and embeddings with a residual."""
+    """The layouts and states to be saved: of all parameter groups, and of embeddings with a residual."""
     layout, state = plan.layout, plan.state
     groups: list[tuple[Layout, GroupState]] = [
         (group.layout, of_group) for group, of_group in zip(layout.param_groups, state.groups)
     ]
-    for i, table, of_table in zip(layout.sparse, layout.embeddings, state.embeddings):
-        if of_table.residuals:
-            groups.append((PerTensorLayout(TensorGroup((i,), (table.shape,))), of_table))
+    for i, embedding, of_embedding in zip(layout.sparse, layout.embeddings, state.embeddings):
+        if of_embedding.residuals:
+            groups.append((PerTensorLayout(TensorGroup((i,), (embedding.shape,))), of_embedding))
     return groups
 
 
@@ -234,21 +244,21 @@ def _fits(state: PlanState, plan: Plan) -> bool:
     return [member.key for member in state.members] == [member.key for member in _members(plan)]
 
 
-def _pieces(plan: Plan) -> list[Any]:
+def _chunk_layouts(plan: Plan) -> list[Any]:
     layouts = [layout for layout, _ in _stateful_groups(plan)]
     return [[list(layout.tensors.members), len(layout.shapes), list(layout.shapes[0])] for layout in layouts]
 
 
-def _free(layout: Layout) -> list[np.ndarray]:
-    """For each chunk, which of its elements belong to no gradient; bool, in the chunk's shape."""
+def _is_padding(layout: Layout) -> list[np.ndarray]:
+    """For each chunk, which of its elements belong to no gradient: bool, in the chunk's shape."""
     ones = [tf.ones(shape) for shape in layout.tensors.shapes]
     return [chunk.numpy() == 0.0 for chunk in pack(layout, ones, range(len(layout.shapes)))]
 
 
-def _fill_padding(pieces: Sequence[np.ndarray], free: Sequence[np.ndarray], padding: np.ndarray) -> None:
-    """Puts `padding` (1-D) where no gradient lies, chunk after chunk, in place."""
+def _fill_padding(chunks: Sequence[np.ndarray], layout: Layout, padding: np.ndarray) -> None:
+    """Writes `padding` (1-D) into the chunks' elements that belong to no gradient, in place."""
     start = 0
-    for chunk, where in zip(pieces, free):
-        end = start + int(where.sum())
-        chunk[where] = padding[start:end]
+    for chunk, is_padding in zip(chunks, _is_padding(layout)):
+        end = start + int(is_padding.sum())
+        chunk[is_padding] = padding[start:end]
         start = end

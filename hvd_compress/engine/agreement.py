@@ -1,8 +1,8 @@
-"""Whether all ranks do the same: asked once for each plan, before its first collective.
+"""Checks once for each plan, before its first collective, that all ranks do the same.
 
-Ranks that disagree would wait for each other for ever, or add up what does not belong together. Here each rank
-says what it is about to do, and all find the first difference by the same rule. What this cannot find is a
-rank that makes no plan at all (it trains without this package, say): the others wait for it.
+Ranks that disagree would wait for each other for ever, or add up gradients of different variables. So each rank sends
+what it is about to do, and all ranks find the first difference by the same rule. A rank that makes no plan, because it
+trains without this package, cannot be found: the others wait for it.
 """
 
 from __future__ import annotations
@@ -23,95 +23,96 @@ from ..common.names import path_of
 from ..version import __version__
 from .settings import Settings
 
-# Depends on nothing in which ranks may differ, else they would not even meet to find out.
+# It depends on nothing that may differ between ranks: else the allgather itself would hang.
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
 _WATCHED = "whether somebody watches"
-# Devices may differ from rank to rank; who takes part in the exchange is of the same process set.
-_LOCAL = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
+# Settings that are not compared as text: devices may differ from rank to rank, process sets cannot, and the others are
+# compared by their specs or positions.
+_NOT_COMPARED = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
 
 T = TypeVar("T")
-Facts = dict[str, str]  # what is compared, in this order, and what it is on a rank
+Facts = dict[str, str]  # the name of each thing that is compared, in this order, and its value on a rank
 
 
 def check(
     plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], watched: bool = False
 ) -> bool:
-    """Compares with the other ranks of the process set what this one is about to do; costs one allgather.
+    """Checks that all ranks of the process set are about to do the same; costs one allgather.
 
     Args:
-        plan: The name that the plan's collectives will begin with.
+        plan: The prefix of the names of the plan's collectives.
         settings: How gradients are reduced.
         gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-        variables: What the gradients belong to.
-        watched: Whether somebody watches this rank's steps, in which ranks may differ.
+        variables: The gradients' variables.
+        watched: Whether this rank records its steps; it may differ between ranks.
 
     Returns:
-        Whether any rank is watched.
+        Whether any rank records its steps.
 
     Raises:
-        ValueError: Ranks disagree; with the same text on every rank, which says who has what.
+        ValueError: Ranks disagree. The text is the same on every rank, and says which rank has which value.
     """
-    if not tf.executing_eagerly():  # TensorFlow 1's graphs: nothing can be known before they run
+    if not tf.executing_eagerly():  # graphs of TensorFlow 1: they exchange nothing before they run
         return False
     facts = _facts(plan, settings, gradients, variables)
     with tf.device("CPU"):
         packed = _packed(facts | {_WATCHED: str(watched)})
         gathered = hvd.allgather(packed, name=_NAME, process_set=settings.process_set)
-    told = _unpacked(gathered.numpy().tobytes())
-    watchers = [rank.pop(_WATCHED, "") for rank in told]
-    complaint = difference(told, settings.process_set.ranks)
-    if complaint:
-        raise ValueError(complaint)
-    return "True" in watchers
+    all_facts = _unpacked(gathered.numpy().tobytes())
+    are_watched = [rank_facts.pop(_WATCHED, "") for rank_facts in all_facts]
+    error = difference(all_facts, settings.process_set.ranks)
+    if error:
+        raise ValueError(error)
+    return "True" in are_watched
 
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
-    """The first thing in which ranks differ, in one line; None where there is none.
+    """Describes the first difference between ranks in one line; None if there is none.
 
     Args:
-        facts: What each rank has.
-        ranks: Their numbers, in the same order.
+        facts: The facts of each rank.
+        ranks: The ranks, in the same order.
     """
-    for what in dict.fromkeys(key for rank in facts for key in rank):
-        holders: dict[str, list[int]] = {}
-        for rank, own in zip(ranks, facts):
-            holders.setdefault(own.get(what, "nothing"), []).append(rank)
-        if len(holders) > 1:
-            who = ", ".join(f"{_plural(found)} {value}" for value, found in holders.items())
-            return f"ranks disagree on {what}: {who}; start all ranks with the same code and environment"
+    for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, rank_facts in zip(ranks, facts):
+            ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = ", ".join(f"{_have(holders)} {value}" for value, holders in ranks_by_value.items())
+            return f"ranks disagree on {key}: {values}; start all ranks with the same code and environment"
     return None
 
 
 def on_all(
     group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError
 ) -> list[T]:
-    """The results of `action` on all ranks, in their order; costs one allgather.
+    """Runs `action` on all ranks and returns their results, in the order of ranks; costs one allgather.
 
     Args:
-        group: The process set; all of its ranks call this.
-        name: Of the collective.
-        what: They are about, for the message.
-        action: May fail on any rank.
-        error: What is raised then.
+        group: The process set. All of its ranks call this function.
+        name: The name of the collective.
+        what: The subject of the error message.
+        action: A function that may fail on any rank.
+        error: The class of the error.
 
     Raises:
-        error: On every rank, with what went wrong on the first rank on which anything did.
+        error: On every rank, if the action failed on any rank, with the message of the first such rank.
     """
     result, failure = None, None
     try:
         result = action()
-    except Exception as raised:  # whatever it is: the others must not wait for ever
+    except Exception as raised:  # any exception: the others must not wait for ever
         failure = str(raised) if isinstance(raised, (OSError, ValueError)) else repr(raised)
-    everyone = hvd.allgather_object((result, failure), name=name, process_set=group)
-    for rank, (_, failed) in enumerate(everyone):
-        if failed is not None:
-            raise error(f"{what}, rank {rank}: {failed}")
-    return [result for result, _ in everyone]
+    gathered = hvd.allgather_object((result, failure), name=name, process_set=group)
+    for rank, (_, failure) in enumerate(gathered):
+        if failure is not None:
+            raise error(f"{what}, rank {rank}: {failure}")
+    return [result for result, _ in gathered]
 
 
 def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]) -> Facts:
-    """In the order in which differences should be named: causes first."""
+    """The facts of this rank. Causes come before their effects, so that the error names the cause."""
     facts = {
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
@@ -124,14 +125,14 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
         "policy": str({pattern: compressor.spec for pattern, compressor in settings.policy}),
     }
     for field in dataclasses.fields(settings):
-        if field.name not in _LOCAL:
+        if field.name not in _NOT_COMPARED:
             facts[field.name] = str(getattr(settings, field.name))
     facts["op"] = settings.op_name
     facts["groups"] = _groups(settings.groups, variables)
     facts["the number of gradients"] = str(len(gradients))
     for i, (gradient, variable) in enumerate(zip(gradients, variables)):
         facts[f"gradient {i}"] = _described(gradient, variable)
-    # Last, since it may differ where all of the above is equal: it counts what was made before.
+    # Last, since it depends on what was made before: it may differ even if all of the above is equal.
     facts["how many optimizers and models they have trained before"] = plan
     return facts
 
@@ -147,7 +148,7 @@ def _described(gradient: Any, variable: Any) -> str:
 def _unnumbered(path: str) -> str:
     """A variable's path without the numbers that Keras gives layers of one class.
 
-    They count all that a process has made: a rank that has looked at another model before is no error.
+    They count all layers that a process has made: ranks may differ in the models they have built before.
     """
     return re.sub(r"_\d+(?=/|$)", "", path)
 
@@ -159,7 +160,7 @@ def _groups(groups: Any, variables: Sequence[Any]) -> str:
     return str([[position.get(id(variable)) for variable in group] for group in groups])
 
 
-def _plural(ranks: Sequence[int]) -> str:
+def _have(ranks: Sequence[int]) -> str:
     """`rank 0 has`, `ranks 1-3, 5 have`."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -172,13 +173,13 @@ def _plural(ranks: Sequence[int]) -> str:
 
 
 def _packed(facts: Facts) -> tf.Tensor:
-    """As bytes, uint8 [any number], that say their own length; must stay readable for other versions."""
+    """Packs facts into uint8 [n], after their length. All versions of the package must be able to unpack them."""
     text = zlib.compress(json.dumps(facts).encode())
     return tf.io.decode_raw(len(text).to_bytes(_LENGTH_BYTES, "big") + text, tf.uint8)
 
 
 def _unpacked(joined: bytes) -> list[Facts]:
-    """The inverse of `_packed`, of all ranks."""
+    """Unpacks the concatenated facts of all ranks, see `_packed`."""
     facts = []
     while joined:
         end = _LENGTH_BYTES + int.from_bytes(joined[:_LENGTH_BYTES], "big")

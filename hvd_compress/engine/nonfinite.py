@@ -1,7 +1,7 @@
-"""`on_nonfinite`: what happens where a gradient of any rank is infinite or NaN.
+"""`on_nonfinite`: what happens if a gradient of any rank is infinite or NaN.
 
-Reduced gradients are the same on all ranks, and not finite where any rank's was not (compressed ones, too: see
-`exchange/flags.py`). So every rank finds the same by looking at them, without another exchange.
+Reduced gradients are equal on all ranks. They are not finite if any rank's gradient was not; for compressed gradients,
+see `exchange/flags.py`. So all ranks come to the same result without another exchange.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ POLICIES = ("propagate", "skip", "raise")
 
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Whether no element of these tensors, IndexedSlices or Nones is infinite or NaN; a bool scalar."""
+    """Whether all elements of these tensors, IndexedSlices or Nones are finite; a bool scalar."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     flags = [tf.reduce_all(tf.math.is_finite(v)) for v in values if v.dtype.is_floating]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
 def zeros_unless(finite: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
-    """The gradients where `finite`, else zeros in their place, of the same shapes and dtypes."""
+    """Returns the gradients if `finite`, else zeros of the same shapes and dtypes."""
     return [_with_values(g, lambda v: tf.where(finite, v, tf.zeros_like(v))) for g in gradients]
 
 
 def raise_unless(finite: tf.Tensor, gradients: Sequence[Any], step: Any) -> list[Any]:
-    """The gradients, where `finite`.
+    """Returns the gradients if `finite`, else raises an error.
 
     Args:
         finite: A bool scalar.
         gradients: Tensors, IndexedSlices or Nones.
-        step: The number of the step, an integer scalar; None where it is not known.
+        step: The number of the step, an integer scalar; None if it is not known.
 
     Raises:
-        tf.errors.InvalidArgumentError: Not `finite`; in a graph, when it runs.
+        tf.errors.InvalidArgumentError: `finite` is False. In a graph, it is raised when the graph runs.
     """
     which = "this step" if step is None else tf.strings.format("step {}", tf.convert_to_tensor(step))
     text = tf.strings.join(

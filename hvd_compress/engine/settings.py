@@ -1,4 +1,4 @@
-"""How gradients are reduced: what the optimizer and the tape are told."""
+"""How gradients are reduced: the arguments of the optimizer and the tape, checked."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ class Settings:
         for name in ("name", "device_dense", "device_sparse"):
             checks.text(name, getattr(self, name))
         checks.process_set(self.process_set)
-        self._keep("gradient_predivide_factor", checks.number)
+        self._set_checked("gradient_predivide_factor", checks.number)
         if self.gradient_predivide_factor <= 0.0:
             raise ValueError(
                 f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}"
             )
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
-        self._keep("groups", lambda _, groups: _checked_groups(groups))
-        self._keep("min_compress_size", checks.integer, 0)
-        self._keep("bucket_bytes", checks.integer, 1)
-        self._keep("residual_decay", checks.number, 0.0, 1.0)
-        self._keep("momentum_correction", checks.number, 0.0, 1.0)
-        self._keep("sparse_as_dense", checks.flag)
-        self._keep("scale_local_gradients", checks.flag)
+        self._set_checked("groups", lambda _, groups: _checked_groups(groups))
+        self._set_checked("min_compress_size", checks.integer, 0)
+        self._set_checked("bucket_bytes", checks.integer, 1)
+        self._set_checked("residual_decay", checks.number, 0.0, 1.0)
+        self._set_checked("momentum_correction", checks.number, 0.0, 1.0)
+        self._set_checked("sparse_as_dense", checks.flag)
+        self._set_checked("scale_local_gradients", checks.flag)
         if self.error_feedback is not None:
-            self._keep("error_feedback", checks.flag)
-        self._keep("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
+            self._set_checked("error_feedback", checks.flag)
+        self._set_checked("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
             raise ValueError(
                 f"on_nonfinite must be one of {nonfinite.POLICIES}, got {error_text(self.on_nonfinite)}"
             )
-        self._keep("hierarchical", lambda _, value: _checked_hierarchical(value))
+        self._set_checked("hierarchical", lambda _, value: _checked_hierarchical(value))
         if self.hierarchical is True and self.process_set is not hvd.global_process_set:
             raise ValueError("hierarchical=True needs the global process set: leave process_set out")
         if self.hierarchical is True and self.momentum_correction:
@@ -84,17 +84,13 @@ class Settings:
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
         compressors = self.compressors
-        self._take_momentum_of_dgc()
+        self._set_momentum_of_dgc()
         for compressor in compressors:
-            spared = (
-                self.dgc is not None or compressor is not self.compressor
-            )  # dgc has momentum for these, too
-            plain = compressor.uncompressed and spared
-            if (
-                self.momentum_correction
-                and not plain
-                and not (compressor.sparse and self.feeds_back(compressor))
-            ):
+            # The momentum of dgc also applies to uncompressed gradients.
+            may_be_uncompressed = self.dgc is not None or compressor is not self.compressor
+            uncompressed = compressor.uncompressed and may_be_uncompressed
+            sparse_with_residual = compressor.sparse and self.feeds_back(compressor)
+            if self.momentum_correction and not uncompressed and not sparse_with_residual:
                 whose = "momentum_correction" if self.dgc is None else f"the momentum of {self.dgc.spec}"
                 raise ValueError(
                     f"{whose} needs a sparse compressor with a residual, such as topk; "
@@ -105,28 +101,28 @@ class Settings:
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
 
-    def _take_momentum_of_dgc(self) -> None:
-        """Puts dgc's momentum in the place of `momentum_correction`."""
-        found = self._dgcs
+    def _set_momentum_of_dgc(self) -> None:
+        """Sets `momentum_correction` to the momentum of dgc, if dgc is used."""
+        dgcs = self._dgcs
         for name in ("momentum", "clipnorm", "steps_per_epoch"):
-            if len({getattr(dgc, name) for dgc in found}) > 1:
-                specs = " and ".join(dgc.spec for dgc in found)
+            if len({getattr(dgc, name) for dgc in dgcs}) > 1:
+                specs = " and ".join(dgc.spec for dgc in dgcs)
                 raise ValueError(f"policy: {name} of dgc must be the same for all variables, got {specs}")
-        if found:
-            if self.momentum_correction not in (0.0, found[0].momentum):
+        if dgcs:
+            if self.momentum_correction not in (0.0, dgcs[0].momentum):
                 raise ValueError(
-                    f"momentum_correction={self.momentum_correction} and the momentum of {found[0].spec} "
-                    f"({found[0].momentum}) are the same thing: leave momentum_correction out"
+                    f"momentum_correction={self.momentum_correction} and the momentum of {dgcs[0].spec} "
+                    f"({dgcs[0].momentum}) are the same thing: leave momentum_correction out"
                 )
-            object.__setattr__(self, "momentum_correction", found[0].momentum)
+            object.__setattr__(self, "momentum_correction", dgcs[0].momentum)
 
-    def _keep(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
-        """Puts what `checked(name, value, *limits)` makes of a field in its place."""
+    def _set_checked(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
+        """Replaces the value of a field by `checked(name, value, *limits)`."""
         object.__setattr__(self, name, checked(name, getattr(self, name), *limits))
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """All that may be used, that of no pattern of `policy` first."""
+        """All compressors that may be used: the default one, then those of `policy`."""
         return (self.compressor, *(compressor for _, compressor in self.policy))
 
     @property
@@ -135,7 +131,7 @@ class Settings:
 
     @property
     def dgc(self) -> Any:
-        """Deep Gradient Compression, if it is used for any variables: the first one."""
+        """The first compressor that is Deep Gradient Compression; None if it is not used."""
         return next(iter(self._dgcs), None)
 
     @property
@@ -150,26 +146,26 @@ class Settings:
 
     @property
     def scale(self) -> float:
-        """The sum over the ranks is multiplied by it."""
+        """The factor of the sum over the ranks."""
         return self.gradient_predivide_factor / self.process_set.size() if self.averages else 1.0
 
     def compressor_of(self, path: str) -> Compressor:
-        """The compressor for the variable of this path: of the first pattern of `policy` that matches it."""
-        found = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))
-        return next(found, self.compressor)
+        """The compressor of the first pattern of `policy` that matches a variable's path, or the default."""
+        matches = (compressor for pattern, compressor in self.policy if fnmatch.fnmatchcase(path, pattern))
+        return next(matches, self.compressor)
 
     def feeds_back(self, compressor: Compressor) -> bool:
-        """Whether residuals are kept of what this compressor loses."""
+        """Whether this compressor keeps residuals (error feedback)."""
         if compressor.uncompressed:
             return False
         return compressor.error_feedback if self.error_feedback is None else self.error_feedback
 
 
 def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
-    """What a user means by `bucket_bytes`: where it is None, what the environment variable says, else 25 MiB.
+    """Returns `bucket_bytes`; if it is None, HVD_COMPRESS_BUCKET_BYTES; if that is not set, 25 MiB.
 
     Raises:
-        ValueError: The environment variable holds no whole number from 1 on.
+        ValueError: The environment variable is not a whole number of at least 1.
     """
     if bucket_bytes is not None:
         return bucket_bytes
@@ -185,13 +181,13 @@ def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
 
 def _checked_groups(groups: Any) -> Any:
     if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
-        seen: set[int] = set()
+        ids: set[int] = set()
         for variable in (variable for group in groups for variable in group):
             if not hasattr(variable, "assign"):
                 raise ValueError(f"groups must hold variables, got {error_text(variable)}")
-            if id(variable) in seen:
+            if id(variable) in ids:
                 raise ValueError(f"groups: {error_text(variable)} stands in them twice")
-            seen.add(id(variable))
+            ids.add(id(variable))
         return groups
     if groups is None:
         return groups

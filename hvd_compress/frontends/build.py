@@ -86,7 +86,7 @@ def _add_auto(plan: Plan) -> None:
         candidates = [(candidate, shapes) for candidate in layout.auto.candidates]
         plan.flat = [
             *plan.flat,
-            *flat_or_hierarchical.flat_ones(candidates, calibrated, settings, used_hosts),
+            *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts),
         ]
     plan.auto = start.selector(layout, plan.state, settings, calibrated, plan.collective)
     plan.selectors = [*plan.selectors, *[plan.auto] * len(shapes)]  # its buckets are the last ones
@@ -109,4 +109,4 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
         return []
     chunk = candidates[0][1][0][0]
     calibrated = calibrate([c for c, _ in candidates], settings.process_set, chunk[0])
-    return flat_or_hierarchical.flat_ones(candidates, calibrated, settings, used_hosts)
+    return flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts)

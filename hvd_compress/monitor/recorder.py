@@ -1,7 +1,8 @@
-"""What is measured of a step while somebody watches, kept in the graph until the host asks for it.
+"""Records what each step measures, inside the graph, until the host reads it.
 
-A row per step in a ring of rows on the host: the training loop never waits for it. Only this rank's numbers; no
-collective is added, and none gets another name or place, so that some ranks may be watched and others not.
+Each step writes a row into a ring buffer on the host, and the training loop never waits for it. The rows hold the
+numbers of this rank only. Recording adds no collective, and changes no collective's name or order: so some ranks may
+record while others do not.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ..engine.observer import Observer, StepMeasurement
 from ..engine.plan import Plan
 from ..exchange import uncompressed
 
-# Steps that are kept until they are read.
+# The length of the ring buffer: so many steps are kept until they are read.
 ROWS = 512
-# Norms are taken in each of the first so many steps, and in every so-manieth from then on: they read gradients
-# and residuals once more, which takes some tens of milliseconds for 25M elements on one core.
+# Norms are taken in each of the first 20 steps, and then in every 20th step: they read gradients and residuals once
+# more, which takes some tens of milliseconds for 25M elements on one core.
 NORMS_EVERY = 20
-# On which the link is measured; the largest is left out where it would take longer than so many seconds.
+# The sizes of the allreduces that measure the link. The largest is left out if it would take more than _MAX_SECONDS.
 _LINK_BYTES = (64, 2**18, 2**22)
-_REPEATS, _PATIENCE = 4, 0.3
+_REPEATS, _MAX_SECONDS = 4, 0.3
 HEADER = ("step", "committed", "ready", "loss_total", "loss_count")
 TIMES = Timestamps._fields
-# Bytes of IndexedSlices, which differ from step to step, as in `WatchedBucket`; NaN for other buckets.
+# Bytes of IndexedSlices, sent by this rank and by stock Horovod: they differ from step to step. NaN for other buckets.
 BYTES = ("sent_bytes", "plain_bytes")
 COLUMNS = (*TIMES, *NORMS, "choice", *BYTES)
 
-# The running sum of the loss and the weight that it stands for (of Keras's metric), as tensors.
+# Returns the running sum and the total weight of Keras's loss metric, as tensors.
 Loss = Callable[[], "tuple[tf.Tensor, tf.Tensor] | None"]
 
 
@@ -45,11 +46,11 @@ class WatchedBucket(NamedTuple):
     """What is known of a bucket before the first step.
 
     Attributes:
-        name: "0", "1", ... in the order in which they cross; "dense-0", ... of uncompressed gradients; "sparse-0",
-            ... of IndexedSlices.
-        nbytes: Of its gradients; 0 for IndexedSlices, which differ from step to step.
-        plain: Bytes that a rank sends if it is not compressed; 0 for IndexedSlices.
-        compressors: Spec strings of what it may be compressed with.
+        name: "0", "1", ... in the order of sending; "dense-0", ... for uncompressed gradients; "sparse-0", ... for
+            IndexedSlices.
+        nbytes: Bytes of its gradients; 0 for IndexedSlices, which differ from step to step.
+        plain: Bytes that a rank sends without compression; 0 for IndexedSlices.
+        compressors: Spec strings of the compressors that it may use.
         sent: Bytes that a rank sends with each of these; 0 for IndexedSlices.
     """
 
@@ -64,7 +65,7 @@ class Recorder(Observer):
     """Records the steps of one plan.
 
     Attributes:
-        buckets: Those of the plan, then the uncompressed ones, then IndexedSlices.
+        buckets: The compressed buckets of the plan, then uncompressed gradients, then IndexedSlices.
     """
 
     records_steps = True
@@ -73,9 +74,9 @@ class Recorder(Observer):
         self.buckets = watched_buckets(plan)
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
-        self._seen = 0
-        self._order = _order(len(self.buckets))
-        width = len(self._order)
+        self._num_read = 0
+        self._column_order = _column_order(len(self.buckets))
+        width = len(self._column_order)
         with tf.init_scope(), tf.device("CPU"):
             self._rows = tracing.variable(tf.zeros([ROWS, width], tf.float64), f"{plan.name}_watched")
             self._count = tracing.variable(tf.constant(0, tf.int64), f"{plan.name}_watched_steps")
@@ -83,7 +84,7 @@ class Recorder(Observer):
     # In the graph
 
     def wants_times(self, bucket: int) -> bool:
-        """For all buckets."""
+        """Always True: all buckets are timed."""
         return True
 
     def sample_norms(self) -> tf.Tensor:
@@ -93,14 +94,14 @@ class Recorder(Observer):
             return (count < NORMS_EVERY) | (count % NORMS_EVERY == 0)
 
     def observe(self, measurement: StepMeasurement) -> None:
-        """Keeps one step."""
+        """Writes one step into the ring buffer."""
         rows = [bucket for bucket in measurement.buckets if bucket is not None] + measurement.others
         with tf.device("CPU"):
             nan = tf.constant(math.nan, tf.float64)
             loss = (self._loss() if self._loss is not None else None) or (nan, nan)
             head = (measurement.step, measurement.committed, measurement.ready, *loss)
             times = (time for bucket in rows for time in bucket.timestamps)
-            # Few operations, each on all buckets: in another order than that of a row, see `_order`.
+            # Few operations, each on all buckets: so the columns have another order than a row, see `_column_order`.
             embedding_bytes = measurement.embedding_bytes
             unknown = tf.fill([len(rows) - embedding_bytes.shape[0], len(BYTES)], nan)
             row = [
@@ -117,26 +118,26 @@ class Recorder(Observer):
     # On the host
 
     def pending(self) -> int:
-        """How many steps were made since the last `read`."""
-        return int(self._count) - self._seen
+        """The number of steps since the last `read`."""
+        return int(self._count) - self._num_read
 
     def read(self) -> np.ndarray:
-        """The steps since the last call, float64 [steps, HEADER + COLUMNS of each bucket]; the newest 512 of them."""
+        """The steps since the last call, at most 512: float64 [steps, HEADER + COLUMNS of each bucket]."""
         with self._lock:
             count = int(self._count)
-            new = np.arange(max(self._seen, count - ROWS), count)
-            self._seen = count
+            new = np.arange(max(self._num_read, count - ROWS), count)
+            self._num_read = count
             if not len(new):
-                return np.empty([0, len(self._order)])
+                return np.empty([0, len(self._column_order)])
             with tf.device("CPU"):
                 rows: np.ndarray = self._rows.sparse_read(new % ROWS).numpy()
-        return rows[:, self._order]
+        return rows[:, self._column_order]
 
 
-def _order(buckets: int) -> np.ndarray:
-    """Where what is read is in what is recorded, int [HEADER + COLUMNS of each bucket].
+def _column_order(buckets: int) -> np.ndarray:
+    """The recorded column of each column of a row, int [HEADER + COLUMNS of each bucket].
 
-    Recorded is the header, and then all buckets' stamps, all their norms, all choices, all bytes.
+    The recorded columns are the header, all buckets' timestamps, all norms, all choices, and all bytes.
     """
     header = np.arange(len(HEADER))
     cells, begin = [], len(HEADER)
@@ -147,10 +148,14 @@ def _order(buckets: int) -> np.ndarray:
 
 
 def measure_link(process_set: Any) -> tuple[float, float] | None:
-    """Seconds that an allreduce takes, and that each byte which a rank sends in it takes; the same on all ranks.
+    """Measures the seconds of an allreduce, and the seconds of each byte that a rank sends in it.
 
-    A collective call of the process set, once for each plan if anybody watches: a tenth of a second at 1 Gbit/s.
-    What it tells cannot be seen later, when only compressed bytes cross. None in TensorFlow 1's graphs.
+    All ranks of the process set call it together and get the same result. It is called once for each plan that any rank
+    records, and takes a tenth of a second at 1 Gbit/s. Later steps cannot show these numbers, as they send compressed
+    bytes.
+
+    Returns:
+        Seconds per allreduce and per byte; None in graphs of TensorFlow 1.
     """
     if not tf.executing_eagerly():
         return None
@@ -164,20 +169,20 @@ def measure_link(process_set: Any) -> tuple[float, float] | None:
                     tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set
                 ).numpy()
                 times.append(time.perf_counter() - begin)
-            # The slowest rank's, so that all go on alike.
+            # The time of the slowest rank: all ranks must make the same calls.
             return float(
                 hvd.allreduce(
                     tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set
                 )
             )
 
-        few, *more = _LINK_BYTES
-        latency = per_byte = fastest(few)
-        for nbytes in more:
+        smallest, *larger = _LINK_BYTES
+        latency = per_byte = fastest(smallest)
+        for nbytes in larger:
             per_byte = max(fastest(nbytes) - latency, 0.0) / uncompressed.bytes_sent(
                 nbytes, process_set.size()
             )
-            if per_byte * max(more) > _PATIENCE:
+            if per_byte * max(larger) > _MAX_SECONDS:
                 break
         return latency, per_byte
 
@@ -187,12 +192,12 @@ def _double(value: Any) -> tf.Tensor:
 
 
 def recorder_of(plan: Plan) -> Recorder | None:
-    """The recorder of a plan; None while nobody watches."""
+    """The recorder of a plan; None if it has none."""
     return next((observer for observer in plan.observers if isinstance(observer, Recorder)), None)
 
 
 def watched_buckets(plan: Plan) -> list[WatchedBucket]:
-    """The plan's buckets, in the order of a row."""
+    """The plan's buckets, in the order of a row's columns."""
     layout, ranks = plan.layout, plan.settings.process_set.size()
     buckets = []
     for b, bucket in enumerate(layout.buckets):
@@ -200,7 +205,7 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         compressors = group.compressor.candidates if group.compressor.automatic else group.compressor.stages
         shapes = [plan.shapes_of(b, c) for c in compressors]
         sent = tuple(plan.collective(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
-        # Without the padding of chunks.
+        # The padding of chunks does not count.
         elements = group.layout.elements_in(bucket.chunks)
         nbytes = sum(count * layout.dtypes[i].size for i, count in elements.items())
         plain = uncompressed.bytes_sent(nbytes, ranks)

@@ -1,7 +1,7 @@
-"""What a run tells `hvd-compress tune`: lines on rank 0's standard output, where an environment variable asks for them.
+"""What a run reports to `hvd-compress tune`: lines on rank 0's standard output, if an environment variable is set.
 
-Nothing in a script needs to change: the optimizer and the tape say how long steps take, and the callbacks
-`BroadcastGlobalVariablesCallback` and `MetricAverageCallback` what the epoch's metrics are.
+Scripts need no change. The optimizer and the tape report the seconds of steps, and the callbacks
+`BroadcastGlobalVariablesCallback` and `MetricAverageCallback` report the metrics of epochs.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from ..engine.settings import Settings
 from .tune_protocol import MARK, VARIABLE
 
 # Seconds between lines about steps.
-_EVERY = 0.2
+_LINE_INTERVAL = 0.2
 
 
 class _Clock:
-    """The time between the steps of the first plan; others take part in the same step."""
+    """Measures the time between steps of the first plan. Other plans belong to the same steps."""
 
     def __init__(self) -> None:
         self.plan = ""
-        self._last: float | None = None
-        self._said = 0.0
-        self._pending: list[float] = []
+        self._last_tick: float | None = None
+        self._last_line = 0.0
+        self._pending: list[float] = []  # seconds of steps
 
     def tick(self) -> None:
         now = time.perf_counter()
-        if self._last is not None:
-            self._pending.append(round(now - self._last, 6))
-        self._last = now
-        if now - self._said > _EVERY:
-            self._said = now
+        if self._last_tick is not None:
+            self._pending.append(round(now - self._last_tick, 6))
+        self._last_tick = now
+        if now - self._last_line > _LINE_INTERVAL:
+            self._last_line = now
             self.flush()
 
     def flush(self) -> None:
         if self._pending:
-            tell(steps=self._pending)
+            report(steps=self._pending)
             self._pending = []
 
 
@@ -56,27 +56,27 @@ def is_on() -> bool:
     return bool(os.environ.get(VARIABLE, "").strip())
 
 
-def tell(**facts: Any) -> None:
+def report(**facts: Any) -> None:
     """Prints a line for `hvd-compress tune` on rank 0."""
     if hvd.is_initialized() and hvd.rank() == 0:
-        # In one write, so that nothing that other threads print gets into it.
+        # One write, so that other threads cannot print into the line.
         os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
 
 
-def settings(found: Settings) -> None:
-    """Says with which settings a plan was made."""
+def settings(used: Settings) -> None:
+    """Reports the settings of a plan."""
     if is_on():
-        tell(compression=found.compressor.spec, bucket_bytes=found.bucket_bytes)
+        report(compression=used.compressor.spec, bucket_bytes=used.bucket_bytes)
 
 
 def metrics(logs: Mapping[str, Any] | None) -> None:
-    """Says what Keras' logs hold."""
+    """Reports the metrics in Keras' logs."""
     if is_on() and logs:
-        tell(metrics={name: float(value) for name, value in logs.items() if _is_number(value)})
+        report(metrics={name: float(value) for name, value in logs.items() if _is_number(value)})
 
 
 class StepClock(Observer):
-    """Tells how long the steps of the first plan take; others take part in the same step."""
+    """Reports the seconds of steps of the first plan; other plans belong to the same steps."""
 
     def __init__(self, plan: str) -> None:
         if not _clock.plan:
@@ -85,7 +85,7 @@ class StepClock(Observer):
         self._plan = plan
 
     def observe(self, measurement: StepMeasurement) -> None:
-        """Puts the end of the step into the graph, on all ranks, so that their graphs are equal; only one tells."""
+        """Adds a tick of the clock to the end of the step, on all ranks: their graphs should be equal."""
         if _clock.plan == self._plan:
             with tf.device("CPU"):
                 tf.numpy_function(_clock.tick, [], [])

@@ -117,7 +117,7 @@ def test_admitted_is_what_reaches_the_target_or_else_loses_least(seed):
     through = random.uniform(0, 1, (3, 3)).astype(np.float32)
     nbytes = random.uniform(1, 10, 3).astype(np.float32)
     target = random.uniform(0.2, 1.0)
-    lost = all_at_once.of_model(1.0 - constant(through), constant(nbytes), WHOLES)
+    lost = all_at_once.averaged(1.0 - constant(through), constant(nbytes), WHOLES)
     np.testing.assert_allclose(
         lost[:, WHOLE], [1 - np.average(through[:, WHOLE], weights=nbytes)] * 3, rtol=1e-5
     )
@@ -155,7 +155,7 @@ def test_what_was_lost_in_use_counts_for_all_buckets():
     np.testing.assert_allclose(shares[0, 0], (0.7 * 0.2 + 0.3 * 0.4) / (0.7 * 2 + 0.3 * 4), rtol=1e-5)
     np.testing.assert_allclose(shares[1], [0.5, 0.9])  # nothing of this bucket was tried yet
     # Not measured: what was tried counts.
-    after = policy.follow(state, seen._replace(whole=tf.zeros([2])), costs)
+    after = policy.follow(state, seen._replace(model_wide=tf.zeros([2])), costs)
     np.testing.assert_allclose(
         policy.shares(after, tf.zeros([2, 2]))[0, 1], (0.7 * 1 + 0.3 * 3) / (0.7 * 2 + 0.3 * 4), rtol=1e-5
     )
