@@ -61,9 +61,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Call it in place of `hvd.init()`, on all ranks. If there are several hosts of several workers, it creates two
     process sets for each rank: the workers of its host, and the workers in its place on all hosts. With them,
     `hierarchical="auto"` of `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` may sum gradients within
-    hosts first. Horovod needs process sets when it starts, so the ranks exchange their places before, over the key-value
-    store of `horovodrun`. A rank that has finished waits for the others, 10 seconds at most. With a single host, or one
-    worker per host, this is the same as `hvd.init()`.
+    hosts first. Horovod needs process sets when it starts, so the ranks exchange their places before, over the
+    key-value store of `horovodrun`. A rank that has finished waits for the others, 10 seconds at most. With a single
+    host, or one worker per host, this is the same as `hvd.init()`.
 
     If Horovod is initialized already, this does nothing, like `hvd.init()`. The exchange stays flat in an elastic job,
     with a `comm`, if the job was not started with Gloo (MPI has no such store), and if hosts have different numbers of
