@@ -1,6 +1,6 @@
 """How long an exchange takes: formulas, and a simulation for networks that no formula fits.
 
-Nothing here runs a tensor: predictions are numbers from numbers.
+Predictions need neither TensorFlow nor Horovod; only `calibrate` does.
 """
 
 from .calibration import Calibration

@@ -1,4 +1,4 @@
-"""A measured link and measured kernels, as a file and as a model."""
+"""Measured links and kernels, which are saved to files and make a cost model."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from .model import CostModel
 from .topology import Ring, check_count
 
 COLLECTIVES = ("allreduce", "allgather", "alltoall")
-# Of an exchange in two levels.
+# Of a hierarchical exchange: within hosts, and between hosts.
 INSIDE, ACROSS = ("reduce_scatter", "allgather"), ("allgather", "alltoall")
 _FORMAT = "hvd_compress calibration 1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A network of which each collective was measured: a ring of another link for each.
+    """A measured network: for each collective a ring with a link of its own.
 
     Libraries do not reach the same part of a link's rate with every collective.
     """
 
-    links: Mapping[str, Link]
+    links: Mapping[str, Link]  # by collective
     ranks: int
-    inside: Measured | None = None  # between the workers of a host, if there are several hosts of several
-    across: Measured | None = None  # between those of one place on all hosts, while the others do the same
+    inside: Measured | None = (
+        None  # between the workers of a host, if there are several hosts of several workers
+    )
+    across: Measured | None = None  # between the workers in one place on all hosts, all places at once
 
     def reduce_scatter(self, nbytes: float) -> float:
-        """As `Ring.reduce_scatter` over the link that reduce_scatter was found to have."""
+        """As `Ring.reduce_scatter`, with the link measured for reduce_scatter."""
         return Ring(self.links["reduce_scatter"], self.ranks).reduce_scatter(nbytes)
 
     def allreduce(self, nbytes: float) -> float:
-        """As `Ring.allreduce` over the link that allreduce was found to have."""
+        """As `Ring.allreduce`, with the link measured for allreduce."""
         return Ring(self.links["allreduce"], self.ranks).allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
-        """As `Ring.allgather` over the link that allgather was found to have."""
+        """As `Ring.allgather`, with the link measured for allgather."""
         return Ring(self.links["allgather"], self.ranks).allgather(nbytes)
 
     def alltoall(self, nbytes: float) -> float:
-        """As `Ring.alltoall` over the link that alltoall was found to have."""
+        """As `Ring.alltoall`, with the link measured for alltoall."""
         return Ring(self.links["alltoall"], self.ranks).alltoall(nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """What was measured inside of hosts and between them, with the collectives of an exchange in two levels.
+    """The links within and between hosts, measured with the collectives of a hierarchical exchange.
 
     Attributes:
-        hosts: How many.
-        workers: On each of them.
-        inside: Each collective's alpha and beta (summing included) between the workers of a host, all hosts at once.
-        across: Likewise between the workers of one place on all hosts, all places at once.
+        hosts: The number of hosts.
+        workers: The number of workers on each host.
+        inside: The link of each collective between the workers of a host, all hosts at once; beta includes summing.
+        across: The link of each collective between the workers in one place on all hosts, all places at once.
     """
 
     hosts: int
@@ -68,15 +70,15 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What `hvdc.calibrate` found; the same on all ranks.
+    """The result of `hvdc.calibrate`, the same on all ranks.
 
     Attributes:
-        ranks: Between how many it was measured.
-        links: Each collective's alpha, beta and burst, as a ring's.
-        kernels: By the compressor's spec string; the slowest rank's.
-        residuals: How far each collective's alpha and beta are from what was measured: the root mean square of
-            the relative errors over all sizes.
-        levels: None where there are not several hosts of several workers (see `hvdc.init`).
+        ranks: The number of ranks that took part.
+        links: The link of each collective, as in a ring.
+        kernels: The cost of each compressor's kernels on the slowest rank, by its spec string.
+        residuals: The root mean square, over all sizes, of the relative errors of each collective's link.
+        levels: The links within and between hosts; None unless there are several hosts of several workers (see
+            `hvdc.init`).
     """
 
     ranks: int

@@ -1,7 +1,6 @@
-"""What kernels cost where nothing was measured: one core of a server (AMD EPYC, TensorFlow 2.21).
+"""The default cost of kernels, measured on one core of a server (AMD EPYC, TensorFlow 2.21).
 
-Medians over 4 MB of gradient with `calibrate`'s own timing. Enough to begin with;
-calibrate on the machine that counts.
+Medians over 4 MB of gradient, timed as `calibrate` does. They are a first estimate: calibrate on your machine.
 """
 
 from __future__ import annotations
@@ -21,6 +20,6 @@ KERNELS: dict[str, KernelCost] = {
     "block_topk": KernelCost(3.2e-4, 7.0e-10, 2.9e-11, 3.5e-11),  # at 1%
     "block_sparse": KernelCost(2.8e-4, 1.1e-9, 3.5e-10, 8.3e-11),  # at 1%, blocks of 16 x 16
     "hybrid": KernelCost(3.0e-4, 7.1e-10, 2.1e-11, 4.7e-11),  # at 1%, 4 bits
-    # At rank 2; measured beside `hybrid` on another machine, and multiplied as that one is faster there.
+    # At rank 2; measured on another machine, and scaled by the ratio of `hybrid` on both.
     "powersgd": KernelCost(3.0e-4, 4.9e-10, 6.7e-11, 0.0),
 }

@@ -1,4 +1,4 @@
-"""A network of leaf switches under an oversubscribed core."""
+"""A fat tree: leaf switches under an oversubscribed core."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .topology import check_count
 
 @dataclasses.dataclass(frozen=True)
 class FatTree:
-    """Leaf switches under a core that is narrower than all of them together.
+    """Leaf switches under a core that carries less than all of them together.
 
-    A fat tree's links grow towards the root (Leiserson 1985, section II); built of switches, a leaf has so many links
-    up that its ranks could send 1 / `oversubscription` of their rate through the core at once (Al-Fares,
-    Loukissas and Vahdat 2008, section 2.1.2: the ratio of the worst achievable bandwidth between hosts to the
-    bisection bandwidth). Here flows share these links evenly, as with multipath routing that never collides,
-    and all levels above the leaves count as one.
+    The links of a fat tree get wider towards the root (Leiserson 1985, section II). In a tree of switches, all ranks of
+    a leaf together can send 1 / `oversubscription` of their rate through the core (Al-Fares, Loukissas and Vahdat 2008,
+    section 2.1.2: the ratio of the worst achievable bandwidth between hosts to the bisection bandwidth). The model
+    assumes that flows share these links evenly, as with multipath routing without collisions, and that all levels above
+    the leaves are one.
 
-    Ranks sit in order: 0 to k - 1 at the first leaf, and so on, k being `ranks_per_leaf`. Collectives are those of
-    `Ring`. In a ring a single flow leaves each leaf, so that allreduce and allgather hardly notice the core. In round
-    s of the pairwise alltoall min(s, n - s, k) of a leaf's k ranks send to other leaves.
+    Ranks are placed in order: 0 to k - 1 at the first leaf, and so on, where k is `ranks_per_leaf`. Collectives are
+    those of `Ring`. In a ring a single flow leaves each leaf, so the core hardly slows down allreduce and allgather. In
+    round s of the pairwise alltoall, min(s, n - s, k) of a leaf's k ranks send to other leaves.
 
     Attributes:
-        link: Of a rank to its leaf.
-        ranks: How many there are.
-        ranks_per_leaf: At each leaf switch; the last one may have fewer, but has as many links to the core.
-        oversubscription: What a leaf's ranks can send together over what its links to the core carry, from 1 on;
-            1 is a network that blocks nowhere.
+        link: The link of a rank to its leaf.
+        ranks: The number of ranks.
+        ranks_per_leaf: Ranks at each leaf switch; the last leaf may have fewer, but has as many links to the core.
+        oversubscription: The rate at which all ranks of a leaf can send, divided by the rate of the leaf's links to the
+            core, at least 1; 1 is a non-blocking network.
 
     Raises:
         ValueError: A number of ranks is not a whole number from 1 on, or the oversubscription is below 1.
@@ -50,11 +50,11 @@ class FatTree:
 
     @property
     def leaves(self) -> int:
-        """How many leaf switches."""
+        """The number of leaf switches."""
         return math.ceil(self.ranks / self.ranks_per_leaf)
 
     def slowdown(self, flows: float) -> float:
-        """How many times longer a message takes where so many flows leave each leaf at once."""
+        """The factor by which a message takes longer if so many flows leave each leaf at once."""
         return max(1.0, flows * self.oversubscription / self.ranks_per_leaf)
 
     def allreduce(self, nbytes: float) -> float:
@@ -72,7 +72,7 @@ class FatTree:
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) alpha + m / n beta sum over rounds s of max(1, min(s, n - s, k) o / k).
 
-        As if all ranks waited for each other between rounds.
+        The formula assumes that all ranks wait for each other between rounds.
         """
         n, k, link = self.ranks, self.ranks_per_leaf, self.link
         if self.leaves == 1:

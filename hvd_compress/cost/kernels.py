@@ -1,4 +1,4 @@
-"""What encoding and decoding costs."""
+"""The cost of encoding and decoding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class KernelCost:
     """Seconds of one compressor's kernels, per byte of float32 gradient, and per call.
 
     Attributes:
-        call: Seconds that encoding or decoding takes however small the gradient is.
-        encode: Per byte encoded, residual included.
-        decode: Per byte of the sum that is decoded, whatever the number of payloads.
-        decode_rank: Per byte and payload that goes into the sum.
+        call: Seconds per call, for a gradient of any size.
+        encode: Seconds per byte encoded, with the residual.
+        decode: Seconds per byte of the decoded sum, for any number of payloads.
+        decode_rank: Seconds per byte of the decoded sum and per payload.
     """
 
     call: float = 0.0

@@ -1,19 +1,21 @@
-"""What a network costs."""
+"""What a link of a network costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
     """A rank's connection to the others.
 
-    Sending m bytes takes alpha + m * beta, and summing them where they arrive m * gamma (Thakur, Rabenseifner
-    and Gropp 2005, section 3; there the symbols are the same). What shapes a link, or a switch's buffer, may let
-    through the first bytes after a pause at once (a token bucket): they take no time beyond alpha.
+    Sending m bytes takes alpha + m * beta, and summing them at the receiver takes m * gamma (Thakur, Rabenseifner and
+    Gropp 2005, section 3, with the same symbols). A traffic shaper (a token bucket) or a switch's buffer may let the
+    first bytes after a pause pass at once: they take no time beyond alpha.
 
     Attributes:
         alpha: Seconds per message.
@@ -43,12 +45,12 @@ class Link:
                 raise ValueError(f"Link: {name} must be a finite number of {unit} from 0 on, got {value!r}")
 
     def carry(self, nbytes: float) -> float:
-        """Seconds for so many bytes after a pause, without those per message."""
+        """Seconds that so many bytes take after a pause, without those per message."""
         return max(0.0, nbytes - self.burst) * self.beta
 
     @classmethod
     def of_rate(cls, bits_per_second: float, latency: float = 0.0) -> Link:
-        """The link of this rate, with `latency` seconds per message.
+        """A link of this rate, with `latency` seconds per message.
 
         Raises:
             ValueError: The rate is not above 0.
@@ -56,3 +58,19 @@ class Link:
         if not bits_per_second > 0:
             raise ValueError(f"Link: the rate must be above 0 bits per second, got {bits_per_second!r}")
         return cls(latency, 8.0 / bits_per_second)
+
+
+def with_links(topology: Any, change: Callable[[Link], Link]) -> Any:
+    """The same topology with `change` applied to all its links; an object that is no dataclass stays as it is."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: changed(link) for name, link in value.items()}
+        if isinstance(value, Link):
+            return change(value)
+        return with_links(value, change)
+
+    if not dataclasses.is_dataclass(topology) or isinstance(topology, type):
+        return topology
+    fields = {f.name: getattr(topology, f.name) for f in dataclasses.fields(topology) if f.init}
+    return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})

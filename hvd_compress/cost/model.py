@@ -1,4 +1,4 @@
-"""The predicted time of a bucket's exchange: encode, wire, decode."""
+"""The cost model: predicts the time of a bucket's exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..exchange.hierarchical import HostCounts
 from ..formats.base import Format
 from .defaults import KERNELS
 from .kernels import KernelCost
-from .link import Link
+from .link import Link, with_links
 from .topology import Ring, Star, Topology, Tree
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ class Prediction:
 
     Attributes:
         compressor: The spec string.
-        pattern: How the payload crosses.
-        payload: Bytes that the whole bucket becomes.
-        encode: Seconds.
-        wire: Seconds; in two levels those between hosts.
-        decode: Seconds.
-        inside: Seconds between the workers of a host, in two levels.
+        pattern: The name of the collective.
+        payload: Bytes to which the whole bucket is encoded.
+        encode: Seconds of encoding.
+        wire: Seconds of transfers; with "two_level", of those between hosts.
+        decode: Seconds of decoding.
+        inside: Seconds of transfers between the workers of a host, with "two_level".
         latency: Seconds of `wire` that do not grow with the bytes.
-        burst: Seconds by which `wire` is shorter after a pause (see `Link.burst`): of the buckets that follow each
-            other in a step, the first one's is.
+        burst: Seconds by which `wire` is shorter after a pause (see `Link.burst`). In a step this holds for the first
+            bucket only.
     """
 
     compressor: str
@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Seconds, without overlap."""
+        """Seconds in all, if nothing overlaps."""
         return self.encode + self.wire + self.decode + self.inside
 
 
@@ -63,19 +63,19 @@ class CostModel:
         model = hvdc.CostModel(link=hvdc.Link.of_rate(1e9, latency=1e-4), ranks=16)
         model.predict("int4", nbytes=25e6).total
 
-    Volume alone does not tell: from the bytes sent, top-k at 10% on GRACE's published measurements would be
-    43% faster than it was; encode and decode must be counted.
+    The bytes sent are not enough: by them, top-k at 10% would be 43% faster than in GRACE's published measurements.
+    Encoding and decoding must be counted, too.
 
     Args:
-        link: Between ranks; between hosts where the topology has two levels.
-        ranks: How many there are.
-        topology: "ring", "star" or "tree" (of `link` between all ranks), or an object such as `TwoLevel`, which
-            brings its own links.
-        kernels: What encoding costs, by the compressor's spec string, or by its name for all of its kind.
-            Default: what one core of a server took (see `defaults`); calibrate for the machine at hand.
+        link: The link between ranks; between hosts if the topology has two levels.
+        ranks: The number of ranks.
+        topology: "ring", "star" or "tree" (of `link` between all ranks), or an object such as `TwoLevel`, which has
+            links of its own.
+        kernels: The cost of the kernels, by the compressor's spec string, or by its name for all of its kind.
+            Default: measured on one core of a server (see `defaults`); calibrate for your machine.
 
     Raises:
-        ValueError: The topology is not known, or is one of another number of ranks.
+        ValueError: The topology is unknown, or has another number of ranks.
     """
 
     def __init__(
@@ -85,29 +85,27 @@ class CostModel:
         topology: str | Topology = "ring",
         kernels: Mapping[str, KernelCost] | None = None,
     ) -> None:
-        if not isinstance(topology, str):
-            found = topology
-        elif topology in SHAPES:
-            found = SHAPES[topology](link, ranks)
-        else:
+        if isinstance(topology, str) and topology in SHAPES:
+            topology = SHAPES[topology](link, ranks)
+        if isinstance(topology, str):
             raise ValueError(
                 f"CostModel: topology must be one of {', '.join(SHAPES)} or an object such as "
                 f"hvdc.cost.TwoLevel, got {topology!r}"
             )
-        if found.ranks != ranks:
-            raise ValueError(f"CostModel: the topology is one of {found.ranks} ranks, not of {ranks}")
+        if topology.ranks != ranks:
+            raise ValueError(f"CostModel: the topology is one of {topology.ranks} ranks, not of {ranks}")
         self.link = link
-        self.topology = found
-        self._sustained = _changed(found, lambda link: dataclasses.replace(link, burst=0.0))
+        self.topology = topology
+        self._sustained = with_links(topology, lambda link: dataclasses.replace(link, burst=0.0))
         self.kernels = dict(KERNELS if kernels is None else kernels)
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.topology.ranks
 
     def patterns(self, compressor: str | Format | Compressor) -> tuple[str, ...]:
-        """The patterns in which this compressor's payloads may cross."""
+        """The names of the collectives that can carry this compressor's payloads."""
         return tuple(dict.fromkeys(collective.name for collective in self._collectives(_parse(compressor))))
 
     def _collectives(self, compressor: Any) -> list[Collective]:
@@ -124,25 +122,24 @@ class CostModel:
         form: str = "full",
         payload: int | None = None,
     ) -> Prediction:
-        """The time of one bucket's exchange.
+        """Predicts the time of one bucket's exchange.
 
         Args:
             compressor: A compressor, its format or its spec string.
             nbytes: Bytes of float32 gradient in the bucket.
-            pattern: "allreduce", "allgather" or "scatter_reduce" between all ranks, or "two_level" (needs a topology of
-                several hosts of several workers); default: the fastest that is possible. That of `powersgd` is
-                "low_rank".
-            form: "full"; "alpha_beta" leaves encoding and decoding out; "bandwidth" also the time per message,
-                that of summing, and the burst; "k_bit" is that of a payload without headers and indices: each kept
-                value has its bits and nothing else.
-            payload: Bytes that the bucket becomes; default: what a flat one becomes, or for `powersgd` a square
-                matrix.
+            pattern: The name of a collective: "allreduce", "allgather", "scatter_reduce", "low_rank" (for `powersgd`),
+                or "two_level" (needs a topology of several hosts of several workers). Default: the fastest possible.
+            form: "full"; "alpha_beta" leaves out encoding and decoding; "bandwidth" also leaves out the time per
+                message, that of summing, and the burst; "k_bit" is "bandwidth" for a payload without headers and
+                indices, which holds only the bits of the values sent.
+            payload: Bytes to which the bucket is encoded. Default: those of one flat chunk, or for `powersgd` of a
+                square matrix.
 
         Returns:
-            Seconds for each part. On a single rank there is nothing to exchange, and all are zero.
+            The seconds of each part. With a single rank nothing is exchanged, and all are zero.
 
         Raises:
-            ValueError: The size is negative, or pattern, form or compressor are not known or do not go together.
+            ValueError: The size is negative, or pattern, form or compressor are unknown or contradict each other.
         """
         chosen = _parse(compressor)
         if not nbytes >= 0:
@@ -179,7 +176,7 @@ class CostModel:
         topology: Any = self.topology
         sustained: Any = self._sustained
         if form in ("bandwidth", "k_bit"):
-            topology = sustained = _changed(topology, lambda link: Link(0.0, link.beta))
+            topology = sustained = with_links(topology, lambda link: Link(0.0, link.beta))
         phases = collective.phases(nbytes, payload, self.ranks)
         inside = 0.0
         if phases.inside:
@@ -201,7 +198,7 @@ class CostModel:
         )
 
     def cost_of(self, compressor: str | Format | Compressor) -> KernelCost:
-        """What this compressor's kernels cost: those of its spec string, of its name, or of what it is a kind of.
+        """The cost of this compressor's kernels: by its spec string, its name, or the name of a base class.
 
         Raises:
             ValueError: `kernels` has neither its spec string nor its name.
@@ -216,7 +213,7 @@ class CostModel:
 
 
 def bits_per_element(compressor: str | Format | Compressor) -> float:
-    """The bits of values that a compressor sends per element of the gradient, with neither headers nor indices."""
+    """Bits that a compressor sends per element of the gradient, without headers and indices."""
     chosen: Any = _parse(compressor)
     return float(chosen.value_bits * getattr(chosen, "ratio", 1.0))
 
@@ -235,29 +232,13 @@ def _seconds(topology: Any, transfers: Sequence[tuple[str, float]]) -> float:
 
 
 def _parse(compressor: str | Format | Compressor) -> Any:
-    """A compressor as it is; of a spec string the format, for which no TensorFlow is needed."""
+    """The format of a spec string, which needs no TensorFlow; a compressor as it is."""
     return formats.parse(compressor) if isinstance(compressor, str) else compressor
 
 
 def _shape(compressor: Any, elements: int) -> tuple[int, ...]:
-    """As what a bucket of so many elements is taken where its shape is not known."""
+    """The assumed shape of a bucket of so many elements."""
     if not compressor.model_wide:
         return (elements,)
     side = max(1, round(elements**0.5))
     return (side, math.ceil(elements / side))
-
-
-def _changed(topology: Any, change: Callable[[Link], Link]) -> Any:
-    """The same network with other links."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: changed(link) for name, link in value.items()}
-        if isinstance(value, Link):
-            return change(value)
-        return _changed(value, change)
-
-    if not dataclasses.is_dataclass(topology) or isinstance(topology, type):  # somebody's own
-        return topology
-    fields = {f.name: getattr(topology, f.name) for f in dataclasses.fields(topology) if f.init}
-    return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})

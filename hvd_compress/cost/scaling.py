@@ -1,4 +1,4 @@
-"""Weak scaling: each rank keeps its batch, and more of them take part."""
+"""Weak scaling: the batch of each rank stays the same while the number of ranks grows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Scaled(NamedTuple):
-    """A step between so many ranks.
+    """A training step with a number of ranks.
 
     Attributes:
-        ranks: How many.
-        step: Seconds.
-        efficiency: The share of its speed alone that each rank keeps, from 0 to 1.
+        ranks: The number of ranks.
+        step: Seconds of the step.
+        efficiency: The speed of each rank divided by its speed alone, from 0 to 1.
     """
 
     ranks: int
@@ -21,7 +21,7 @@ class Scaled(NamedTuple):
 
 
 def weak_scaling(step: Callable[[int], float], alone: float, ranks: Iterable[int]) -> list[Scaled]:
-    """Step times and efficiencies against the number of ranks.
+    """Computes step times and efficiencies for several numbers of ranks.
 
         link = hvdc.Link.of_rate(10e9, latency=50e-6)
 
@@ -32,9 +32,9 @@ def weak_scaling(step: Callable[[int], float], alone: float, ranks: Iterable[int
         hvdc.cost.weak_scaling(step, alone=0.12, ranks=[8, 64, 512, 4096])
 
     Args:
-        step: Seconds that a step takes between so many ranks; called for those above 1.
-        alone: Seconds that it takes on a single rank, which exchanges nothing.
-        ranks: How many take part, each with the same work as alone.
+        step: Returns the seconds of a step with so many ranks; called for numbers above 1.
+        alone: Seconds of a step with a single rank, which exchanges nothing.
+        ranks: The numbers of ranks; each rank has the same work as alone.
 
     Raises:
         ValueError: `alone` is not above 0.
@@ -46,14 +46,14 @@ def weak_scaling(step: Callable[[int], float], alone: float, ranks: Iterable[int
 
 
 def pays(plain: Sequence[Scaled], other: Sequence[Scaled]) -> list[int]:
-    """The numbers of ranks at which another way takes less time than the plain one.
+    """The numbers of ranks for which a step with compression is faster.
 
     Args:
-        plain: Without compression.
-        other: With it, for the same numbers of ranks.
+        plain: Steps without compression.
+        other: Steps with compression, for the same numbers of ranks.
 
     Raises:
-        ValueError: They are of different numbers of ranks.
+        ValueError: The numbers of ranks differ.
     """
     if [row.ranks for row in plain] != [row.ranks for row in other]:
         raise ValueError("pays: both must be of the same numbers of ranks")

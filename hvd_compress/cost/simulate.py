@@ -1,9 +1,9 @@
-"""A collective on any network: messages as flows that share the links they cross.
+"""Simulates a collective on any network: messages are flows that share the links on their paths.
 
-The network is a networkx graph whose edges carry `alpha` (seconds per message) and `beta` (seconds per byte); in a
-plain graph each edge carries both directions at once. A message takes the sum of the alphas on its way, then flows.
-Flows on the same edge share it max-min fairly, as TCP does in the long run (Bertsekas and Gallager 1992, section
-6.5.2). Needs networkx.
+The network is a networkx graph whose edges have the attributes `alpha` (seconds per message) and `beta` (seconds per
+byte). In an undirected graph each edge carries both directions at once. A message waits for the sum of the alphas on
+its path, then flows. Flows on the same edge share it max-min fairly, as TCP does in the long run (Bertsekas and
+Gallager 1992, section 6.5.2). Needs networkx.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edge = tuple[Hashable, Hashable]
 
 
 class Message(NamedTuple):
-    """What one node sends another."""
+    """A message from one node to another."""
 
     source: Hashable
     target: Hashable
@@ -35,9 +35,9 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
     """Seconds until the last message has arrived.
 
     Args:
-        graph: Edges with `alpha` and `beta`, directed or not.
-        rounds: A node begins to send a round's messages when those of its rounds before, sent and received, are
-            through; it does not wait for other nodes.
+        graph: A directed or undirected graph whose edges have `alpha` and `beta`.
+        rounds: The messages of each round. A node starts to send those of a round when all messages that it sends and
+            receives in earlier rounds have arrived; it does not wait for other nodes.
 
     Raises:
         ValueError: An edge lacks `alpha` or `beta`, or a message's nodes are not connected.
@@ -65,7 +65,7 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
             for flow in active
         )
         now += step
-        going = []
+        unfinished = []
         for flow in active:
             if flow.latency > 0.0:
                 flow.latency = 0.0 if flow.latency - step <= 1e-15 else flow.latency - step
@@ -76,13 +76,13 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
                 busy[flow.message.source].remove(flow.round)
                 busy[flow.message.target].remove(flow.round)
             else:
-                going.append(flow)
-        active = going
+                unfinished.append(flow)
+        active = unfinished
     return now
 
 
 class _Flow:
-    """A message on its way."""
+    """A message that has not arrived yet."""
 
     def __init__(self, round_: int, message: Message, path: list[Edge], latency: float) -> None:
         self.round = round_
@@ -107,7 +107,7 @@ def _route(graph: Any, message: Message) -> tuple[list[Edge], float]:
 
 
 def _fair_rates(graph: Any, flows: Sequence[_Flow]) -> dict[int, float]:
-    """Bytes per second of each flow, by its id: the narrowest edge is divided first, and so on."""
+    """Bytes per second of each flow, by its id: the edge with the smallest share per flow is divided first."""
     rates: dict[int, float] = {}
     members: dict[Edge, list[_Flow]] = {}
     for flow in flows:
@@ -140,7 +140,7 @@ def _capacity(graph: Any, edge: Edge) -> float:
 
 
 def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
-    """All nodes at one switch, each with a link for each direction; alpha is counted on the way up."""
+    """A switch to which each node has a link for each direction; alpha counts on the way up."""
     import networkx
 
     graph = networkx.DiGraph()
@@ -153,7 +153,7 @@ def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
 def fat_tree(
     nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float
 ) -> networkx.DiGraph:
-    """Leaf switches of `per_leaf` nodes each, as on a `switch`, and a core, to which each has one wide link.
+    """Leaf switches of `per_leaf` nodes each, as in `switch`, and a core to which each leaf has one wide link.
 
     See `hvdc.cost.FatTree`.
     """
@@ -170,18 +170,18 @@ def fat_tree(
 
 
 def ring_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
-    """2 (n - 1) rounds, in which each sends its neighbour m / n bytes."""
+    """2 (n - 1) rounds, in which each node sends its neighbour m / n bytes."""
     return 2 * ring_allgather(nodes, nbytes / len(nodes))
 
 
 def ring_allgather(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
-    """In each of n - 1 rounds each node hands its neighbour m bytes."""
+    """In each of n - 1 rounds each node sends its neighbour m bytes."""
     n = len(nodes)
     return [[Message(nodes[i], nodes[(i + 1) % n], nbytes) for i in range(n)] for _ in range(n - 1)]
 
 
 def pairwise_alltoall(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
-    """In the s-th of n - 1 rounds each node sends m / n bytes to the one s places on."""
+    """In round s of n - 1 each node sends m / n bytes to the node s places ahead."""
     n = len(nodes)
     return [
         [Message(nodes[i], nodes[(i + shift) % n], nbytes / n) for i in range(n)] for shift in range(1, n)
@@ -198,7 +198,7 @@ def tree_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Messag
 
 
 def tree_allgather(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
-    """Recursive doubling: partners exchange all they have, m, 2 m, 4 m, ... bytes.
+    """Recursive doubling: partners exchange all they have received, m, 2 m, 4 m, ... bytes.
 
     Raises:
         ValueError: The number of nodes is not a power of two.
@@ -214,7 +214,7 @@ def _partners(nodes: Sequence[Hashable]) -> list[list[Edge]]:
 
 
 def star_allreduce(nodes: Sequence[Hashable], server: Hashable, nbytes: float) -> list[list[Message]]:
-    """All nodes send m bytes to the server, which answers each with as many."""
+    """All nodes send m bytes to the server, which sends as many back to each."""
     return [
         [Message(node, server, nbytes) for node in nodes],
         [Message(server, node, nbytes) for node in nodes],

@@ -1,8 +1,8 @@
-"""How long a collective takes on some shapes of network.
+"""How long a collective takes on networks of several topologies.
 
-In all of them `nbytes` is what one rank brings: allreduce sums vectors of `nbytes`, allgather hands each rank's
-`nbytes` to all others, alltoall divides each rank's `nbytes` evenly among all (its own part stays). A link's
-burst is taken off the bytes that a collective sends in all.
+`nbytes` is what one rank contributes: allreduce sums vectors of `nbytes`, allgather sends each rank's `nbytes` to all
+others, alltoall divides each rank's `nbytes` evenly among all ranks (its own part stays). A link's burst is subtracted
+from all bytes that a collective sends.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class Topology(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """The number of ranks."""
 
     def allreduce(self, nbytes: float) -> float:
         """Seconds to sum vectors of `nbytes`."""
 
     def allgather(self, nbytes: float) -> float:
-        """Seconds until each has the `nbytes` of each."""
+        """Seconds until each rank has the `nbytes` of all ranks."""
 
     def alltoall(self, nbytes: float) -> float:
-        """Seconds until each has its part of each one's `nbytes`."""
+        """Seconds until each rank has its part of the `nbytes` of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Each rank sends to the next one; all links carry at once.
+    """Each rank sends to the next one, all at the same time.
 
-    Allreduce as reduce-scatter and allgather, 2 (n - 1) steps of m / n bytes; allgather in n - 1 steps (Thakur,
-    Rabenseifner and Gropp 2005, sections 4.1 and 4.5). Alltoall pairwise: in n - 1 steps each rank sends to
-    another one (section 4.3).
+    Allreduce is a reduce-scatter and an allgather, 2 (n - 1) steps of m / n bytes; allgather takes n - 1 steps (Thakur,
+    Rabenseifner and Gropp 2005, sections 4.1 and 4.5). Alltoall is pairwise: in each of n - 1 steps every rank sends to
+    a different one (section 4.3).
     """
 
     link: Link
@@ -73,8 +73,8 @@ class Ring:
 class Tree:
     """Partners at distance 1, 2, 4, ...: ceil(log2 n) steps (Thakur, Rabenseifner and Gropp 2005).
 
-    Allreduce by recursive doubling sends the whole vector in each step (section 4.5); allgather doubles what
-    each holds (section 4.1); alltoall is Bruck's, half of the vector in each step (section 4.3).
+    Allreduce by recursive doubling sends the whole vector in each step (section 4.5). Allgather doubles what each rank
+    has (section 4.1). Alltoall is Bruck's, which sends half of the vector in each step (section 4.3).
     """
 
     link: Link
@@ -104,7 +104,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Star:
-    """A parameter server: all ranks send to one machine, whose link they share, and it answers all."""
+    """A parameter server: all ranks send to one machine, whose link they share, and it sends to all."""
 
     link: Link
     ranks: int
@@ -113,20 +113,20 @@ class Star:
         check_count("Star", "ranks", self.ranks)
 
     def allreduce(self, nbytes: float) -> float:
-        """2 alpha + 2 n m beta + n m gamma: all vectors in, as many sums out."""
+        """2 alpha + 2 n m beta + n m gamma: all vectors in, and the sum out to each rank."""
         if self.ranks == 1:
             return 0.0
         link, total = self.link, self.ranks * nbytes
         return 2 * link.alpha + link.carry(2 * total) + total * link.gamma
 
     def allgather(self, nbytes: float) -> float:
-        """2 alpha + n m beta + n (n - 1) m beta: each gets what the others sent."""
+        """2 alpha + n m beta + n (n - 1) m beta: each rank gets what the others sent."""
         if self.ranks == 1:
             return 0.0
         return 2 * self.link.alpha + self.link.carry(self.ranks**2 * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
-        """2 alpha + 2 (n - 1) m beta: all but what each keeps, in and out."""
+        """2 alpha + 2 (n - 1) m beta: all but the parts that stay, in and out."""
         if self.ranks == 1:
             return 0.0
         return 2 * self.link.alpha + self.link.carry(2 * (self.ranks - 1) * nbytes)
@@ -134,24 +134,24 @@ class Star:
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevel:
-    """Hosts of several workers: rings inside of each host, rings between hosts.
+    """Hosts of several workers: a ring within each host, and rings between hosts.
 
-    Allreduce reduces and scatters inside of the hosts, then sums part by part between them, all workers of a host
-    sharing its link, then gathers inside (as NCCL's and Horovod's hierarchical allreduce; Jia et al. 2018,
-    section 3.3). Allgather collects inside, exchanges between the hosts, and hands on inside. Alltoall moves
-    what stays in the host over the local link and the rest over the other, one after the other.
+    Allreduce is a reduce-scatter within hosts, an allreduce of each part between hosts, where all workers of a host
+    share its link, and an allgather within hosts (as NCCL's and Horovod's hierarchical allreduce; Jia et al. 2018,
+    section 3.3). Allgather gathers within hosts, then between hosts, and distributes the result within hosts. Alltoall
+    first sends the parts for the own host over the local link, and then the others over `link`.
 
     Attributes:
-        link: Between hosts, one per host.
-        local: Between the workers of one host, one per worker.
-        hosts: How many.
-        workers: On each host.
-        network: Between hosts, where it is no `Ring` of `link`: an object such as `FatTree` or `Tree`, of as many
-            ranks as there are hosts.
+        link: The link between hosts, one per host.
+        local: The link between the workers of one host, one per worker.
+        hosts: The number of hosts.
+        workers: The number of workers on each host.
+        network: The network between hosts, if it is not a `Ring` of `link`: an object such as `FatTree` or `Tree`, with
+            as many ranks as there are hosts.
 
     Raises:
-        ValueError: A number is not a whole one from 1 on, or `network` is one of another number of hosts or of
-            another kind.
+        ValueError: A number is not a whole one from 1 on, or `network` has another number of hosts or is of another
+            kind.
     """
 
     link: Link
@@ -176,35 +176,35 @@ class TwoLevel:
 
     @property
     def ranks(self) -> int:
-        """Workers on all hosts."""
+        """The number of workers on all hosts."""
         return self.hosts * self.workers
 
     @property
     def inside(self) -> Ring:
-        """Between the workers of a host."""
+        """The network between the workers of a host."""
         return Ring(self.local, self.workers)
 
     @property
     def between(self) -> Topology:
-        """Between the hosts."""
-        found: Topology = Ring(self.link, self.hosts) if self.network is None else self.network
-        return found
+        """The network between the hosts."""
+        network: Topology = Ring(self.link, self.hosts) if self.network is None else self.network
+        return network
 
     @property
     def across(self) -> Topology:
-        """Between the workers of one place on all hosts, while those of the other places do the same."""
+        """The network between the workers in one place on all hosts, while those in other places use it, too."""
         network: Any = self.between
         beta, burst = network.link.beta * self.workers, network.link.burst / self.workers
         link = dataclasses.replace(network.link, beta=beta, burst=burst)
-        found: Topology = dataclasses.replace(network, link=link)
-        return found
+        shared: Topology = dataclasses.replace(network, link=link)
+        return shared
 
     def allreduce(self, nbytes: float) -> float:
-        """Local ring allreduce of m, and between hosts one of m, which its workers carry in parts."""
+        """An allreduce of m within hosts, and one of m between hosts, of which each worker sends a part."""
         return Ring(self.local, self.workers).allreduce(nbytes) + self.between.allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
-        """Local allgather of m, between hosts of w m, then the others' (h - 1) w m inside."""
+        """An allgather of m within hosts, of w m between hosts, and of the (h - 1) w m received within hosts."""
         per_host = self.workers * nbytes
         inside = Ring(self.local, self.workers)
         seconds = inside.allgather(nbytes)
@@ -214,13 +214,13 @@ class TwoLevel:
         return seconds
 
     def alltoall(self, nbytes: float) -> float:
-        """Parts for the own host, then those for the others."""
+        """The parts for the own host, then those for the others."""
         inside = Ring(self.local, self.workers).alltoall(nbytes / self.hosts)
         return inside + self.between.alltoall(self.workers * nbytes)
 
 
 def check_count(who: str, name: str, value: int) -> None:
-    """Refuses what is not a whole number from 1 on.
+    """Checks that a value is a whole number from 1 on.
 
     Raises:
         ValueError: It is not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..formats.base import Shape, is_summed
+from ..formats.base import Shape
 from . import volume
 from .collective import Collective, Phases, Reduction
 
@@ -28,7 +28,7 @@ class Allreduce(Collective):
 
     def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
         """Whether payloads are summed as they are."""
-        return not compressor.model_wide and is_summed(compressor, list(set(shapes)))
+        return volume.are_summed(compressor, shapes)
 
     def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
         """The bytes of a ring, the flag included."""

@@ -6,7 +6,8 @@ import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..formats.base import Shape, is_summed
+from ..formats.base import Shape
+from . import volume
 from .collective import Collective, Reduction
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class GatheringCollective(Collective):
 
     def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
         """Whether payloads must not be summed."""
-        return not compressor.model_wide and not is_summed(compressor, list(set(shapes)))
+        return not (compressor.model_wide or volume.are_summed(compressor, shapes))
 
     @abc.abstractmethod
     def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
+from . import volume
 from .collective import Collective, Phases, Reduction
 from .gathering import GatheringCollective
 
@@ -59,8 +60,7 @@ class Hierarchical(Collective):
 
         Payloads that are summed in an allreduce gain nothing: a ring leaves each host only once in any case.
         """
-        alike = len(set(shapes)) == 1 and len(shapes) % self.hosts.workers == 0
-        if not alike or compressor.per_tensor:
+        if compressor.per_tensor or len(shapes) % self.hosts.workers or not volume.are_alike(shapes):
             return False
         return self.between.fits(compressor, self._share(shapes), self.hosts.count)
 

@@ -1,4 +1,4 @@
-"""Hosts with several workers: where the workers run, and the process sets for an exchange in two levels."""
+"""Hosts of several workers: on which host each rank runs, and the process sets of the hierarchical exchange."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from horovod.tensorflow.mpi_ops import _basics
 
 T = TypeVar("T")
 
-# In `hierarchical=`.
+# The values of `hierarchical=`.
 CHOICES = ("auto", True, False)
-# Seconds for which a rank that ends waits for the other hosts.
+# Seconds for which a rank that has finished waits for the other hosts.
 _PATIENCE = 10.0
-# So many times a second all ranks together ask the key-value store, which is written in Python.
+# Requests per second of all ranks together to the key-value store, which is written in Python.
 _REQUESTS = 500
 
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Several hosts with as many workers each, more than one; this rank's process sets there.
+    """Several hosts with the same number of workers, more than one, and the process sets of this rank.
 
     Attributes:
         local: The workers of this rank's host.
-        across: The workers of this rank's place on all hosts, one on each.
+        across: The workers in this rank's place on all hosts, one on each.
     """
 
     local: Any
@@ -41,40 +41,40 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """How many hosts."""
+        """The number of hosts."""
         return len(self.across.ranks)
 
     @property
     def workers(self) -> int:
-        """On each of them."""
+        """The number of workers on each host."""
         return len(self.local.ranks)
 
 
 _called = False
 _found: Hosts | None = None
-_why = "hvdc.init() was not called in place of hvd.init()"  # there are no Hosts
+_why = "hvdc.init() was not called in place of hvd.init()"  # the reason why there are no hosts
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Initializes Horovod as `hvd.init()` does, and prepares the exchange in two levels.
+    """Initializes Horovod as `hvd.init()` does, and prepares the hierarchical exchange.
 
-    In place of `hvd.init()`, on all ranks. Where several hosts have several workers each, it makes two process sets
-    that each rank belongs to: the workers of its host, and those of its place on all hosts. With them
-    `hierarchical="auto"` of `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` may sum gradients inside of
-    hosts first. The ranks tell each other where they run over the key-value store by which they find each other:
-    Horovod wants to know process sets when it begins. When a rank ends there, it waits for the others, 10 seconds at
-    most. Elsewhere (a single host, or one worker per host) nothing else happens than with `hvd.init()`.
+    Call it in place of `hvd.init()`, on all ranks. If there are several hosts of several workers, it creates two
+    process sets for each rank: the workers of its host, and the workers in its place on all hosts. With them,
+    `hierarchical="auto"` of `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` may sum gradients within
+    hosts first. Horovod needs process sets when it starts, so the ranks exchange their places before, over the
+    key-value store of `horovodrun`. A rank that has finished waits for the others, 10 seconds at most. With a single
+    host, or one worker per host, this is the same as `hvd.init()`.
 
-    Where Horovod is initialized already, this does nothing, as `hvd.init()`. In an elastic job, with a `comm`, where
-    the job was not started with Gloo (MPI has no such store), and where hosts have different numbers of workers, the
-    exchange stays flat; rank 0 says so in one line.
+    If Horovod is initialized already, this does nothing, like `hvd.init()`. The exchange stays flat in an elastic job,
+    with a `comm`, if the job was not started with Gloo (MPI has no such store), and if hosts have different numbers of
+    workers; rank 0 prints the reason in one line.
 
     Args:
-        comm: As Horovod's.
-        process_sets: As Horovod's: yours, besides.
+        comm: As in `hvd.init()`.
+        process_sets: As in `hvd.init()`; these are created, too.
 
     Raises:
-        RuntimeError: A rank was not heard of within HOROVOD_GLOO_TIMEOUT_SECONDS, 30 if not set.
+        RuntimeError: A rank did not report within HOROVOD_GLOO_TIMEOUT_SECONDS, 30 if not set.
     """
     global _called, _found, _why
     if hvd.is_initialized():
@@ -92,24 +92,24 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         elif hvd.size() > hvd.cross_size():
             _say(_why)
         return
-    mine = list(process_sets) if process_sets and not isinstance(process_sets, str) else []
-    known = {tuple(each.ranks): each for each in mine if each.ranks is not None}
+    given = list(process_sets) if process_sets and not isinstance(process_sets, str) else []
+    known = {tuple(one.ranks): one for one in given if one.ranks is not None}
     wanted = [*hosts, *(list(ranks) for ranks in zip(*hosts))]
-    made = [known.get(tuple(ranks)) or hvd.ProcessSet(ranks) for ranks in wanted]
-    new = [each for each in made if each not in mine]
+    sets = [known.get(tuple(ranks)) or hvd.ProcessSet(ranks) for ranks in wanted]
+    new = [one for one in sets if one not in given]
     if isinstance(process_sets, str):  # "dynamic"
         hvd.init(comm, process_sets)
-        for each in new:
-            hvd.add_process_set(each)
+        for one in new:
+            hvd.add_process_set(one)
     else:
-        hvd.init(comm, [*mine, *new])
-    local, across = (each for each in made if each.included())
+        hvd.init(comm, [*given, *new])
+    local, across = (one for one in sets if one.included())
     _found = Hosts(local, across)
     _wait_at_exit()
 
 
 def _unknown(comm: Any) -> str:
-    """Why the ranks cannot be asked where they run before Horovod begins; empty where they can."""
+    """Why the places of the ranks cannot be known before Horovod starts; empty if they can."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         return "in an elastic job process sets do not outlive a reset"
     if comm is not None:
@@ -120,7 +120,7 @@ def _unknown(comm: Any) -> str:
 
 
 def _places() -> list[tuple[int, int]]:
-    """Cross rank and local rank of each rank."""
+    """The cross rank and local rank of each rank."""
     rank, size, cross, local = (
         int(os.environ.get(f"HOROVOD_{name}", default))
         for name, default in (("RANK", 0), ("SIZE", 1), ("CROSS_RANK", 0), ("LOCAL_RANK", 0))
@@ -137,8 +137,8 @@ def _places() -> list[tuple[int, int]]:
         while True:
             try:
                 return action()
-            # RuntimeError: not there yet, or no connection. The others: the store hears few ranks at a time, and hangs
-            # up on more of them.
+            # RuntimeError: no such key yet, or no connection. The others: the store serves few ranks at a time, and
+            # closes the connections of more.
             except (RuntimeError, OSError, HTTPException):
                 if time.monotonic() > until:
                     raise RuntimeError(
@@ -153,26 +153,26 @@ def _places() -> list[tuple[int, int]]:
     def write(key: str, value: Any) -> None:
         patiently(lambda: http_client.put_data_into_kvstore(*store, key, value), "has not reached horovodrun")
 
-    # One rank collects, so that each has few requests to make.
+    # Rank 0 collects all places, so that each other rank makes few requests.
     if rank > 0:
         write(f"rank_{rank}", (cross, local))
         return read("all_ranks")
-    found = [(cross, local), *(read(f"rank_{other}") for other in range(1, size))]
-    write("all_ranks", found)
-    return found
+    places = [(cross, local), *(read(f"rank_{other}") for other in range(1, size))]
+    write("all_ranks", places)
+    return places
 
 
 def _wait_at_exit() -> None:
-    """Lets this rank, when it ends, wait until all other ranks end, too.
+    """Makes this rank, when it exits, wait until all other ranks exit, too.
 
-    Within its last step a host hands the sums around among its own workers, and does not hear how far other hosts are.
-    When the first rank ends, Horovod ends on all, and a host that is not through with that would fail in the last step
-    of a training that went well. After an error of its own a rank does not wait: the others wait for it in their
-    step. Who calls sys.exit, or evaluates for long while others end, is waited for no longer than some seconds.
+    The last transfers of a step are within a host, so a host does not know whether other hosts have finished theirs.
+    When the first rank exits, Horovod shuts down on all ranks. A host that is still busy would then fail in the last
+    step of a successful training. After an error of its own a rank does not wait, because the others are waiting for it
+    in their step. A rank that calls sys.exit, or evaluates for long while others exit, delays them by some seconds.
     """
     ending = threading.Event()
 
-    @tf.function(autograph=False)  # Horovod has no names of operations outside of functions
+    @tf.function(autograph=False)  # outside of functions Horovod's operations have no names
     def together() -> tf.Tensor:
         return hvd.allreduce(tf.zeros([]), name="hvdc_end", op=hvd.Sum)
 
@@ -181,14 +181,14 @@ def _wait_at_exit() -> None:
         try:
             if current() is not None:
                 together()
-        except (ValueError, tf.errors.OpError):  # Horovod has ended
+        except (ValueError, tf.errors.OpError):  # Horovod has shut down
             pass
 
-    # A thread, since Horovod's wait has no limit; begun now, since none may begin when Python ends.
+    # In a thread, because Horovod waits without a limit; started now, because Python starts no threads when it exits.
     waiting = threading.Thread(target=meet, name="hvdc_end", daemon=True)
     waiting.start()
 
-    # Before Horovod's own, registered by hvd.init().
+    # Registered after Horovod's own handler, so it runs before it.
     @atexit.register
     def wait() -> None:
         if not hasattr(sys, "last_value"):
@@ -200,17 +200,17 @@ def grouped(places: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The ranks of each host, in the order of their local ranks.
 
     Args:
-        places: Cross rank and local rank of each rank, as Horovod counts them. Where hosts have different numbers of
-            workers, a cross rank is no host's number; what is returned then has different lengths, too.
+        places: The cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of
+            workers, a cross rank is not the number of a host; the lists returned then have different lengths, too.
     """
-    found: dict[int, list[tuple[int, int]]] = {}
+    hosts: dict[int, list[tuple[int, int]]] = {}
     for rank, (cross, local) in enumerate(places):
-        found.setdefault(cross, []).append((local, rank))
-    return [[rank for _, rank in sorted(found[cross])] for cross in sorted(found)]
+        hosts.setdefault(cross, []).append((local, rank))
+    return [[rank for _, rank in sorted(hosts[cross])] for cross in sorted(hosts)]
 
 
 def _obstacle(hosts: Sequence[Sequence[int]]) -> str:
-    """What stands in the way of two levels between these hosts; empty where nothing does."""
+    """Why there is no hierarchical exchange between these hosts; empty if there is."""
     workers = {len(host) for host in hosts}
     if len(hosts) == 1:
         return f"there is one host, with {len(hosts[0])} workers"
@@ -227,12 +227,12 @@ def _say(why: str) -> None:
 
 
 def current() -> Hosts | None:
-    """What `init` has found, as long as Horovod knows the process sets."""
+    """The hosts that `init` has found, as long as Horovod knows their process sets."""
     if _found is None:
         return None
     registered = _basics._get_process_set_ids_and_ranks()
     sets = (_found.local, _found.across)
-    return _found if all(registered.get(each.process_set_id) == each.ranks for each in sets) else None
+    return _found if all(registered.get(one.process_set_id) == one.ranks for one in sets) else None
 
 
 def usable(process_set: Any, hierarchical: bool | str) -> Hosts | None:

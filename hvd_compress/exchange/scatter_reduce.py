@@ -40,8 +40,9 @@ class ScatterReduce(GatheringCollective):
 
     def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
         """Whether more than two ranks can share the chunks evenly."""
-        alike = len(set(shapes)) == 1 and len(shapes) % ranks == 0
-        return ranks > 2 and alike and super().fits(compressor, shapes, ranks)
+        if ranks <= 2 or len(shapes) % ranks or not volume.are_alike(shapes):
+            return False
+        return super().fits(compressor, shapes, ranks)
 
     def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
         """Twice n - 1 payloads of 1 / n of the bucket."""

@@ -12,23 +12,23 @@ import tensorflow as tf
 from .group import Group
 from .volume import ring_bytes as bytes_sent  # noqa: F401  (what each rank sends)
 
-# Tensors with fewer elements are joined: each of Horovod's own entries costs time on the host, whatever its size.
+# Tensors with fewer elements are joined, because each tensor costs Horovod time on the host, whatever its size.
 _SMALL = 2**14
 
 
 class Dense(NamedTuple):
-    """What came of it."""
+    """The result of an uncompressed reduction."""
 
-    tensors: list[tf.Tensor]
+    tensors: list[tf.Tensor]  # reduced
     outgoing: list[tf.Tensor]  # what this rank sends
-    incoming: list[tf.Tensor]  # the result of that, before it is taken apart
+    incoming: list[tf.Tensor]  # the sums of these, before they are taken apart
 
 
 def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group) -> Dense:
-    """Reduces tensors of static shapes and of the dtypes of `checks.REDUCIBLE`; one negotiation per dtype.
+    """Reduces tensors of static shapes and of the dtypes in `checks.REDUCIBLE`, with one collective for each dtype.
 
-    `predivide` splits the averaging, as Horovod's `gradient_predivide_factor`: 1 / predivide before
-    the sum and predivide / size after it.
+    `predivide` splits the averaging, as Horovod's `gradient_predivide_factor` does: 1 / predivide before the sum and
+    predivide / size after it.
     """
     dtypes = [tensor.dtype for tensor in tensors]
     tensors = [wide(tensor) for tensor in tensors]
@@ -40,12 +40,14 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         small = [i for i in members if tensors[i].shape.num_elements() < _SMALL]
         large = [i for i in members if tensors[i].shape.num_elements() >= _SMALL]
         sent = [tensors[i] for i in large]
-        alike: dict[tuple[int, ...], list[int]] = {}
+        same_shape: dict[tuple[int, ...], list[int]] = {}
         for i in small:
-            alike.setdefault(tuple(tensors[i].shape), []).append(i)
+            same_shape.setdefault(tuple(tensors[i].shape), []).append(i)
         if small:
-            # A node for each shape, not for each of them: TensorFlow takes minutes to prepare a graph of 10,000.
-            stacks = [tf.reshape(tf.stack([tensors[i] for i in same]), [-1]) for same in alike.values()]
+            # One operation for each shape, not for each tensor: TensorFlow takes minutes to prepare a graph of 10,000.
+            stacks = [
+                tf.reshape(tf.stack([tensors[i] for i in indices]), [-1]) for indices in same_shape.values()
+            ]
             sent.append(tf.concat(stacks, 0))
         results = hvd.grouped_allreduce(
             sent,
@@ -58,9 +60,11 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         outgoing += sent
         incoming += results
         if small:
-            parts = tf.split(results.pop(), [len(same) * math.prod(shape) for shape, same in alike.items()])
-            for part, (shape, same) in zip(parts, alike.items()):
-                for i, tensor in zip(same, tf.unstack(tf.reshape(part, [len(same), *shape]))):
+            parts = tf.split(
+                results.pop(), [len(indices) * math.prod(shape) for shape, indices in same_shape.items()]
+            )
+            for part, (shape, indices) in zip(parts, same_shape.items()):
+                for i, tensor in zip(indices, tf.unstack(tf.reshape(part, [len(indices), *shape]))):
                     reduced[i] = tensor
         for i, result in zip(large, results):
             reduced[i] = result
@@ -69,7 +73,7 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
 
 
 def wide(tensor: Any) -> Any:
-    """A tensor or IndexedSlices as float32 if it is bfloat16, for which Horovod has no op."""
+    """A tensor or IndexedSlices; as float32 if it is bfloat16, which Horovod cannot reduce."""
     return of_dtype(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 

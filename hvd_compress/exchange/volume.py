@@ -9,13 +9,25 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..formats.base import Shape
+from ..formats.base import Shape, is_summed
 
 # Elements of a chunk at most; see `engine.layout` for the reason.
 LARGEST = 2**20
 
 # Horovod takes a few milliseconds to schedule a collective. A link of 1 Gbit/s sends about this many bytes meanwhile.
 _WORTH_A_COLLECTIVE = 2**18
+
+
+def are_alike(shapes: Sequence[Shape]) -> bool:
+    """Whether there are shapes, all of them the same."""
+    return bool(shapes) and shapes.count(shapes[0]) == len(shapes)
+
+
+def are_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
+    """Whether payloads of tensors of these shapes are summed as they are, see `formats.base.is_summed`."""
+    return bool(
+        compressor.summable and not compressor.model_wide and is_summed(compressor, list(set(shapes)))
+    )
 
 
 def payload_bytes(compressor: Any, shapes: Sequence[Shape]) -> int:

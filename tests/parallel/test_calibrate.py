@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.cost.calibrate import CANDIDATES
+from hvd_compress.compressors.auto import CANDIDATES
 
 
 def test_all_ranks_find_the_same(rank, size):

@@ -1,0 +1,94 @@
+"""Times how long compressors encode and decode."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..compressors import Compressor
+from ..compressors import payload as _payload
+from ..compressors.base import no_seeds
+from ..exchange import coding
+
+# Chunks of gradient that are timed together.
+_CHUNKS = 4
+_REPEATS = 5
+
+
+def measure_kernels(
+    compressor: Compressor, elements: int, ranks: int, call: float
+) -> tuple[float, float, float, float]:
+    """The fields of a `KernelCost`.
+
+    Payloads of `ranks` ranks are decoded, as in the exchange, so that no kernel is compiled for this measurement only.
+
+    Args:
+        compressor: The compressor.
+        elements: Of a chunk.
+        ranks: The number of ranks.
+        call: Seconds that an empty call takes, see `call_time`.
+    """
+    if compressor.uncompressed:
+        return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
+    rows = min(512, math.isqrt(elements))
+    shape = (rows, elements // rows) if compressor.per_tensor else (elements,)
+    gradients = [tf.random.stateless_normal(shape, [1, i]) for i in range(_CHUNKS)]
+    keep = compressor.error_feedback
+    residuals = [tf.zeros(shape) if keep else None] * _CHUNKS
+    nbytes = _CHUNKS * 4 * math.prod(shape)
+
+    # In graphs only, as in training: kernels that are called eagerly would be compiled once more.
+    @tf.function(autograph=False)
+    def encode(gradients: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> Any:
+        encoded = [compressor.encode(g, no_seeds(), r, 1.0, keep) for g, r in zip(gradients, residuals)]
+        return _payload.join([part for e in encoded for part in e.parts]), [
+            e.residual for e in encoded if keep
+        ]
+
+    @tf.function(autograph=False)
+    def decode(gradient: tf.Tensor, residual: tf.Tensor | None, payloads: int) -> Any:
+        encoded = compressor.encode(gradient, no_seeds(), residual, 1.0, keep)
+        # With a different factor each: TensorFlow would decode equal sums only once.
+        factors = [tf.constant(1.0 + i) for i in range(_CHUNKS)]
+        return [coding.decode_sum(compressor, [encoded.parts] * payloads, encoded.ctx, f) for f in factors]
+
+    encoding = max(0.0, _time_of(lambda: encode(gradients, residuals)) - call)
+
+    def decoding(payloads: int) -> float:
+        seconds = _time_of(lambda: decode(gradients[0], residuals[0], payloads))
+        return max(0.0, seconds - call - encoding / _CHUNKS)
+
+    if compressor.model_wide:  # its factors are summed before they are decoded
+        return call, encoding / nbytes, decoding(1) / nbytes, 0.0
+    payloads = min(max(ranks, 2), coding.RANKS_PER_KERNEL)
+    all_payloads = decoding(payloads)
+    # Two ranks never decode a single payload.
+    one_payload = decoding(1) if ranks > 2 else 2.0 / 3.0 * all_payloads
+    per_rank = max(0.0, (all_payloads - one_payload) / (payloads - 1))
+    return call, encoding / nbytes, max(0.0, one_payload - per_rank) / nbytes, per_rank / nbytes
+
+
+def call_time() -> float:
+    """Seconds that calling a small function takes."""
+    small = tf.zeros([16])
+    return _time_of(lambda: _add_one(small))
+
+
+@tf.function(autograph=False)
+def _add_one(x: tf.Tensor) -> tf.Tensor:
+    return x + 1.0
+
+
+def _time_of(run: Callable[[], Any]) -> float:
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))

@@ -1,0 +1,133 @@
+"""Times Horovod's collectives on messages of several sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from ..exchange import transfers, within_host
+from ..exchange.group import Group
+from .link import Link
+from .link_fit import fit, midmean
+from .topology import Ring
+
+# Bytes that each rank contributes. Sizes that would take too long are left out. On a fast link the middle one is left
+# out, too: its rate only shows with more bytes than the processor's cache holds.
+_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23, 2**25)
+_MIDDLE = 2**21
+# The times of the smallest vary most, with the processor's other work.
+_REPEATS = {2**12: 24, 2**16: 6, 2**19: 6}
+_REPEATS_OF_LARGE = 3
+# Seconds. A size that takes longer than the first is timed once, and is the last. A size that takes longer than the
+# second is left out, and after so many sizes one that takes longer than the first.
+_SHORT, _PATIENCE, _ENOUGH = 0.1, 0.2, 4
+# Seconds that the middle size takes at least on a link that is not fast: 4 Gbit/s.
+_FAST = 0.004
+# A slow link may let some 100 KB pass at a higher rate, and again after a pause. If a size up to the first takes longer
+# than the second, in seconds, then all later ones are timed after a pause of the third, so that each of them starts
+# with the same burst.
+_PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
+
+NewRun = Callable[[str, int, Group], Callable[[], Any]]
+
+
+def slowest(values: np.ndarray, group: Group, phase: str) -> np.ndarray:
+    """The largest of the ranks' values, element by element."""
+    if group.size == 1:
+        return values
+    return np.asarray(hvd.allreduce(tf.constant(values), op=hvd.Max, **group.keywords(phase)))
+
+
+def between_ranks(name: str, size: int, group: Group) -> Callable[[], Any]:
+    """A collective of `size` bytes between ranks, as the exchange calls it."""
+    data = tf.zeros([size], tf.uint8)
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        if name == "allreduce":
+            return hvd.allreduce(tf.bitcast(tf.reshape(data, [-1, 4]), tf.float32), op=hvd.Sum, **keywords)
+        if name == "allgather":
+            return transfers.allgather(data, group, f"_{name}_{size}")
+        part = data[: size // group.size]
+        return transfers.alltoall(transfers.concat([part] * (group.size - 1)), group, f"_{name}_{size}")
+
+    keywords = group.keywords(f"_{name}_{size}")
+    return run
+
+
+def inside_host(name: str, size: int, group: Group) -> Callable[[], Any]:
+    """A collective of `size` bytes between the workers of a host, see `exchange.within_host`."""
+    named = group.among(group.process_set, f"_{size}")
+    payload = tf.zeros([size], tf.uint8)
+    chunk = tf.zeros([max(1, size // 4 // group.size)])
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        if name == "reduce_scatter":
+            others = transfers.concat([chunk] * (group.size - 1))
+            return within_host.reduce_scatter([chunk], [chunk], 1.0, others, named)[0]
+        return within_host.allgather(payload, named)
+
+    return run
+
+
+def measure_link(
+    name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks
+) -> tuple[Link, float]:
+    """Measures one collective in all groups into which `everyone` is divided, at the same time.
+
+    Returns:
+        Alpha, beta and burst, as those of a ring, and the root mean square of the relative errors of the fit.
+    """
+    ranks = group.size
+    if ranks == 1:
+        return Link(0.0, 0.0), 0.0
+    sizes: list[int] = []
+    seconds: list[float] = []
+    pause = 0.0
+    for size in _SIZES:
+        # All decisions follow from numbers that are the same on all ranks. The latency does not grow with the size.
+        expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) > 1 else 0.0
+        if expected > (_PATIENCE if len(sizes) < _ENOUGH else _SHORT):
+            break
+        if size == _MIDDLE and expected < _FAST:
+            continue
+        run = new_run(name, size, group)
+        run()
+        if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
+            expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
+            pause = _PAUSE if expected > _SLOW else 0.0
+        repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
+        # The slowest rank of each repeat, and the midmean of these.
+        times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
+        sizes.append(size)
+        seconds.append(midmean(times))
+    per_message, per_byte, burst = fit(sizes, seconds)
+    messages = getattr(Ring(Link(1.0, 0.0), ranks), name)(0)
+    share = getattr(Ring(Link(0.0, 1.0), ranks), name)(1)
+    fitted = per_message + per_byte * np.maximum(0.0, np.array(sizes) - burst)
+    error = float(np.sqrt(np.mean(np.square(fitted / np.array(seconds) - 1.0))))
+    return Link(per_message / messages, per_byte / share, burst=burst * share), error
+
+
+def _timed(run: Callable[[], Any], group: Group, pause: float = 0.0) -> float:
+    rest(pause)
+    hvd.allreduce(tf.zeros([1]), op=hvd.Sum, **group.keywords("_barrier"))
+    start = time.perf_counter()
+    tf.nest.map_structure(lambda tensor: tensor.numpy(), run())
+    return time.perf_counter() - start
+
+
+def rest(seconds: float) -> None:
+    """Keeps the network quiet but the processor busy, as between the exchanges of a training.
+
+    After a sleep a small message takes up to twice as long.
+    """
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
