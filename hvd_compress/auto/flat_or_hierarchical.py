@@ -56,9 +56,6 @@ def flat_compressors(
     return [c for (c, _), (flat, hierarchical) in zip(comparable, agreed) if not hierarchical < flat]
 
 
-flat_ones = flat_compressors  # the former name, which tests use
-
-
 def knows(calibration: Calibration, hosts: Hosts) -> bool:
     """Whether the calibration was made between so many hosts with so many ranks each."""
     levels = calibration.levels

@@ -46,18 +46,18 @@ class PlanState:
             Padding never reaches a weight, but compressors see it. It is restored only into the same chunks.
         chunk_layouts: For each layout: the positions of its gradients, the number of chunks, the first chunk's
             shape. None if padding should not be restored.
-        named: `Plan.replicated_state`: the state that is equal on all ranks.
+        replicated_state: The values of `Plan.replicated_state`, which are equal on all ranks.
     """
 
     members: list[Member]
     tensors: dict[str, dict[int, np.ndarray]]
     padding: dict[str, list[np.ndarray]]
     chunk_layouts: list[Any]
-    named: dict[str, np.ndarray]
+    replicated_state: dict[str, np.ndarray]
 
     def packed(self, prefix: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Returns metadata for JSON, and arrays whose names begin with `prefix`. Checkpoints contain both."""
-        arrays = {f"{prefix}.named.{name}": array for name, array in self.named.items()}
+        arrays = {f"{prefix}.named.{name}": array for name, array in self.replicated_state.items()}
         for field, tensors in self.tensors.items():
             arrays |= {f"{prefix}.{field}.{i}": tensor for i, tensor in tensors.items()}
             arrays |= {f"{prefix}.padding.{field}.{i}": p for i, p in enumerate(self.padding[field])}
@@ -65,7 +65,7 @@ class PlanState:
             "members": [list(member) for member in self.members],
             "tensors": {field: list(tensors) for field, tensors in self.tensors.items()},
             "pieces": self.chunk_layouts,
-            "named": list(self.named),
+            "named": list(self.replicated_state),
         }
         return metadata, arrays
 
@@ -123,9 +123,9 @@ def restore(plan: Plan, state: PlanState) -> None:
     for field, i in sorted(own ^ saved):
         where = "the checkpoint" if (field, i) in saved else "this run"
         raise ValueError(f"only {where} has {field} of {state.members[i].path}: use the settings of the save")
-    if set(replicated) != set(state.named):
+    if set(replicated) != set(state.replicated_state):
         raise ValueError(
-            f"the checkpoint holds the state {sorted(state.named)}, and this run needs "
+            f"the checkpoint holds the state {sorted(state.replicated_state)}, and this run needs "
             f"{sorted(replicated)}: use the settings of the save"
         )
     same_chunks = state.chunk_layouts == _chunk_layouts(plan)
@@ -145,12 +145,14 @@ def restore(plan: Plan, state: PlanState) -> None:
             variable.assign(True)
         # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
         not_restored = {
-            name for name, variable in replicated.items() if variable.shape != state.named[name].shape
+            name
+            for name, variable in replicated.items()
+            if variable.shape != state.replicated_state[name].shape
         }
         if "auto_choice" in not_restored:
             not_restored.add("auto_known")
         for name in set(replicated) - not_restored:
-            replicated[name].assign(state.named[name])
+            replicated[name].assign(state.replicated_state[name])
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
@@ -171,7 +173,9 @@ def merged(states: Sequence[PlanState]) -> PlanState:
         for field, tensors in first.tensors.items()
     }
     padding = {field: [np.zeros(0, np.float32) for _ in first.chunk_layouts] for field in tensors}
-    return PlanState(first.members, tensors, padding, [None for _ in first.chunk_layouts], first.named)
+    return PlanState(
+        first.members, tensors, padding, [None for _ in first.chunk_layouts], first.replicated_state
+    )
 
 
 def zeroed(state: PlanState) -> PlanState:

@@ -29,7 +29,7 @@ watch_all: list[Callable[[Plan], Observer]] = []
 class SavedState(Protocol):
     """What was loaded for a plan that is still to be made."""
 
-    named: dict[str, np.ndarray]  # of `Plan.replicated_state`
+    replicated_state: dict[str, np.ndarray]  # the values of `Plan.replicated_state`
 
 
 # Makes a plan: (reducer, name, gradients, variables, whether any rank records steps). All ranks call it together.
@@ -165,7 +165,7 @@ class Reducer:
         group = self.settings.process_set
         if not progress.follows_keras(self.settings) or not group.included() or group.size() == 1:
             return
-        saved = [float(state.named.get("progress", 0.0)) for state in self.pending]
+        saved = [float(state.replicated_state.get("progress", 0.0)) for state in self.pending]
         own = [float(p.state.progress) for p in self.plans.values() if p.state.progress is not None]
         furthest = tf.constant(max([float(epoch), self.epoch or 0.0, *saved, *own]), tf.float64)
         with tf.device("CPU"):

@@ -195,7 +195,7 @@ def owner(
 
 
 def _steps_of(reducer: Reducer) -> int:
-    pending = [int(state.named["step"]) for state in reducer.pending]
+    pending = [int(state.replicated_state["step"]) for state in reducer.pending]
     return max([int(plan.state.step.numpy()) for plan in reducer.plans.values()] + pending, default=0)
 
 

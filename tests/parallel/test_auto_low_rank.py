@@ -317,7 +317,7 @@ def test_a_restored_run_goes_on_to_the_bit(rank):
         first.choose(candidate)
         first.step()
     saved = introspect.saved_state(first.plan)
-    assert "auto_factors_2" in saved.named
+    assert "auto_factors_2" in saved.replicated_state
     second = Training(rank)
     introspect.set_pending(second.reducer, [introspect.state_through_file(saved)])
     second.steps = first.steps

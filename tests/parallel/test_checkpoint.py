@@ -373,7 +373,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
     for target in (resumed, fresh):
         assert hvdc.load_residuals(target.optimizer, shared, target.trainable_variables, step=STEPS) == STEPS
     loaded = introspect.saved_state(plans(fresh)[0])
-    assert int(loaded.named["step"]) == STEPS
+    assert int(loaded.replicated_state["step"]) == STEPS
     rounding = 2**-7 if name == "bfloat16" else 1e-6
     for field in template.tensors:
         for mine, *theirs in zip(kernels(loaded, field), *[kernels(of(q), field) for q in range(old)]):
@@ -466,7 +466,7 @@ def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared,
             for field in sorted(found.tensors)
             for i in sorted(found.tensors[field])
         ]
-        named = [np.asarray(found.named[key]) for key in sorted(found.named)]
+        named = [np.asarray(found.replicated_state[key]) for key in sorted(found.replicated_state)]
         return [*sums, *named]
 
     mine, everybody = range(rank % 2, size, 2), range(size)

@@ -175,7 +175,7 @@ def alike(model, optimizer):
     """What must be the same on all ranks."""
     variables = map(optimizer_state.tf_variable, optimizer_state.optimizer_variables(optimizer))
     states = introspect.saved_states(optimizer)
-    named = [state.named[name] for state in states for name in sorted(state.named)]
+    named = [state.replicated_state[name] for state in states for name in sorted(state.replicated_state)]
     return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
 
 

@@ -243,7 +243,7 @@ def test_a_new_plan_takes_factors_and_residuals_over(rank, size):
         run.step(draw(rank, step))
         whole.step(draw(rank, step))
     state = introspect.saved_state(run.plan)
-    assert "factors_0" in state.named
+    assert "factors_0" in state.replicated_state
     introspect.restart_with(run.reducer, [state])
     for mine, theirs in zip(run.step(draw(rank, 2)), whole.step(draw(rank, 2))):
         np.testing.assert_array_equal(mine, theirs)

@@ -347,7 +347,9 @@ def test_the_faster_way_is_chosen(inside, across, two, two_hosts, rank, capfd):
     # Whatever the others believe, rank 0's numbers decide.
     own = calibration(inside, across) if rank == 0 else calibration(1.0, 1.0)
     buckets = [[(2**20,)] * 4] * 2
-    flat = levels.flat_ones([(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts)
+    flat = levels.flat_compressors(
+        [(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts
+    )
     assert {"int8", "topk:ratio=0.01"} - {c.spec for c in flat} == two
     line = [line for line in capfd.readouterr().err.splitlines() if "between 2 hosts of 2 workers" in line]
     assert len(line) == (rank == 0)
@@ -372,7 +374,7 @@ def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, c
     old = Calibration(old.ranks, old.links, old.kernels)
     int8 = hvdc.Compression.int8
     settings = Settings(int8)
-    assert levels.flat_ones([(int8, [[(2**20,)] * 4])], old, settings, two_hosts) == [int8]
+    assert levels.flat_compressors([(int8, [[(2**20,)] * 4])], old, settings, two_hosts) == [int8]
     assert ("make it anew" in capfd.readouterr().err) == (rank == 0)
     with pytest.raises(ValueError, match="was not made between 2 hosts of 2 workers after hvdc.init"):
         levels.check(old, two_hosts)

@@ -77,7 +77,7 @@ def test_a_stamp_is_not_taken_before_another():
 
 
 def test_since_first():
-    stamps = [clock.Stamps(*(tf.constant(1.7e9 + t, tf.float64) for t in times)) for times in
+    stamps = [clock.Timestamps(*(tf.constant(1.7e9 + t, tf.float64) for t in times)) for times in
               [(0.0, 0.25, 0.5, 0.75), (0.25, 0.5, 1.5, 2.0), (-0.5, 3.0, 2.0, 4.0)]]  # fmt: skip
     begun, sent, arrived, done = clock.since_first(stamps)
     assert begun.dtype == tf.float32

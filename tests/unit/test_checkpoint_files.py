@@ -58,7 +58,7 @@ def load(directory, ranks, step=None, variables=None):
 
 
 def assert_same(first, second):
-    assert (first.members, first.chunks) == (second.members, second.chunks)
+    assert (first.members, first.chunk_layouts) == (second.members, second.chunk_layouts)
     (meta, arrays), (other_meta, others) = first.packed("0"), second.packed("0")
     assert meta == other_meta and sorted(arrays) == sorted(others)
     for name, array in arrays.items():

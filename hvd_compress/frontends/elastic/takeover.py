@@ -73,7 +73,7 @@ def outline(states: Sequence[PlanState]) -> list[PlanState]:
             },
             {field: [np.zeros(0, np.float32) for _ in state.chunk_layouts] for field in state.tensors},
             [None for _ in state.chunk_layouts],
-            state.named,
+            state.replicated_state,
         )
         for state in states
     ]
@@ -87,7 +87,9 @@ def zeros(outlines: Sequence[PlanState]) -> list[PlanState]:
             field: {i: np.zeros(state.members[i].shape, empty.dtype) for i, empty in by_index.items()}
             for field, by_index in state.tensors.items()
         }
-        states.append(PlanState(state.members, tensors, state.padding, state.chunk_layouts, state.named))
+        states.append(
+            PlanState(state.members, tensors, state.padding, state.chunk_layouts, state.replicated_state)
+        )
     return states
 
 
@@ -118,7 +120,9 @@ def _deserialized(words: np.ndarray, like: Sequence[PlanState]) -> list[PlanStat
                     template.shape
                 )
                 start += template.nbytes
-        states.append(PlanState(state.members, tensors, outer.padding, outer.chunk_layouts, state.named))
+        states.append(
+            PlanState(state.members, tensors, outer.padding, outer.chunk_layouts, state.replicated_state)
+        )
     return states
 
 

@@ -92,7 +92,7 @@ class LocalGradientAggregation:
 
     def restore(self, state: PlanState) -> None:
         """Restores a saved state. Sums whose variables do not exist yet are restored when they are created."""
-        self.counter.assign(state.named["counter"])
+        self.counter.assign(state.replicated_state["counter"])
         saved = [(member.path, state.tensors["sums"][i]) for i, member in enumerate(state.members)]
         for i, variable in enumerate(self._sums.values()):
             variable.assign(saved[i][1] if i < len(saved) else tf.zeros_like(variable))
