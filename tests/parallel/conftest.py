@@ -1,5 +1,6 @@
 """Every rank runs the same pytest: `horovodrun -np 2 python -m pytest tests/parallel`."""
 
+import json
 import os
 import tempfile
 
@@ -48,6 +49,32 @@ def two_hosts(request, monkeypatch):
     (local,) = [each for each in request.config.hvdc_hosts if each.included()]
     (across,) = [each for each in request.config.hvdc_process_sets if each.included()]
     return introspect.set_hosts(monkeypatch, local, across)
+
+
+@pytest.fixture(scope="session")
+def costs_file(size, tmp_path_factory):
+    """A calibration of all ranks, at 1 Gbit/s: `auto` has none to make, and what it begins with is always the same."""
+    link = {"alpha": 1e-4, "beta": 8e-9, "gamma": 0.0, "burst": 0.0}
+    kernel = {"call": 1e-5, "encode": 1e-9, "decode": 1e-10, "decode_rank": 1e-10}
+    names = ["fp16", "bf16", "quantize", "onebit", "topk", "block_topk", "hybrid", "powersgd"]
+    calibration = {
+        "format": "hvd_compress calibration 1",
+        "ranks": size,
+        "links": dict.fromkeys(["allreduce", "allgather", "alltoall"], link),
+        "kernels": {"none": dict.fromkeys(kernel, 0.0), **dict.fromkeys(names, kernel)},
+    }
+    if size == 4:
+        inside, across = (dict.fromkeys([name, "allgather"], link) for name in ("reduce_scatter", "alltoall"))
+        calibration["levels"] = {"hosts": 2, "workers": 2, "inside": inside, "across": across}
+    path = tmp_path_factory.mktemp("calibration") / "costs.json"
+    path.write_text(json.dumps(calibration))
+    return path
+
+
+@pytest.fixture
+def fixed_costs(costs_file, monkeypatch):
+    """`auto` takes `costs_file`."""
+    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import tensorflow as tf
 import hvd_compress as hvdc
 from hvd_compress.engine.compression_report import CompressionReport
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
 SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"
 
@@ -19,21 +21,6 @@ def new_reducer(spec=SPEC, **settings):
 def gradients(rank, step):
     random = np.random.default_rng([rank, step])
     return [random.standard_t(3, shape).astype(np.float32) for shape in SHAPES]
-
-
-@pytest.fixture(scope="session")
-def link(tmp_path_factory):
-    """A calibration for all tests: making one takes longer than most of them."""
-    path = tmp_path_factory.mktemp("calibration") / "link.json"
-    hvdc.calibrate(["none", "int8", "int4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4"]).save(
-        path
-    )
-    return path
-
-
-@pytest.fixture(autouse=True)
-def calibrated(link, monkeypatch):
-    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(link))
 
 
 class Training:

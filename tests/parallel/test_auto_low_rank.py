@@ -9,6 +9,8 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 # (2, 30, 45) is a matrix of 60 x 45; (250,), (5, 3) and (30, 2) are sent as they are.
 SHAPES = [(90, 120), (250,), (2, 30, 45), (5, 3), (30, 2), (200, 170)]
 SIDES = {0: (90, 120), 2: (60, 45), 5: (200, 170)}
@@ -16,19 +18,6 @@ RANK = 2
 NONE, INT8, LOW_RANK = range(3)
 SPEC = f"auto:candidates=(none|int8|powersgd:rank={RANK})"
 SPECS = ["none", "int8", f"powersgd:rank={RANK}", "hybrid:ratio=0.05,bits=4"]
-
-
-@pytest.fixture(scope="session")
-def link(tmp_path_factory):
-    """A calibration for all tests: making one takes longer than most of them."""
-    path = tmp_path_factory.mktemp("calibration") / "link.json"
-    hvdc.calibrate(SPECS, elements=2**14).save(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def calibrated(link, monkeypatch):
-    monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(link))
 
 
 def draw(rank, step):

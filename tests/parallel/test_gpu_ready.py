@@ -14,6 +14,8 @@ import tensorflow as tf
 from specs import ALL, SCATTERED
 from tensorflow.python.framework import op_def_registry
 
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
 SHAPES = [(3, 3, 16, 64), (64,), (100, 333), (512, 1030), (1500, 1000)]
 BOOKKEEPING = {"Const", "Placeholder", "NoOp", "Identity", "_Arg", "_Retval"}

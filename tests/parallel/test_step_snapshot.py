@@ -21,6 +21,8 @@ import tensorflow as tf
 import hvd_compress as hvdc
 
 FILE = Path(__file__).with_name("step_snapshot.json")
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+
 WRITE = os.environ.get("HVD_COMPRESS_SNAPSHOT") == "write"
 SHAPES = [(24, 40), (40,), (40, 48), (48,), (48, 40), (40, 10)]
 LARGE = [(1000, 800), (800,), (800, 1000)]  # in chunks, which are worth a collective more
@@ -84,30 +86,6 @@ def stored(size, rank):
     yield param_groups[f"{size} ranks"]
     if WRITE and rank == 0:
         FILE.write_text(as_text(param_groups))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def costs(size, tmp_path_factory):
-    """A calibration for `auto`, so that nothing depends on how fast this machine is."""
-    link = {"alpha": 1e-4, "beta": 8e-9, "gamma": 0.0, "burst": 0.0}
-    kernel = {"call": 1e-5, "encode": 1e-9, "decode": 1e-9, "decode_rank": 1e-9}
-    specs = ["none", "int8", "int4", "powersgd:rank=2"]
-    calibration = {
-        "format": "hvd_compress calibration 1",
-        "ranks": size,
-        "links": dict.fromkeys(["allreduce", "allgather", "alltoall"], link),
-        "kernels": dict.fromkeys(specs, kernel),
-    }
-    if size == 4:
-        inside, across = (
-            dict.fromkeys([name, "allgather", "alltoall"], link) for name in ("reduce_scatter",) * 2
-        )
-        calibration["levels"] = {"hosts": 2, "workers": 2, "inside": inside, "across": across}
-    path = tmp_path_factory.mktemp("calibration") / "link.json"
-    path.write_text(json.dumps(calibration))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
-        yield
 
 
 def traced(name, rows=False, watched=False, large=False, **options):
