@@ -74,50 +74,49 @@ class Step:
             self._sample_norms = next((sample for sample in samples if sample is not None), None)
             if progress is not None and state.progress is not None:
                 state.progress.assign(progress)
-            self._gradients = self._transforms.prepare(self._gradients)
-            ready = self._all_ready()
-            choices = [
-                plan.selectors[b].choice(b) if self._records else None for b in range(len(layout.buckets))
-            ]
-            reduced: list[Any] = [None] * len(self._gradients)
 
+            # 1. Transforms
+            self._gradients = self._transforms.prepare(self._gradients)
+            ready, choices = self._all_ready(), self._choices()
             slices = [self._gradients[i] for i in layout.sparse]
             group = self._group("slices")
             self._embeddings = Embeddings(layout.embeddings, state.embeddings, slices, group, plan.settings)
+
+            # 2. Uncompressed gradients
             dense, agreed, counts = self._reduce_uncompressed()
+            reduced: dict[int, Any] = {}
             for tensors, result in zip(layout.uncompressed, dense):
-                for i, tensor in zip(tensors.members, result.tensors):
-                    reduced[i] = self._with_momentum(i, tensor)
+                reduced |= {i: self._with_momentum(i, t) for i, t in zip(tensors.members, result.tensors)}
             flags = self._finite(dense)
 
+            # 3. Embeddings
             seeds = [plan.seeds(len(layout.buckets) + e) for e in range(len(layout.embeddings))]
             sparse = self._embeddings.reduce(counts, seeds, state.embedding_counts)
-            for i, slices in zip(layout.sparse, sparse):
-                reduced[i] = slices
-                if self._keeps_state:
-                    flags.append(nonfinite.all_finite([slices]))
+            reduced |= dict(zip(layout.sparse, sparse))
+            flags += [nonfinite.all_finite([slices]) for slices in sparse if self._keeps_state]
 
-            # Uncompressed gradients go before the last bucket: after it they would cross all alone.
-            sent = [tensor for result in dense for tensor in result.outgoing]
-            gradients, results, loss, committed, probe = self._reduce_compressed(step, sent, flags)
-            for i, tensor in gradients.items():
-                reduced[i] = tensor
+            # 4. and 5. Buckets. Uncompressed gradients go before the last one: after it they would cross all alone.
+            before_last = [tensor for result in dense for tensor in result.outgoing]
+            gradients, results, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
+            reduced |= gradients
 
+            # 6. Observers
             buckets = [
                 BucketMeasurement(*result, choice) if result is not None and result.timestamps else None
                 for result, choice in zip(results, choices)
             ]
-            others = self._measure_others(dense, sparse)
+            others, nbytes = self._measure_others(dense, sparse), self._embeddings.bytes_sent
             measurement = StepMeasurement(
-                step, committed, ready, buckets, others, self._embeddings.bytes_sent, agreed, loss, probe
+                step, committed, ready, buckets, others, nbytes, agreed, loss, probe
             )
             for observer in plan.observers:
                 observer.observe(measurement)
+
             state.step.assign_add(1)
-            momentum = None if plan.settings.dgc is None else plan.settings.dgc.momentum_settings
-            if state.progress is not None and momentum is not None and momentum.steps_per_epoch is not None:
-                state.progress.assign_add(1.0 / momentum.steps_per_epoch)
-        return reduced
+            dgc = plan.settings.dgc
+            if state.progress is not None and dgc is not None and dgc.steps_per_epoch is not None:
+                state.progress.assign_add(1.0 / dgc.steps_per_epoch)
+        return [reduced.get(i) for i in range(len(self._gradients))]
 
     # 2. Uncompressed gradients
 
@@ -325,6 +324,12 @@ class Step:
         return tf.cond(ok, assign, lambda: tf.constant(False))
 
     # 6. What observers are told
+
+    def _choices(self) -> list[tf.Tensor | None]:
+        """The position of each bucket's compressor among its candidates, where steps are recorded."""
+        if not self._records:
+            return [None] * len(self._plan.selectors)
+        return [selector.choice(b) for b, selector in enumerate(self._plan.selectors)]
 
     def _all_ready(self) -> tf.Tensor | None:
         """The time when all gradients are there: those of the first layers are the last."""
