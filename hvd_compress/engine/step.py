@@ -31,7 +31,7 @@ class Step:
     """Reduces one list of gradients.
 
     1. Transforms see all gradients (clipping).
-    2. Uncompressed gradients are reduced; with them cross the numbers that the ranks tell each other.
+    2. Uncompressed gradients are reduced, together with the numbers that ranks send to each other.
     3. Embeddings are reduced, row by row.
     4. Buckets are reduced, one after the other (`pipeline`).
     5. The new state is assigned, unless a gradient of any rank was not finite.
@@ -95,7 +95,7 @@ class Step:
             reduced |= dict(zip(layout.sparse, sparse))
             flags += [nonfinite.all_finite([slices]) for slices in sparse if self._keeps_state]
 
-            # 4. and 5. Buckets. Uncompressed gradients go before the last one: after it they would cross all alone.
+            # 4. and 5. Buckets. Uncompressed gradients are sent before the last one: after it they would be sent all alone.
             before_last = [tensor for result in dense for tensor in result.outgoing]
             gradients, results, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
             reduced |= gradients
