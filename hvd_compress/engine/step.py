@@ -95,7 +95,7 @@ class Step:
             reduced |= dict(zip(layout.sparse, sparse))
             flags += [nonfinite.all_finite([slices]) for slices in sparse if self._keeps_state]
 
-            # 4. and 5. Buckets. Uncompressed gradients are sent before the last one: after it they would be sent all alone.
+            # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, and not all alone after it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
             gradients, results, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
             reduced |= gradients
