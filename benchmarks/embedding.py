@@ -47,6 +47,7 @@ def main() -> None:
     from hvd_compress.compressors.namespace import Compression
     from hvd_compress.engine.reducer import Reducer
     from hvd_compress.engine.settings import Settings
+    from hvd_compress.frontends.build import new_reducer
     from hvd_compress.tools.exchange import barrier
 
     hvd.init()
@@ -84,7 +85,7 @@ def main() -> None:
     def ours(reducer: Reducer) -> Callable[[Any, Any], Any]:
         return lambda given, table: reducer([given], [table])[0]
 
-    reducers = {spec: Reducer(Settings(Compression.parse(spec))) for spec in args.specs}
+    reducers = {spec: new_reducer(Settings(Compression.parse(spec))) for spec in args.specs}
     methods = {
         "horovod slices": trained(stock("slices"), dense=False),
         "horovod dense": trained(stock("dense"), dense=True),
