@@ -85,7 +85,7 @@ class Outcome:
         setting: The setting.
         parameters: Its parameters in the study.
         status: "done", "too slow" or "failed": how the first run ended.
-        step: Mean seconds of a step; None if the runs made too few steps.
+        step: Mean seconds of a step; infinity if no run made enough steps.
         metric: Mean metric of the last epoch; None if no run was completed.
         loss_increase: By how much the metric is worse than without compression, as a mean.
         runs: The number of runs.
@@ -94,15 +94,16 @@ class Outcome:
     setting: Setting
     parameters: dict[str, Any]
     status: str
-    step: float | None
+    step: float
     metric: float | None
     loss_increase: float | None
     runs: int
 
-    def is_good(self, allowed: float) -> bool:
-        """Whether the metric is worse by `allowed` at most. The baseline is always good, however noisy it is."""
-        worse = self.loss_increase
-        return self.setting == BASELINE or (worse is not None and worse <= allowed)
+    def verdict(self, allowed: float) -> str:
+        """Says "ok", "loses too much", or the status without a metric. The baseline is ok, however noisy it is."""
+        if self.loss_increase is None:
+            return self.status
+        return "ok" if self.setting == BASELINE or self.loss_increase <= allowed else "loses too much"
 
 
 def open_study(path: Path, allowed: float) -> Any:
@@ -152,10 +153,7 @@ def row(trial: Any) -> dict[str, Any]:
 
 
 def outcomes(study: Any) -> list[Outcome]:
-    """The outcomes of all settings, the fastest first.
-
-    `study.best_trial` does not do: a setting's runs are averaged, and the next call may allow another loss.
-    """
+    """The outcomes of all settings, the fastest first."""
     trials_of: dict[Setting, list[Any]] = {}
     for trial in runs(study):
         setting = Setting(trial.user_attrs["compression"], trial.user_attrs["bucket_bytes"])
@@ -163,9 +161,13 @@ def outcomes(study: Any) -> list[Outcome]:
     tried = []
     for setting, trials in trials_of.items():
         step, metric, loss_increase = (_mean(trials, key) for key in ("step", "metric", "loss_increase"))
-        status = _STATUS[trials[0].state.name]
-        tried.append(Outcome(setting, trials[0].params, status, step, metric, loss_increase, len(trials)))
-    return sorted(tried, key=lambda outcome: math.inf if outcome.step is None else outcome.step)
+        tried.append(
+            Outcome(
+                setting, trials[0].params, _STATUS[trials[0].state.name],
+                math.inf if step is None else step, metric, loss_increase, len(trials),
+            )
+        )  # fmt: skip
+    return sorted(tried, key=lambda outcome: outcome.step)
 
 
 def _mean(trials: list[Any], key: str) -> float | None:
@@ -173,9 +175,13 @@ def _mean(trials: list[Any], key: str) -> float | None:
     return statistics.mean(values) if values else None
 
 
-def best_of(tried: Sequence[Outcome], allowed: float) -> Outcome | None:
-    """The fastest good outcome."""
-    return next((outcome for outcome in tried if outcome.step and outcome.is_good(allowed)), None)
+def good_outcomes(tried: Sequence[Outcome], allowed: float) -> list[Outcome]:
+    """The outcomes whose metric is worse by `allowed` at most.
+
+    The first one is the best. `study.best_trial` may be another: it ignores that a setting's runs are averaged, and
+    that the next call may allow another loss.
+    """
+    return [outcome for outcome in tried if outcome.verdict(allowed) == "ok"]
 
 
 def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
@@ -213,10 +219,10 @@ def next_parameters(
 
 
 def uncertain(tried: Sequence[Outcome], allowed: float) -> dict[str, Any] | None:
-    """The parameters of the best setting or its closest rival, if one run each and noise may decide between them."""
-    good = [outcome for outcome in tried if outcome.step and outcome.is_good(allowed)][:2]
+    """The parameters of the best setting or its closest rival, if it has one run and noise may decide between them."""
+    good = good_outcomes(tried, allowed)[:2]
     for outcome in good:
-        if outcome.runs == 1 and (outcome.step or 0.0) <= _SIMILAR * (good[0].step or 0.0):
+        if outcome.runs == 1 and outcome.step <= _SIMILAR * good[0].step:
             return outcome.parameters
     return None
 
@@ -229,12 +235,11 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str], allowed: float) ->
     this: in 17 runs, with one of the four loss limits of the tests, TPE came no closer than twice the fastest step.
 
     Args:
-        tried: The outcomes so far, among them the baseline.
+        tried: The outcomes so far, the fastest first, among them the baseline.
         kinds: The compressors that may be tried.
         allowed: By how much the metric may be worse.
     """
-    best = best_of(tried, allowed)
-    assert best is not None and best.step  # the baseline, if nothing else
+    best = good_outcomes(tried, allowed)[0].step
     gaps = []
     for kind in kinds:
         if not ARGUMENTS[kind]:
@@ -250,32 +255,20 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str], allowed: float) ->
             for outcome in tried
             if family.items() <= outcome.parameters.items()
         }
-        steps = {value: outcome.step for value, outcome in known.items() if outcome.step}
-        lossy = [
-            value
-            for value in steps
-            if known[value].loss_increase is not None and not known[value].is_good(allowed)
-        ]
-        if lossy:
-            low = max(lossy)
-            high = min((value for value in steps if value > low), default=None)
-            fastest = steps[low]  # All that are milder are slower.
-            is_open = fastest < _WORTHWHILE * best.step
-        else:
-            low, high, fastest = None, min(steps, default=None), 0.0
-            is_open = bool(steps) and min(steps.values()) <= _SIMILAR * best.step
-        value = _between(VALUES[argument], low, high)
-        if is_open and value is not None and value not in known:
-            gaps.append((fastest, {**family, argument: value}))
+        steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}
+        lossy = [value for value in steps if known[value].verdict(allowed) == "loses too much"]
+        low = max(lossy, default=-math.inf)
+        high = min((value for value in steps if value > low), default=math.inf)
+        inside = [value for value in VALUES[argument] if low < value < high]
+        if lossy:  # All that are milder than `low` are slower.
+            is_promising = steps[low] < _WORTHWHILE * best
+            middle = len(inside) // 2 if high < math.inf else -1
+        else:  # A stronger one may be faster if the family is among the fastest.
+            is_promising = min(steps.values(), default=math.inf) <= _SIMILAR * best
+            middle = 0
+        if is_promising and inside and inside[middle] not in known:
+            gaps.append((steps.get(low, 0.0), {**family, argument: inside[middle]}))
     return min(gaps, key=lambda gap: gap[0])[1] if gaps else None
-
-
-def _between(values: Sequence[float], low: float | None, high: float | None) -> float | None:
-    """The value in the middle between two, or the last one on the side where there is no limit."""
-    inside = [value for value in values if (low is None or value > low) and (high is None or value < high)]
-    if not inside:
-        return None
-    return inside[0] if low is None else inside[-1] if high is None else inside[len(inside) // 2]
 
 
 def is_maximized(metric: str) -> bool:

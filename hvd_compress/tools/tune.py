@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -121,9 +122,8 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
             if number >= done and not tuner.run_next(is_last, steps.say):
                 break
     tried = search.outcomes(study)
-    best = search.best_of(tried, allowed)
+    best = search.good_outcomes(tried, allowed)[0]
     baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
-    assert best is not None  # the baseline, if nothing else
     if as_json:
         console.print_json(
             {
@@ -140,7 +140,7 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
-        gain = (baseline.step or 0.0) / (best.step or 1.0)
+        gain = baseline.step / best.step
         out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
@@ -154,18 +154,15 @@ def _json_outcome(outcome: Outcome) -> dict[str, Any]:
 def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: float, metric: str) -> Any:
     rows = []
     for outcome in tried:
-        verdict = outcome.status
-        if outcome.loss_increase is not None:
-            verdict = "best" if outcome is best else "ok" if outcome.is_good(allowed) else "loses too much"
-        speedup = baseline.step / outcome.step if outcome.step and baseline.step else None
+        is_timed = outcome.step < math.inf
         rows.append(
             [
                 outcome.setting.compression,
                 units.show_bytes(outcome.setting.bucket_bytes),
-                units.show_seconds(outcome.step) if outcome.step else "",
-                f"{speedup:.2f}x" if speedup else "",
+                units.show_seconds(outcome.step) if is_timed else "",
+                f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
                 f"{outcome.metric:.4g}" if outcome.metric is not None else "",
-                verdict,
+                "best" if outcome is best else outcome.verdict(allowed),
             ]
         )
     return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], rows)

@@ -93,20 +93,18 @@ class Tuner:
             setting = search.suggest(asked, self.kinds)
             if parameters is not None or all(outcome.setting != setting for outcome in tried):
                 # If this is interrupted, the trial does not count, and its setting is tried again.
-                self._record(
-                    asked, setting, self._run(asked, setting, search.best_of(tried, self.allowed), say)
-                )
+                self._record(asked, setting, self._run(asked, setting, tried, say))
                 return True
             self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
         return False
 
-    def _run(self, asked: Any, setting: Setting, best: Outcome | None, say: Callable[[str], None]) -> Run:
+    def _run(self, asked: Any, setting: Setting, tried: list[Outcome], say: Callable[[str], None]) -> Run:
         import optuna
 
         limit, first = self.time_limit, self._first_run()
         if limit is None and first is not None:
             limit = _SLOW_RUN * first["seconds"] + _STARTUP
-        slow = _SLOW_STEPS * best.step if best and best.step else math.inf
+        slow = _SLOW_STEPS * search.good_outcomes(tried, self.allowed)[0].step if tried else math.inf
         self.study.pruner = optuna.pruners.ThresholdPruner(upper=slow, n_warmup_steps=_FEWEST_STEPS)
         size, reported = units.show_bytes(setting.bucket_bytes), 0
 
