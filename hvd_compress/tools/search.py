@@ -17,9 +17,8 @@ KINDS = tuple(name for name in FORMATS.classes if name != "dgc")
 BUCKETS = tuple(2**20 * mebibytes for mebibytes in (1, 4, 10, 25, 50))
 # The values of each argument of a compressor. The first one sends the least.
 VALUES: dict[str, tuple[float, ...]] = {
-    "ratio": tuple(
-        float(f"{0.001 * 300 ** (i / 32):.2g}") for i in range(33)
-    ),  # 0.001 to 0.3, in steps of 20%
+    # 0.001 to 0.3, in steps of 20%
+    "ratio": tuple(float(f"{0.001 * 300 ** (i / 32):.2g}") for i in range(33)),
     "bits": (2, 3, 4, 5, 6, 8),
     "block": (4, 8, 16, 32),
     "rank": (1, 2, 4, 8),
@@ -87,7 +86,8 @@ class Outcome:
         status: "done", "too slow" or "failed": how the first run ended.
         step: Mean seconds of a step; infinity if no run made enough steps.
         metric: Mean metric of the last epoch; None if no run was completed.
-        loss_increase: By how much the metric is worse than without compression, as a mean.
+        loss_increase: By how much the metric is worse than without compression, as a mean; None likewise.
+        allowed: By how much it may be worse.
         runs: The number of runs.
     """
 
@@ -97,13 +97,15 @@ class Outcome:
     step: float
     metric: float | None
     loss_increase: float | None
+    allowed: float
     runs: int
 
-    def verdict(self, allowed: float) -> str:
+    @property
+    def verdict(self) -> str:
         """Says "ok", "loses too much", or the status without a metric. The baseline is ok, however noisy it is."""
         if self.loss_increase is None:
             return self.status
-        return "ok" if self.setting == BASELINE or self.loss_increase <= allowed else "loses too much"
+        return "ok" if self.setting == BASELINE or self.loss_increase <= self.allowed else "loses too much"
 
 
 def open_study(path: Path, allowed: float) -> Any:
@@ -123,9 +125,8 @@ def open_study(path: Path, allowed: float) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # The options are experimental in Optuna 4; the last one is old in 5.
+            # The last options are experimental in Optuna 4, and `constraints_func` is deprecated in 5.
+            warnings.simplefilter("ignore")
             sampler = optuna.samplers.TPESampler(
                 seed=_SEED,
                 n_startup_trials=0,  # The opening takes the place of random trials.
@@ -142,8 +143,9 @@ def open_study(path: Path, allowed: float) -> Any:
 
 
 def runs(study: Any) -> list[Any]:
-    """The trials whose run ended by itself or was stopped. Optuna's other trials were interrupted or not run."""
-    return [trial for trial in study.get_trials(deepcopy=False) if "seconds" in trial.user_attrs]
+    """The trials that count. The others were interrupted, or repeated a known setting and were not run."""
+    trials = study.get_trials(deepcopy=False)
+    return [trial for trial in trials if trial.state.is_finished() and "seconds" in trial.user_attrs]
 
 
 def row(trial: Any) -> dict[str, Any]:
@@ -152,8 +154,11 @@ def row(trial: Any) -> dict[str, Any]:
     return {**{key: trial.user_attrs.get(key) for key in keys}, "status": _STATUS[trial.state.name]}
 
 
-def outcomes(study: Any) -> list[Outcome]:
-    """The outcomes of all settings, the fastest first."""
+def outcomes(study: Any, allowed: float) -> list[Outcome]:
+    """The outcomes of all settings, the fastest first.
+
+    `study.best_trial` would not do: it knows neither means of runs nor another `allowed` than that of earlier calls.
+    """
     trials_of: dict[Setting, list[Any]] = {}
     for trial in runs(study):
         setting = Setting(trial.user_attrs["compression"], trial.user_attrs["bucket_bytes"])
@@ -161,12 +166,10 @@ def outcomes(study: Any) -> list[Outcome]:
     tried = []
     for setting, trials in trials_of.items():
         step, metric, loss_increase = (_mean(trials, key) for key in ("step", "metric", "loss_increase"))
+        step, status = math.inf if step is None else step, _STATUS[trials[0].state.name]
         tried.append(
-            Outcome(
-                setting, trials[0].params, _STATUS[trials[0].state.name],
-                math.inf if step is None else step, metric, loss_increase, len(trials),
-            )
-        )  # fmt: skip
+            Outcome(setting, trials[0].params, status, step, metric, loss_increase, allowed, len(trials))
+        )
     return sorted(tried, key=lambda outcome: outcome.step)
 
 
@@ -175,13 +178,9 @@ def _mean(trials: list[Any], key: str) -> float | None:
     return statistics.mean(values) if values else None
 
 
-def good_outcomes(tried: Sequence[Outcome], allowed: float) -> list[Outcome]:
-    """The outcomes whose metric is worse by `allowed` at most.
-
-    The first one is the best. `study.best_trial` may be another: it ignores that a setting's runs are averaged, and
-    that the next call may allow another loss.
-    """
-    return [outcome for outcome in tried if outcome.verdict(allowed) == "ok"]
+def good_outcomes(tried: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes that do not lose too much, the best first. The baseline is one of them."""
+    return [outcome for outcome in tried if outcome.verdict == "ok"]
 
 
 def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
@@ -194,52 +193,44 @@ def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
             arguments[name] = float(f"{trial.suggest_float(name, values[0], values[-1], log=True):.2g}")
         else:
             arguments[name] = trial.suggest_categorical(name, values)
-    return Setting(
-        FORMATS.classes[kind](**arguments).spec, trial.suggest_categorical("bucket_bytes", BUCKETS)
-    )
+    bucket_bytes = trial.suggest_categorical("bucket_bytes", BUCKETS)
+    return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes)
 
 
 def next_parameters(
-    tried: Sequence[Outcome], kinds: Sequence[str], allowed: float, may_repeat: bool
+    tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool
 ) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
     Args:
         tried: The outcomes so far, the fastest first.
         kinds: The compressors that may be tried.
-        allowed: By how much the metric may be worse.
         may_repeat: Whether a setting may be run again.
     """
+    known = [outcome.parameters for outcome in tried]
     for parameters in OPENING:
-        if parameters["compressor"] in ("none", *kinds) and not any(
-            outcome.parameters == parameters for outcome in tried
-        ):
+        if parameters["compressor"] in ("none", *kinds) and parameters not in known:
             return parameters
-    return (uncertain(tried, allowed) if may_repeat else None) or halve_gap(tried, kinds, allowed)
+    return (uncertain(tried) if may_repeat else None) or halve_gap(tried, kinds)
 
 
-def uncertain(tried: Sequence[Outcome], allowed: float) -> dict[str, Any] | None:
+def uncertain(tried: Sequence[Outcome]) -> dict[str, Any] | None:
     """The parameters of the best setting or its closest rival, if it has one run and noise may decide between them."""
-    good = good_outcomes(tried, allowed)[:2]
+    good = good_outcomes(tried)[:2]
     for outcome in good:
         if outcome.runs == 1 and outcome.step <= _SIMILAR * good[0].step:
             return outcome.parameters
     return None
 
 
-def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str], allowed: float) -> dict[str, Any] | None:
+def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] | None:
     """Parameters in the gap of the most promising family; None if all gaps are closed.
 
     A family is a compressor with one argument left open. What sends less is faster and loses more. So the best setting
     of a family is between the mildest one that loses too much and the next milder one. Optuna's samplers do not know
-    this: in 17 runs, with one of the four loss limits of the tests, TPE came no closer than twice the fastest step.
-
-    Args:
-        tried: The outcomes so far, the fastest first, among them the baseline.
-        kinds: The compressors that may be tried.
-        allowed: By how much the metric may be worse.
+    this: with one of the four loss limits of the tests, the best of TPE's 17 runs took twice as long as possible.
     """
-    best = good_outcomes(tried, allowed)[0].step
+    best = good_outcomes(tried)[0].step
     gaps = []
     for kind in kinds:
         if not ARGUMENTS[kind]:
@@ -256,7 +247,7 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str], allowed: float) ->
             if family.items() <= outcome.parameters.items()
         }
         steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}
-        lossy = [value for value in steps if known[value].verdict(allowed) == "loses too much"]
+        lossy = [value for value in steps if known[value].verdict == "loses too much"]
         low = max(lossy, default=-math.inf)
         high = min((value for value in steps if value > low), default=math.inf)
         inside = [value for value in VALUES[argument] if low < value < high]

@@ -121,8 +121,8 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
             is_last = trials >= _FEWEST_RUNS and number >= trials - _LAST_RUNS
             if number >= done and not tuner.run_next(is_last, steps.say):
                 break
-    tried = search.outcomes(study)
-    best = search.good_outcomes(tried, allowed)[0]
+    tried = search.outcomes(study, allowed)
+    best = search.good_outcomes(tried)[0]
     baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
     if as_json:
         console.print_json(
@@ -136,7 +136,7 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
         )
         return
     out = console.output()
-    out.print(_table(tried, baseline, best, allowed, tuner.metric_name))
+    out.print(_table(tried, baseline, best, tuner.metric_name))
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
@@ -151,7 +151,7 @@ def _json_outcome(outcome: Outcome) -> dict[str, Any]:
     return {**dataclasses.asdict(outcome.setting), **{key: getattr(outcome, key) for key in keys}}
 
 
-def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: float, metric: str) -> Any:
+def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) -> Any:
     rows = []
     for outcome in tried:
         is_timed = outcome.step < math.inf
@@ -162,7 +162,7 @@ def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: floa
                 units.show_seconds(outcome.step) if is_timed else "",
                 f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
                 f"{outcome.metric:.4g}" if outcome.metric is not None else "",
-                "best" if outcome is best else outcome.verdict(allowed),
+                "best" if outcome is best else outcome.verdict,
             ]
         )
     return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], rows)

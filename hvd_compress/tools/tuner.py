@@ -84,8 +84,8 @@ class Tuner:
         """
         import optuna
 
-        tried = search.outcomes(self.study)
-        parameters = search.next_parameters(tried, self.kinds, self.allowed, may_repeat)
+        tried = search.outcomes(self.study, self.allowed)
+        parameters = search.next_parameters(tried, self.kinds, may_repeat)
         if parameters is not None:
             self.study.enqueue_trial(parameters)
         for _ in range(_MAX_KNOWN):
@@ -104,7 +104,7 @@ class Tuner:
         limit, first = self.time_limit, self._first_run()
         if limit is None and first is not None:
             limit = _SLOW_RUN * first["seconds"] + _STARTUP
-        slow = _SLOW_STEPS * search.good_outcomes(tried, self.allowed)[0].step if tried else math.inf
+        slow = _SLOW_STEPS * search.good_outcomes(tried)[0].step if tried else math.inf
         self.study.pruner = optuna.pruners.ThresholdPruner(upper=slow, n_warmup_steps=_FEWEST_STEPS)
         size, reported = units.show_bytes(setting.bucket_bytes), 0
 
@@ -116,11 +116,11 @@ class Tuner:
                 return None
             if not math.isfinite(run.metrics.get(self.metric_name, 0.0)):
                 return "diverged"
-            if steps > reported:
-                reported = steps
-                asked.report(run.step, steps)
-                return "slow" if asked.should_prune() else None
-            return None
+            if steps == reported:
+                return None
+            reported = steps
+            asked.report(run.step, steps)
+            return "slow" if asked.should_prune() else None
 
         try:
             return trial.run(self.command, setting.environment(), limit, self.pattern, watch)
@@ -131,22 +131,22 @@ class Tuner:
         from optuna.trial import TrialState
 
         facts: dict[str, Any] = {**dataclasses.asdict(setting), "seconds": run.seconds}
-        if run.status in ("late", "slow"):
+        if run.status == "failed":
+            state = TrialState.FAIL
+            if setting == BASELINE:
+                lines = "\n".join(run.last_lines)
+                raise click.ClickException(f"the script fails without compression:\n{lines}")
+        elif run.status == "late":
             state = TrialState.PRUNED
             if self._first_run() is None:
                 raise click.ClickException("the run without compression took longer than --time-limit")
-        elif run.status == "failed":
-            state = TrialState.FAIL
-            if setting == BASELINE:
-                raise click.ClickException(
-                    "the script fails without compression:\n" + "\n".join(run.last_lines)
-                )
-        else:
+        elif run.status == "slow":
+            state = TrialState.PRUNED
+            facts["step"] = run.step
+        else:  # "done" or "diverged"
             state = TrialState.COMPLETE
             _check_use(run, setting)
-            facts.update(self._compare(self._metric_of(run)))
-        if run.status != "late" and state != TrialState.FAIL:
-            facts["step"] = run.step
+            facts.update(step=run.step, **self._compare(self._metric_of(run)))
         for key, value in facts.items():
             asked.set_user_attr(key, value)
         self.study.tell(asked, run.step if state == TrialState.COMPLETE else None, state)

@@ -261,7 +261,7 @@ def test_settings_are_known_specs():
 def outcome(spec, numbers, step, worse, runs=1):
     setting = search.Setting(spec, search.BASELINE.bucket_bytes)
     parameters = {**numbers, "bucket_bytes": setting.bucket_bytes}
-    return search.Outcome(setting, parameters, "done", step, 1.0, worse, runs)
+    return search.Outcome(setting, parameters, "done", step, 1.0, worse, 0.1, runs)
 
 
 def quantized(bits, step, worse):
@@ -295,7 +295,7 @@ def hybrid(ratio, step, worse):
 def test_the_gap_of_a_family_is_halved(tried, number):
     baseline = outcome("none", {"compressor": "none"}, 1.0, 0.0)
     tried = sorted([baseline, *tried], key=lambda outcome: outcome.step)
-    found = search.halve_gap(tried, search.KINDS, 0.1)
+    found = search.halve_gap(tried, search.KINDS)
     assert (found and {key: found[key] for key in ("bits", "ratio") if key in found}) == (
         number and {**({"bits": 4} if number[0] == "ratio" else {}), number[0]: number[1]}
     )
@@ -303,12 +303,12 @@ def test_the_gap_of_a_family_is_halved(tried, number):
 
 def test_the_best_and_its_rival_are_run_again():
     a, b, far = quantized(2, 0.1, 0.0), quantized(3, 0.105, 0.0), quantized(8, 0.2, 0.0)
-    assert search.uncertain([a, b, far], 0.1) == a.parameters
+    assert search.uncertain([a, b, far]) == a.parameters
     again = outcome("quantize:bits=2", a.parameters, 0.1, 0.0, runs=2)
-    assert search.uncertain([again, b, far], 0.1) == b.parameters
-    assert search.uncertain([again, far], 0.1) is None
+    assert search.uncertain([again, b, far]) == b.parameters
+    assert search.uncertain([again, far]) is None
     bad = quantized(3, 0.05, 0.5)
-    assert search.uncertain([bad, again, b], 0.1) == b.parameters
+    assert search.uncertain([bad, again, b]) == b.parameters
 
 
 # At 100 Mbit/s, 5 MB of gradient: what is lost grows as less is sent.
