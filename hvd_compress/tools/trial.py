@@ -122,10 +122,11 @@ def run(
             if reason is not None:
                 result.status = reason
                 return result
+            has_ended = process.poll() is not None
             try:
                 line = lines.get(timeout=0.2)
             except queue.Empty:
-                if process.poll() is not None:  # Processes that it left behind keep the pipe open.
+                if has_ended:  # Processes that it left behind keep the pipe open.
                     break
                 continue
             if line is None:
@@ -150,13 +151,15 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is not None:
         return
     descendants = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()  # horovodrun ends its workers.
     try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
+        process.terminate()  # horovodrun ends its workers.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            psutil.wait_procs(descendants, timeout=5)
+    finally:  # also if a signal interrupts the wait
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(descendants, timeout=5)
-    for survivor in alive:
-        survivor.kill()
-    psutil.wait_procs(alive, timeout=10)
+        for descendant in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+        psutil.wait_procs(descendants, timeout=10)
