@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import statistics
 import subprocess
 import threading
 import time
@@ -16,25 +17,24 @@ from typing import Any
 
 from ..monitor.tune_protocol import MARK, VARIABLE
 
-_TAIL = 15
-# The first steps wait for what is compiled and connected.
-_FIRST_STEPS = 10
+_KEPT_LINES = 15
+_FIRST_STEPS = 10  # These wait for compilation and connections.
 
 
 @dataclasses.dataclass
 class Run:
-    """What is known of a run.
+    """What a run has reported.
 
     Attributes:
-        status: "done", "failed", "late" (it was ended at its time limit), or why else it was ended.
-        seconds: That it took.
+        status: "done", "failed", "late" (it reached its time limit), or for what other reason it was stopped.
+        seconds: How long it took.
         steps: Seconds of each step.
-        metrics: Of the last epoch that told any.
-        printed: What a pattern found last in the output; None for nothing.
+        metrics: The metrics of the last epoch that reported any.
+        printed: The last number in the output that matches a pattern; None if there was none.
         compression: The spec string that the script used.
-        bucket_bytes: That the script used.
-        tail: The last lines of its workers' output.
-        launcher: Those of the launcher's own, which are of interest where no worker has said anything.
+        bucket_bytes: The bucket size that the script used.
+        worker_lines: The last lines of the workers' output.
+        launcher_lines: The last lines of the launcher's own output.
     """
 
     status: str = "running"
@@ -44,41 +44,47 @@ class Run:
     printed: float | None = None
     compression: str | None = None
     bucket_bytes: int | None = None
-    tail: list[str] = dataclasses.field(default_factory=list)
-    launcher: list[str] = dataclasses.field(default_factory=list)
+    worker_lines: list[str] = dataclasses.field(default_factory=list)
+    launcher_lines: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def said(self) -> list[str]:
-        """Where to look for why it failed."""
-        return self.tail or self.launcher
+    def last_lines(self) -> list[str]:
+        """The output that may show why a run failed."""
+        return self.worker_lines or self.launcher_lines
 
-    def hear(self, line: str, pattern: re.Pattern[str] | None) -> None:
-        """Takes in a line of output."""
-        _, mark, told = line.partition(MARK)
-        if not mark:
-            text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line)
-            is_worker, text = text != line, text.rstrip()
-            lines = self.tail if is_worker else self.launcher
-            lines += [text] if text else []
-            del lines[:-_TAIL]
-            found = pattern.search(text) if pattern is not None else None
-            if found:
-                with contextlib.suppress(ValueError, TypeError):  # no number
-                    self.printed = float(found.group(1))
-            return
-        try:
-            facts = json.loads(told)
-        except ValueError:
-            return
-        self.steps += facts.get("steps", [])
-        self.metrics = facts.get("metrics", self.metrics)
-        if self.compression is None:  # of the first optimizer
-            self.compression = facts.get("compression")
-            self.bucket_bytes = facts.get("bucket_bytes")
+    @property
+    def step(self) -> float:
+        """The median of `usual_steps`, in seconds."""
+        return statistics.median(self.usual_steps())
 
     def usual_steps(self) -> list[float]:
-        """The steps without the first ones: ten, or a quarter of them."""
+        """The steps without the first ten, or without the first quarter if that is less."""
         return self.steps[min(_FIRST_STEPS, len(self.steps) // 4) :]
+
+    def read(self, line: str, pattern: re.Pattern[str] | None) -> None:
+        """Reads a line of output."""
+        _, mark, report = line.partition(MARK)
+        if mark:
+            with contextlib.suppress(ValueError):  # not JSON
+                self._read_report(json.loads(report))
+            return
+        text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line)
+        lines = self.launcher_lines if text == line else self.worker_lines
+        text = text.rstrip()
+        if text:
+            lines.append(text)
+            del lines[:-_KEPT_LINES]
+        match = pattern.search(text) if pattern is not None else None
+        if match:
+            with contextlib.suppress(ValueError, TypeError):  # not a number
+                self.printed = float(match.group(1))
+
+    def _read_report(self, facts: dict[str, Any]) -> None:
+        self.steps += facts.get("steps", [])
+        self.metrics = facts.get("metrics", self.metrics)
+        if self.compression is None:  # The first optimizer counts.
+            self.compression = facts.get("compression")
+            self.bucket_bytes = facts.get("bucket_bytes")
 
 
 def run(
@@ -88,52 +94,51 @@ def run(
     pattern: re.Pattern[str] | None,
     watch: Callable[[Run], str | None] = lambda run: None,
 ) -> Run:
-    """Starts a command and listens to it until it ends.
+    """Starts a command and reads its output until it ends.
 
     Args:
-        command: With its arguments.
-        environment: Besides this process's.
-        limit: Seconds after which it is ended, with all that it started; None for none.
-        pattern: Whose first group is a number, looked for in its output.
-        watch: Called about five times a second; what it says, if anything, becomes the status, and the run is ended.
+        command: The program and its arguments.
+        environment: Variables in addition to those of this process.
+        limit: Seconds after which the command is stopped, with all that it started; None for no limit.
+        pattern: Its first group is a number to look for in the output.
+        watch: Called about five times a second. If it returns a status, the command is stopped with this status.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The command cannot be started.
     """
-    found, start = Run(), time.monotonic()
+    result, start = Run(), time.monotonic()
     process = subprocess.Popen(
         command, env={**os.environ, **environment, VARIABLE: "1"}, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
     )  # fmt: skip
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
     try:
         while True:
-            found.seconds = time.monotonic() - start
-            why = watch(found)
-            if why is not None:
-                found.status = why
-                return found
-            if limit is not None and found.seconds > limit:
-                found.status = "late"
-                return found
+            result.seconds = time.monotonic() - start
+            reason = watch(result)
+            if reason is None and limit is not None and result.seconds > limit:
+                reason = "late"
+            if reason is not None:
+                result.status = reason
+                return result
+            has_ended = process.poll() is not None
             try:
                 line = lines.get(timeout=0.2)
             except queue.Empty:
-                if process.poll() is not None:  # what it left behind keeps the pipe open
+                if has_ended:  # Processes that it left behind keep the pipe open.
                     break
                 continue
             if line is None:
                 break
-            found.hear(line, pattern)
-        process.wait()
-        found.status = "failed" if process.returncode else "done"
-        return found
+            result.read(line, pattern)
+        result.status = "failed" if process.wait() else "done"
+        return result
     finally:
         end(process)
 
 
-def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
+def _read_lines(stream: Any, lines: queue.Queue[str | None]) -> None:
     for line in stream:
         lines.put(line)
     lines.put(None)
@@ -145,14 +150,16 @@ def end(process: subprocess.Popen[str]) -> None:
 
     if process.poll() is not None:
         return
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()  # horovodrun ends its workers
+    descendants = psutil.Process(process.pid).children(recursive=True)
     try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
+        process.terminate()  # horovodrun ends its workers.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            psutil.wait_procs(descendants, timeout=5)
+    finally:  # also if a signal interrupts the wait
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for survivor in alive:
-        survivor.kill()
-    psutil.wait_procs(alive, timeout=10)
+        for descendant in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+        psutil.wait_procs(descendants, timeout=10)

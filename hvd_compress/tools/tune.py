@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
+import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,13 +16,37 @@ from typing import Any
 import click
 
 from . import console, search, units
-from .outcomes import Outcome, outcomes, rows, unsure
-from .search import BASELINE
+from .search import BASELINE, Outcome
 from .tuner import Tuner
 
-# In the last runs, if there are so many, the best and its rival are run again.
-_LAST, _CHECKED = 4, 10
-_SHOWN = ("status", "step", "metric", "loss_increase", "runs")
+# With at least so many runs, the last ones repeat the best setting and its rival.
+_FEWEST_RUNS, _LAST_RUNS = 10, 4
+
+
+def _pattern(context: click.Context, option: click.Parameter, text: str | None) -> re.Pattern[str] | None:
+    if text is None:
+        return None
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise click.BadParameter(f"{text!r} is no regular expression: {error}") from None
+    if not pattern.groups:
+        raise click.BadParameter(f"{text!r} has no group: put the number into (parentheses)")
+    return pattern
+
+
+def _launcher(context: click.Context, option: click.Parameter, text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if not words:
+        raise click.BadParameter("it is empty: leave it out, or name the program, such as horovodrun")
+    # The program of this environment comes first, also where the environment is not activated.
+    program = shutil.which(words[0], path=str(Path(sys.executable).parent)) or shutil.which(words[0])
+    if program is None:
+        raise click.ClickException(f"{words[0]} was not found: install Horovod, or name it with --launcher")
+    return [program, *words[1:]]
 
 
 @click.command(
@@ -31,53 +59,42 @@ Examples:
 @click.option("-np", "ranks", type=click.IntRange(2), required=True, help="Workers, as horovodrun's.")
 @click.option("-H", "hosts", help="Hosts and their slots, as horovodrun's.")
 @click.option(
-    "--launcher", default="horovodrun", show_default=True, help="With other options of its, such as --gloo."
-)
+    "--launcher", default="horovodrun", show_default=True, callback=_launcher,
+    help="With other options of its, such as --gloo.",
+)  # fmt: skip
 @click.option(
-    "--trials",
-    type=click.IntRange(2),
-    default=20,
-    show_default=True,
+    "--trials", type=click.IntRange(2), default=20, show_default=True,
     help="Runs, those in the study included.",
-)
+)  # fmt: skip
 @click.option("--metric", help="What must not suffer.  [default: val_loss, else loss]")
 @click.option(
-    "--mode",
-    type=click.Choice(["auto", "min", "max"]),
-    default="auto",
+    "--mode", type=click.Choice(["auto", "min", "max"]), default="auto",
     help="Whether less or more of it is better.  [default: by its name]",
-)
+)  # fmt: skip
 @click.option(
-    "--max-loss-increase",
-    "allowed",
-    type=click.FloatRange(0),
-    default=0.02,
-    show_default=True,
+    "--max-loss-increase", "allowed", type=click.FloatRange(0), default=0.02, show_default=True,
     help="By how much it may be worse.",
-)
-@click.option("--metric-regex", help="Find the metric in the output: the last match's first group.")
+)  # fmt: skip
+@click.option(
+    "--metric-regex", "pattern", callback=_pattern,
+    help="Find the metric in the output: the last match's first group.",
+)  # fmt: skip
 @click.option(
     "--time-limit", type=units.DURATION, help="Of a run.  [default: 1.5 times the first one, and 1 min]"
 )
 @click.option(
-    "--compressor",
-    "-c",
-    "kinds",
-    multiple=True,
-    type=click.Choice(search.KINDS),
+    "--compressor", "-c", "kinds", multiple=True, type=click.Choice(search.KINDS),
     help="Try these only; may be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--study",
-    type=click.Path(path_type=Path),
-    callback=console.output_file,
+    "--study", "path", type=click.Path(path_type=Path), callback=console.output_file,
     help="What is found is kept there.  [default: tune-SCRIPT.log]",
-)
+)  # fmt: skip
 @console.json_option
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tuple[str, ...], as_json: bool,
-         trials: int, **options: Any) -> None:  # fmt: skip
+def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None, launcher: list[str], trials: int,
+         allowed: float, kinds: tuple[str, ...], path: Path | None, as_json: bool, **options: Any) -> None:  # fmt: skip
     """Find the fastest compressor, its settings and the bucket size for SCRIPT, by short runs of it.
 
     The script stays as it is, as long as it leaves `compression` and `bucket_bytes` of
@@ -86,72 +103,66 @@ def tune(script: Path, arguments: tuple[str, ...], study: Path | None, kinds: tu
     has seen, or from the output (--metric-regex). Make the script short: an epoch or two. Call it again with the same
     study to go on.
     """
-    # So that what runs is ended, too.
+    # The run ends when this process is ended: the exception passes through `trial.run`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    path = study or Path(f"tune-{script.stem}.log")
+    path = path or Path(f"tune-{script.stem}.log")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.UsageError(f"{path} cannot be written here: name another file with --study.")
-    chosen = kinds or search.KINDS
-    tuner = Tuner(script, arguments, **options)
+    on_hosts = ["-H", hosts] if hosts else []
+    command = [*launcher, "-np", str(ranks), *on_hosts, sys.executable, str(script), *arguments]
     with console.usage("--study"):
-        found = search.open_study(path)
-        tuner.check(found)
-    done = len(rows(found))
+        study = search.open_study(path, allowed)
+        tuner = Tuner(study, command, kinds or search.KINDS, allowed=allowed, **options)
+        tuner.check_study()
+    done = len(search.runs(study))
     with console.Steps("tuning", trials) as steps:
         for number in range(trials):
             steps.step()
-            if number < done:
-                continue
-            last = trials >= _CHECKED and number >= trials - _LAST and not search.is_opening(found)
-            again = unsure(outcomes(found), tuner.allowed) if last else None
-            if again is not None:
-                tuner.attempt(found, found.ask(), again, steps.say)
-            elif not tuner.next(found, chosen, steps.say):
+            is_last = trials >= _FEWEST_RUNS and number >= trials - _LAST_RUNS
+            if number >= done and not tuner.run_next(is_last, steps.say):
                 break
-    tried = outcomes(found)
-    best = next(outcome for outcome in tried if outcome.is_good(tuner.allowed))
+    tried = search.outcomes(study, allowed)
+    best = search.good_outcomes(tried)[0]
     baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
     if as_json:
         console.print_json(
             {
-                "baseline": _shown(baseline),
-                "best": _shown(best),
+                "baseline": _json_outcome(baseline),
+                "best": _json_outcome(best),
                 "line": best.setting.line(),
                 "study": str(path),
-                "trials": rows(found),
+                "trials": [search.row(trial) for trial in search.runs(study)],
             }
         )
         return
     out = console.output()
-    out.print(_table(tried, baseline, best, tuner.allowed, tuner.metric_name(found)))
+    out.print(_table(tried, baseline, best, tuner.metric_name))
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
-        gain = (baseline.step or 0.0) / (best.step or 1.0)
+        gain = baseline.step / best.step
         out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
 
 
-def _shown(outcome: Outcome) -> dict[str, Any]:
-    return {**dataclasses.asdict(outcome.setting), **{k: getattr(outcome, k) for k in _SHOWN}}
+def _json_outcome(outcome: Outcome) -> dict[str, Any]:
+    keys = ("status", "step", "metric", "loss_increase", "runs")
+    return {**dataclasses.asdict(outcome.setting), **{key: getattr(outcome, key) for key in keys}}
 
 
-def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, allowed: float, metric: str) -> Any:
-    error_text = []
-    for each in tried:
-        verdict = each.status
-        if each.loss_increase is not None:
-            verdict = "best" if each is best else "ok" if each.is_good(allowed) else "loses too much"
-        speedup = baseline.step / each.step if each.step and baseline.step else None
-        error_text.append(
+def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) -> Any:
+    rows = []
+    for outcome in tried:
+        is_timed = outcome.step < math.inf
+        rows.append(
             [
-                each.setting.compression,
-                units.show_bytes(each.setting.bucket_bytes),
-                units.show_seconds(each.step) if each.step else "",
-                f"{speedup:.2f}x" if speedup else "",
-                f"{each.metric:.4g}" if each.metric is not None else "",
-                verdict,
+                outcome.setting.compression,
+                units.show_bytes(outcome.setting.bucket_bytes),
+                units.show_seconds(outcome.step) if is_timed else "",
+                f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
+                f"{outcome.metric:.4g}" if outcome.metric is not None else "",
+                "best" if outcome is best else outcome.verdict,
             ]
         )
-    return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], error_text)
+    return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], rows)

@@ -1,4 +1,4 @@
-"""Running a script with one setting after the other, for `hvd-compress tune`."""
+"""The runs of `hvd-compress tune`: starts a script with one setting after the other, and records how each run went."""
 
 from __future__ import annotations
 
@@ -6,226 +6,199 @@ import dataclasses
 import math
 import re
 import shlex
-import shutil
-import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
-from . import console, families, search, units
-from . import trial as trials
-from .outcomes import outcomes
-from .search import BASELINE, Setting
+from . import search, trial, units
+from .search import BASELINE, Outcome, Setting
 from .trial import Run
 
-# A run is ended when it takes so many times as long as the one without compression, or its first steps so many times
-# as long as those of the best so far.
-_LATE = 1.5
-_HOPELESS = 1.5
-_ENOUGH = 20  # steps
-_HUGE = 1e30
-_ASKS = 50  # proposals in a row that are known: then there is nothing new
-_STARTUP = 60.0  # seconds more, for starting and compiling kernels
+# A run is stopped if its steps take so many times as long as those of the best setting.
+_SLOW_STEPS = 1.5
+_FEWEST_STEPS = 20  # steps before this is judged
+# A run is stopped if it takes so many times as long as the first one, plus seconds for starting and compiling.
+_SLOW_RUN, _STARTUP = 1.5, 60.0
+_HUGE = 1e30  # stands for a metric that is not finite
+_MAX_KNOWN = 50  # After so many suggestions of known settings in a row, there is nothing new.
 
 
+@dataclasses.dataclass
 class Tuner:
-    """Runs a script with one setting after the other."""
+    """Runs a script with one setting after the other.
 
-    def __init__(
-        self, script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None, launcher: str,
-        metric: str | None, mode: str, allowed: float, metric_regex: str | None, time_limit: float | None,
-    ) -> None:  # fmt: skip
-        self.allowed = allowed
-        self._metric, self._mode, self._limit = metric, mode, time_limit
-        with console.usage("--launcher"):
-            start = shlex.split(launcher)
-            if not start:
-                raise ValueError("it is empty: leave it out, or name the program, such as horovodrun")
-        # That of this environment, also where it is not activated.
-        program = shutil.which(start[0], path=str(Path(sys.executable).parent)) or shutil.which(start[0])
-        if program is None:
-            raise click.ClickException(
-                f"{start[0]} was not found: install Horovod, or name it with --launcher"
-            )
-        on = ["-H", hosts] if hosts else []
-        self._command = [program, *start[1:], "-np", str(ranks), *on, sys.executable, str(script), *arguments]
-        self._pattern = None
-        if metric_regex is not None:
-            with console.usage("--metric-regex"):
-                try:
-                    self._pattern = re.compile(metric_regex)
-                except re.error as error:
-                    raise ValueError(f"{metric_regex!r} is no regular expression: {error}") from None
-                if not self._pattern.groups:
-                    raise ValueError(f"{metric_regex!r} has no group: put the number into (parentheses)")
+    Attributes:
+        study: The Optuna study that keeps the runs.
+        command: Starts the script.
+        kinds: The compressors that may be tried.
+        metric: The metric's name; None for `val_loss` or `loss`.
+        mode: "min", "max" or "auto".
+        allowed: By how much the metric may be worse.
+        pattern: Finds the metric in the output, if given.
+        time_limit: Seconds of a run; None for a multiple of the first one.
+    """
 
-    def check(self, study: Any) -> None:
-        """Whether the study is of the same runs.
+    study: Any
+    command: list[str]
+    kinds: tuple[str, ...]
+    metric: str | None
+    mode: str
+    allowed: float
+    pattern: re.Pattern[str] | None
+    time_limit: float | None
+
+    def check_study(self) -> None:
+        """Checks that earlier runs in the study can be compared with the next ones.
 
         Raises:
-            ValueError: It is not.
+            ValueError: They cannot.
         """
-        mine = {
-            "command": shlex.join(self._command), "metric": self._metric, "mode": self._mode,
-            "pattern": self._pattern and self._pattern.pattern,
+        identity = {
+            "command": shlex.join(self.command), "metric": self.metric, "mode": self.mode,
+            "pattern": self.pattern and self.pattern.pattern, "choice of compressors": list(self.kinds),
         }  # fmt: skip
-        kept = study.user_attrs.get("of")
-        if kept is None:
-            study.set_user_attr("of", mine)
-        elif kept != mine:
-            what = next(key for key in mine if kept.get(key) != mine[key])
-            raise ValueError(f"it is of another {what}, {kept.get(what)!r}: name another file")
+        earlier = self.study.user_attrs.get("of", identity)
+        for key, value in identity.items():
+            if earlier.get(key) != value:
+                raise ValueError(f"it is of another {key}, {earlier.get(key)!r}: name another file")
+        self.study.set_user_attr("of", identity)
 
-    def metric_name(self, study: Any) -> str:
-        """Which metric counts."""
-        return str(self._metric or study.user_attrs.get("metric", "metric"))
+    @property
+    def metric_name(self) -> str:
+        """The name of the metric that counts."""
+        return str(self.metric or self.study.user_attrs.get("metric", "metric"))
 
-    def next(self, study: Any, kinds: tuple[str, ...], say: Callable[[str], None]) -> bool:
-        """Runs the script once with a setting that has not been tried, and keeps in the study what came of it.
+    def run_next(self, may_repeat: bool, say: Callable[[str], None]) -> bool:
+        """Runs the script once and records the run in the study.
+
+        Args:
+            may_repeat: Whether the best settings may be run again.
+            say: Shows progress.
 
         Returns:
-            Whether there was such a setting.
+            Whether there was a setting to try.
 
         Raises:
-            click.ClickException: The run without compression tells nothing, or the script has settings of its own.
+            click.ClickException: The run shows that the script cannot be tuned.
         """
-        if "baseline" not in study.user_attrs:
-            self.attempt(study, study.ask(), BASELINE, say)
-            search.begin(study, kinds)
-            return True
-        found = outcomes(study)
-        if not search.is_opening(study):
-            proposal = families.proposal(found, kinds, self.allowed)
-            if proposal is not None:
-                search.enqueue(study, proposal)
-        for _ in range(_ASKS):
-            trial = study.ask()
-            setting = search.propose(trial, kinds)
-            if setting not in (each.setting for each in found):
-                self.attempt(study, trial, setting, say)
-                return True
-            _void(study, trial)
-        return False
-
-    def attempt(self, study: Any, trial: Any, setting: Setting, say: Callable[[str], None]) -> None:
-        """Runs the script with a setting, and keeps in the trial what came of it.
-
-        Raises:
-            click.ClickException: As `next`.
-        """
-        try:
-            for key, value in dataclasses.asdict(setting).items():
-                trial.set_user_attr(key, value)
-            self._tell(study, trial, setting, self._run(study, setting, say))
-        except BaseException:  # an interruption, too: it does not count, and the study goes on from here
-            if not study.get_trials(deepcopy=False)[trial.number].state.is_finished():
-                _void(study, trial)
-                search.put_back(study, trial)
-            raise
-
-    def _tell(self, study: Any, trial: Any, setting: Setting, found: Run) -> None:
         import optuna
 
-        state = optuna.trial.TrialState
-        is_baseline = "baseline" not in study.user_attrs
-        trial.set_user_attr("seconds", found.seconds)
-        if found.status == "late" and is_baseline:
-            raise click.ClickException("the run without compression took longer than --time-limit")
-        if found.status == "late":
-            study.tell(trial, state=state.PRUNED)
-            return
-        if found.status == "slow":
-            trial.set_user_attr("step", statistics.median(found.usual_steps()))
-            study.tell(trial, state=state.PRUNED)
-            return
-        self._complain(found, setting)
-        if found.status == "failed":
-            study.tell(trial, state=state.FAIL)
-            return
-        metric, step = self._metric_of(found, study), statistics.median(found.usual_steps())
-        if is_baseline:
-            if not abs(metric) < _HUGE:
-                raise click.ClickException(
-                    f"without compression {self.metric_name(study)} is {metric}: there is nothing to compare with"
-                )
-            study.set_user_attr("baseline", {"metric": metric, "step": step})
-            study.set_user_attr("limit", _LATE * found.seconds + _STARTUP)
-        base = study.user_attrs["baseline"]
-        worse = base["metric"] - metric if self._more_is_better(study) else metric - base["metric"]
-        # What is not finite is not admissible, and no JSON.
-        worse = worse if abs(worse) < _HUGE else _HUGE
-        trial.set_user_attr("step", step)
-        trial.set_user_attr("loss_increase", worse)
-        trial.set_user_attr("metric", metric if abs(metric) < _HUGE else None)
-        study.tell(trial, search.price(step, worse <= self.allowed, base["step"]))
+        tried = search.outcomes(self.study, self.allowed)
+        parameters = search.next_parameters(tried, self.kinds, may_repeat)
+        if parameters is not None:
+            self.study.enqueue_trial(parameters)
+        for _ in range(_MAX_KNOWN):
+            asked = self.study.ask()
+            setting = search.suggest(asked, self.kinds)
+            if parameters is not None or all(outcome.setting != setting for outcome in tried):
+                # If this is interrupted, the trial does not count, and its setting is tried again.
+                self._record(asked, setting, self._run(asked, setting, tried, say))
+                return True
+            self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        return False
 
-    def _run(self, study: Any, setting: Setting, say: Callable[[str], None]) -> Run:
-        limit = self._limit or study.user_attrs.get("limit")
-        size = units.show_bytes(setting.bucket_bytes)
-        good = [each.step for each in outcomes(study) if each.step and each.is_good(self.allowed)]
-        best = min(good, default=math.inf)
+    def _run(self, asked: Any, setting: Setting, tried: list[Outcome], say: Callable[[str], None]) -> Run:
+        import optuna
 
-        def watch(found: Run) -> str | None:
-            say(f"{setting.compression}, buckets of {size}: {found.seconds:.0f} s, {len(found.steps)} steps")
-            if len(found.steps) < _ENOUGH:
+        limit, first = self.time_limit, self._first_run()
+        if limit is None and first is not None:
+            limit = _SLOW_RUN * first["seconds"] + _STARTUP
+        slow = _SLOW_STEPS * search.good_outcomes(tried)[0].step if tried else math.inf
+        self.study.pruner = optuna.pruners.ThresholdPruner(upper=slow, n_warmup_steps=_FEWEST_STEPS)
+        size, reported = units.show_bytes(setting.bucket_bytes), 0
+
+        def watch(run: Run) -> str | None:
+            nonlocal reported
+            steps = len(run.steps)
+            say(f"{setting.compression}, buckets of {size}: {run.seconds:.0f} s, {steps} steps")
+            if steps < _FEWEST_STEPS:
                 return None
-            if not math.isfinite(found.metrics.get(self.metric_name(study), 0.0)):
+            if not math.isfinite(run.metrics.get(self.metric_name, 0.0)):
                 return "diverged"
-            return "slow" if statistics.median(found.usual_steps()) > _HOPELESS * best else None
+            if steps == reported:
+                return None
+            reported = steps
+            asked.report(run.step, steps)
+            return "slow" if asked.should_prune() else None
 
         try:
-            return trials.run(self._command, setting.environment(), limit, self._pattern, watch)
+            return trial.run(self.command, setting.environment(), limit, self.pattern, watch)
         except OSError as error:
-            raise click.ClickException(f"{self._command[0]} cannot be started: {error.strerror}") from None
+            raise click.ClickException(f"{self.command[0]} cannot be started: {error.strerror}") from None
 
-    def _complain(self, found: Run, setting: Setting) -> None:
-        """Raises what makes tuning pointless."""
-        if found.status == "failed" and setting == BASELINE:
-            raise click.ClickException("the script fails without compression:\n" + "\n".join(found.said))
-        if found.status == "failed":
-            return
-        if not found.usual_steps():
+    def _record(self, asked: Any, setting: Setting, run: Run) -> None:
+        from optuna.trial import TrialState
+
+        facts: dict[str, Any] = {**dataclasses.asdict(setting), "seconds": run.seconds}
+        if run.status == "failed":
+            state = TrialState.FAIL
+            if setting == BASELINE:
+                lines = "\n".join(run.last_lines)
+                raise click.ClickException(f"the script fails without compression:\n{lines}")
+        elif run.status == "late":
+            state = TrialState.PRUNED
+            if self._first_run() is None:
+                raise click.ClickException("the run without compression took longer than --time-limit")
+        elif run.status == "slow":
+            state = TrialState.PRUNED
+            facts["step"] = run.step
+        else:  # "done" or "diverged"
+            state = TrialState.COMPLETE
+            _check_use(run, setting)
+            facts.update(step=run.step, **self._compare(self._metric_of(run)))
+        for key, value in facts.items():
+            asked.set_user_attr(key, value)
+        self.study.tell(asked, run.step if state == TrialState.COMPLETE else None, state)
+
+    def _first_run(self) -> dict[str, Any] | None:
+        """What is recorded of the first run, which is without compression."""
+        return next((recorded.user_attrs for recorded in search.runs(self.study)), None)
+
+    def _compare(self, metric: float) -> dict[str, Any]:
+        """The metric and by how much it is worse than without compression, in numbers that JSON has."""
+        first = self._first_run()
+        if first is None and not abs(metric) < _HUGE:
             raise click.ClickException(
-                "the script made too few steps with hvdc.DistributedOptimizer or hvdc.DistributedGradientTape "
-                "to tell their time: let it make at least 10"
+                f"without compression {self.metric_name} is {metric}: there is nothing to compare with"
             )
-        for what in ("compression", "bucket_bytes"):
-            used, wanted = getattr(found, what), getattr(setting, what)
-            if used != wanted:
-                raise click.ClickException(
-                    f"the script sets {what} to {used} itself: leave it out, so that tuning can try {wanted}"
-                )
+        increase = metric - (metric if first is None else first["metric"])
+        if search.is_maximized(self.metric_name) if self.mode == "auto" else self.mode == "max":
+            increase = -increase
+        return {
+            "metric": metric if abs(metric) < _HUGE else None,
+            "loss_increase": increase if abs(increase) < _HUGE else _HUGE,
+        }
 
-    def _metric_of(self, found: Run, study: Any) -> float:
-        if self._pattern is not None:
-            if found.printed is None:
+    def _metric_of(self, run: Run) -> float:
+        if self.pattern is not None:
+            if run.printed is None:
                 raise click.ClickException(
-                    f"--metric-regex {self._pattern.pattern!r} matches no number in the output"
+                    f"--metric-regex {self.pattern.pattern!r} matches no number in the output"
                 )
-            return found.printed
-        name = self._metric or study.user_attrs.get("metric")
+            return run.printed
+        name = self.metric or self.study.user_attrs.get("metric")
         if name is None:
-            name = next((key for key in ("val_loss", "loss") if key in found.metrics), "loss")
-        if name not in found.metrics:
-            seen = f"the script has {', '.join(found.metrics)}" if found.metrics else "the script told none"
+            name = "val_loss" if "val_loss" in run.metrics else "loss"
+        if name not in run.metrics:
+            seen = f"the script has {', '.join(run.metrics)}" if run.metrics else "the script told none"
             raise click.ClickException(
                 f"no metric {name!r}: {seen}; use hvdc.callbacks.MetricAverageCallback, --metric or --metric-regex"
             )
-        study.set_user_attr("metric", name)
-        return found.metrics[name]
-
-    def _more_is_better(self, study: Any) -> bool:
-        if self._mode == "auto":
-            return search.is_maximized(self.metric_name(study))
-        return self._mode == "max"
+        self.study.set_user_attr("metric", name)
+        return run.metrics[name]
 
 
-def _void(study: Any, trial: Any) -> None:
-    """Ends a trial that tells nothing."""
-    import optuna
-
-    trial.set_user_attr("void", True)
-    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+def _check_use(run: Run, setting: Setting) -> None:
+    """Checks that a run made steps, with the setting that it was given."""
+    if not run.usual_steps():
+        raise click.ClickException(
+            "the script made too few steps with hvdc.DistributedOptimizer or hvdc.DistributedGradientTape "
+            "to tell their time: let it make at least 10"
+        )
+    for name, wanted in dataclasses.asdict(setting).items():
+        used = getattr(run, name)
+        if used != wanted:
+            raise click.ClickException(
+                f"the script sets {name} to {used} itself: leave it out, so that tuning can try {wanted}"
+            )
