@@ -82,7 +82,7 @@ def main() -> None:
     import tensorflow as tf
 
     import hvd_compress as hvdc
-    from hvd_compress.tools.exchange import Method, barrier, gradients
+    from hvd_compress.tools.timed_exchange import Method, barrier, gradients
 
     hvdc.init()
     shapes = MODELS[args.model]()

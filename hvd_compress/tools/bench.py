@@ -11,11 +11,11 @@ import click
 
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
-from . import console, timing, units
+from . import console, options, plots, timing, units
 from .models import MODELS, of_size
 from .network import calibrated
-from .plan import SPECS
-from .prediction import BUCKET_BYTES, Workload, forecast
+from .prediction import forecast
+from .workload import Workload
 
 EXAMPLE = "horovodrun -np 2 hvd-compress bench --model resnet50"
 _FEWEST_ROUNDS = 3
@@ -33,9 +33,7 @@ Examples:
 @click.option(
     "--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead."
 )
-@click.option(
-    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."
-)
+@options.compressors
 @click.option(
     "--rounds",
     type=click.IntRange(_FEWEST_ROUNDS),
@@ -43,7 +41,7 @@ Examples:
     show_default=True,
     help="How often each is timed.",
 )
-@click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
+@options.bucket_bytes
 @click.option(
     "--output",
     "-o",
@@ -51,7 +49,7 @@ Examples:
     callback=console.output_file,
     help="Write it there as JSON.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), callback=console.plot_file, help="Draw the times.")
+@click.option("--plot", type=click.Path(path_type=Path), callback=plots.plot_file, help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
@@ -69,15 +67,12 @@ def bench(
     if model is not None and params is not None:
         raise click.UsageError("Give either --model or --params.")
     shapes = of_size(params) if params else MODELS[model or "resnet50"]()
-    specs = tuple(dict.fromkeys(["none", *(specs or SPECS)]))
-    result = measure(shapes, specs, rounds, bucket_bytes)
+    result = measure(shapes, options.with_none(specs), rounds, bucket_bytes)
     if result is None:  # another rank prints
         return
     if output is not None:
         console.write(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if plot is not None:
-        from . import plots
-
         plots.bench(plot, result)
     if as_json:
         console.print_json(result)
@@ -102,11 +97,11 @@ def measure(
     from ..cost.calibrate import calibrate
     from ..engine import accounting
     from ..exchange import hosts
-    from . import exchange
+    from . import timed_exchange
 
     hosts.init()
-    variables = [tf.Variable(value) for value in exchange.gradients(shapes, hvd.rank())]
-    methods = {spec: exchange.Method(spec, variables, bucket_bytes) for spec in specs}
+    variables = [tf.Variable(value) for value in timed_exchange.gradients(shapes, hvd.rank())]
+    methods = {spec: timed_exchange.Method(spec, variables, bucket_bytes) for spec in specs}
     errors: dict[str, float] = {}
     exact: list[Any] = []
     with console.Steps("measuring", 2 * len(specs) + len(COLLECTIVES) + rounds, hvd.rank() == 0) as steps:
@@ -114,15 +109,15 @@ def measure(
             steps.step(f"first step of {spec}")
             reduced = method.run()
             exact = exact or reduced
-            errors[spec] = exchange.relative_error(reduced, exact)
+            errors[spec] = timed_exchange.relative_error(reduced, exact)
             method.run()
         chunk = max(method.chunk for method in methods.values()) or LARGEST
         calibration = calibrate(specs, elements=chunk, watch=steps.step)
         times = timing.interleave(
-            {spec: method.run for spec, method in methods.items()}, rounds, exchange.barrier,
+            {spec: method.run for spec, method in methods.items()}, rounds, timed_exchange.barrier,
             lambda: steps.step("rounds"),
         )  # fmt: skip
-        slowest = exchange.slowest([times[spec] for spec in specs], "times").tolist()
+        slowest = timed_exchange.slowest([times[spec] for spec in specs], "times").tolist()
     if hvd.rank() != 0:
         return None
     work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)

@@ -11,8 +11,7 @@ import click
 from ..cost import Calibration
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
-from . import console, units
-from .plan import SPECS
+from . import console, options, units
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +26,7 @@ EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
     "--output", "-o", type=click.Path(path_type=Path), callback=console.output_file, help="Where to write it."
 )
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
-@click.option(
-    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."
-)
+@options.compressors
 @click.option(
     "--elements",
     type=units.COUNT,
@@ -52,9 +49,8 @@ def calibrate(
     from ..exchange import hosts
 
     hosts.init()
-    chosen = specs or SPECS
-    with console.Steps("measuring", len(COLLECTIVES) + len(chosen), hvd.rank() == 0) as steps:
-        found = measure(chosen, elements=elements, watch=steps.step)
+    with console.Steps("measuring", len(COLLECTIVES) + len(specs), hvd.rank() == 0) as steps:
+        found = measure(specs, elements=elements, watch=steps.step)
     if hvd.rank() != 0:
         return
     if output is not None:

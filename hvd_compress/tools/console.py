@@ -44,17 +44,6 @@ def output_file(context: click.Context, option: click.Parameter, path: Path | No
     return path
 
 
-def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """As `output_file`, and whether plots are written in a format of this name."""
-    path = output_file(context, option, path)
-    if path is not None:
-        from . import plots
-
-        with usage("--plot"):
-            plots.check(path)
-    return path
-
-
 def output() -> Console:
     """The console on standard output, wide enough for tables where that is a pipe."""
     console = Console(highlight=False)

@@ -12,7 +12,8 @@ import numpy as np
 from ..cost import weak_scaling
 from . import console, units
 from .network import Network
-from .prediction import Workload, forecast
+from .prediction import forecast
+from .workload import Workload
 
 _MOST_RANKS = 4096
 
@@ -26,19 +27,23 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def check(path: Path) -> None:
-    """Whether a plot can be drawn into a file of this name.
+def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """A click callback: as `console.output_file`, and whether plots can be drawn into a file of this name.
 
     Raises:
-        ValueError: There is no such format.
+        click.BadParameter: There is no such format.
         click.ClickException: There is no matplotlib.
     """
-    _pyplot()
-    from matplotlib.backend_bases import FigureCanvasBase
+    path = console.output_file(context, option, path)
+    if path is not None:
+        _pyplot()
+        from matplotlib.backend_bases import FigureCanvasBase
 
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"{str(path)!r} does not end in one of .{', .'.join(known)}")
+        known = sorted(FigureCanvasBase.get_supported_filetypes())
+        if path.suffix[1:].lower() not in known:
+            message = f"{str(path)!r} does not end in one of .{', .'.join(known)}"
+            raise click.BadParameter(message, param_hint="'--plot'")
+    return path
 
 
 def _save(figure: Any, path: Path) -> None:
