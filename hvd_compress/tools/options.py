@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
 from ..engine.layout import BUCKET_BYTES
-from . import units
+from . import console, units
 
 SPECS = (
     "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
@@ -13,12 +16,18 @@ SPECS = (
 )  # fmt: skip
 
 compressors = click.option(
-    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, default=SPECS,
+    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, default=SPECS, show_default=False,
     help="Instead of all; may be repeated.",
 )  # fmt: skip
 bucket_bytes = click.option(
-    "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]"
+    "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, show_default="25MiB", help="Of a bucket."
 )
+
+
+def output(text: str) -> Any:
+    """The option that names the file to write."""
+    path = click.Path(path_type=Path)
+    return click.option("--output", "-o", type=path, callback=console.output_file, help=text)
 
 
 def with_none(specs: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,15 +16,15 @@ from .network import Network, calibrated
 from .workload import Workload
 
 LATENCY = 50e-6
-_LOCAL_RATE, _LOCAL_LATENCY = 100e9, 5e-6
 
 
 @click.command(
+    context_settings={"show_default": True},
     epilog="""\b
 Examples:
   hvd-compress plan --params 25.6M --ranks 8,16,64 --bandwidth 10gbit --latency 50us --backward 120ms
   hvd-compress plan --model resnet50 --calibration link.json --backward 120ms --plot plan.png
-  hvd-compress plan --model bert_base --ranks 512 --bandwidth 25gbit --topology fat-tree --oversubscription 4"""
+  hvd-compress plan --model bert_base --ranks 512 --bandwidth 25gbit --topology fat-tree --oversubscription 4""",
 )
 @click.option("--params", type=units.PARAMETERS, help="Parameters of the model, such as 25.6M.")
 @click.option("--model", type=click.Choice(sorted(MODELS)), help="The layers of a known model, instead.")
@@ -32,28 +32,17 @@ Examples:
     "--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]"
 )
 @click.option("--bandwidth", type=units.RATE, help="Of a link, such as 10gbit.  [default: the calibration's]")
-@click.option("--latency", type=units.SECONDS, default=LATENCY, help="Of a message.  [default: 50us]")
-@click.option(
-    "--backward", type=units.SECONDS, default=0.0, help="The backward pass, such as 120ms.  [default: 0]"
-)
-@click.option(
-    "--forward", type=units.SECONDS, default=0.0, help="Rest of a step: forward, update.  [default: 0]"
-)
-@click.option(
-    "--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring", show_default=True
-)
+@click.option("--latency", type=units.SECONDS, default=LATENCY, show_default="50us", help="Of a message.")
+@click.option("--backward", type=units.SECONDS, default="0", help="The backward pass, such as 120ms.")
+@click.option("--forward", type=units.SECONDS, default="0", help="Rest of a step: forward, update.")
+@click.option("--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring")
 @click.option(
     "--oversubscription",
     type=float,
-    help="With --topology fat-tree: what a leaf's ranks send over what "
-    "its links to the core carry, such as 4.",
+    help="With --topology fat-tree: what a leaf's ranks send over what its links to the core carry, such as 4.",
 )
 @click.option(
-    "--ranks-per-leaf",
-    type=units.COUNT,
-    default=32,
-    show_default=True,
-    help="With --topology fat-tree: ranks at a leaf switch.",
+    "--ranks-per-leaf", type=units.COUNT, default=32, help="With --topology fat-tree: ranks at a leaf switch."
 )
 @click.option(
     "--workers-per-host", type=units.COUNT, help="With --topology two-level: workers that share a link."
@@ -63,12 +52,8 @@ Examples:
     is_flag=True,
     help="With --topology two-level: sum float32 inside of hosts, compress what crosses between them.",
 )
-@click.option(
-    "--local-bandwidth", type=units.RATE, default=_LOCAL_RATE, help="Inside of a host.  [default: 100gbit]"
-)
-@click.option(
-    "--local-latency", type=units.SECONDS, default=_LOCAL_LATENCY, help="Inside of a host.  [default: 5us]"
-)
+@click.option("--local-bandwidth", type=units.RATE, default="100gbit", help="Inside of a host.")
+@click.option("--local-latency", type=units.SECONDS, default="5us", help="Inside of a host.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `hvd-compress calibrate` wrote.")
 @options.compressors
 @options.bucket_bytes
