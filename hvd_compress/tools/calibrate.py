@@ -25,9 +25,7 @@ EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
 @options.output("Where to write it.")
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
 @options.compressors
-@click.option(
-    "--elements", type=units.COUNT, default=LARGEST, show_default="1M", help="Of a chunk of gradient."
-)
+@click.option("--elements", type=units.COUNT, default=LARGEST, help="Of a chunk of gradient.  [default: 1M]")
 @console.json_option
 def calibrate(
     output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int, as_json: bool

@@ -20,8 +20,9 @@ compressors = click.option(
     help="Instead of all; may be repeated.",
 )  # fmt: skip
 bucket_bytes = click.option(
-    "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, show_default="25MiB", help="Of a bucket."
-)
+    "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, show_default=False,
+    help="Of a bucket.  [default: 25MiB]",
+)  # fmt: skip
 
 
 def output(text: str) -> Any:

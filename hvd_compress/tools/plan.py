@@ -32,7 +32,13 @@ Examples:
     "--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]"
 )
 @click.option("--bandwidth", type=units.RATE, help="Of a link, such as 10gbit.  [default: the calibration's]")
-@click.option("--latency", type=units.SECONDS, default=LATENCY, show_default="50us", help="Of a message.")
+@click.option(
+    "--latency",
+    type=units.SECONDS,
+    default=LATENCY,
+    show_default=False,
+    help="Of a message.  [default: 50us]",
+)
 @click.option("--backward", type=units.SECONDS, default="0", help="The backward pass, such as 120ms.")
 @click.option("--forward", type=units.SECONDS, default="0", help="Rest of a step: forward, update.")
 @click.option("--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring")
