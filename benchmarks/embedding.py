@@ -48,7 +48,7 @@ def main() -> None:
     from hvd_compress.engine.reducer import Reducer
     from hvd_compress.engine.settings import Settings
     from hvd_compress.frontends.build import new_reducer
-    from hvd_compress.tools.exchange import barrier
+    from hvd_compress.tools.timed_exchange import barrier
 
     hvd.init()
     rng = np.random.default_rng(hvd.rank())

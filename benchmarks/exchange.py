@@ -83,7 +83,7 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.engine import accounting
-    from hvd_compress.tools.exchange import Method, barrier, gradients
+    from hvd_compress.tools.timed_exchange import Method, barrier, gradients
 
     hvdc.init()
     shapes = MODELS[args.model]()

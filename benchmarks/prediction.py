@@ -91,7 +91,7 @@ def main() -> None:
     from hvd_compress.common.host_memory import keep_freed_memory
     from hvd_compress.cost.link_fit import midmean
     from hvd_compress.cost.measure_links import rest
-    from hvd_compress.tools.exchange import barrier
+    from hvd_compress.tools.timed_exchange import barrier
 
     hvd.init()
     keep_freed_memory()

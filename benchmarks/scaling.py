@@ -25,7 +25,8 @@ from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import units
 from hvd_compress.tools.models import MODELS
 from hvd_compress.tools.network import Network
-from hvd_compress.tools.prediction import Workload, forecast
+from hvd_compress.tools.prediction import forecast
+from hvd_compress.tools.workload import Workload
 
 # The algorithms in the plots.
 SPECS = (

@@ -28,7 +28,8 @@ from hvd_compress.tools import units
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
 from hvd_compress.tools.plan import LATENCY
-from hvd_compress.tools.prediction import Workload, forecast, forecast_auto
+from hvd_compress.tools.prediction import forecast, forecast_auto
+from hvd_compress.tools.workload import Workload
 
 # Cores of the machine that emulates the hosts.
 CORES = 2

@@ -51,7 +51,7 @@ def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict
     from tensorflow import keras
 
     import hvd_compress as hvdc
-    from hvd_compress.tools.exchange import barrier
+    from hvd_compress.tools.timed_exchange import barrier
 
     keras.utils.set_random_seed(seed)
     model = build_model()  # the seed gives all workers the same weights

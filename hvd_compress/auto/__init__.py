@@ -2,9 +2,9 @@
 
 - `start` makes the selector: it predicts what each candidate costs and makes the first choice.
 - `selector` holds the selector: its variables, and what it measures in each step.
-- `policy` holds the numerics: what a choice costs, and which choice is best. `link_tracker` (how fast the link is now),
-  `trials` (how wrong predictions are), `model_wide` (candidates for all buckets or none) and `splits` (which choices
-  are compared) belong to it.
+- `policy` holds the numerics: which choice is best. `link_tracker` (how fast the link is now), `trials` (how wrong
+  predictions are), `model_wide` (candidates for all buckets or none) and `choices` (which choices are compared, and
+  what each costs) belong to it.
 - `samples` and `probe` measure how much of a gradient each candidate loses.
 - `flat_or_hierarchical` decides which compressors use the hierarchical exchange.
 - `report` tells users what was chosen, and why.

@@ -6,18 +6,22 @@ with XLA: they would not be faster, and the first step would take two seconds lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
+from tensorflow.experimental import numpy as tnp
 
+from . import choices, trials
 from . import model_wide as all_at_once
-from . import trials
 from .link_tracker import fit
-from .splits import divided
 
 # The weight of the newest value in running averages.
 NEWEST_WEIGHT = 0.3
+
+makespan = functools.partial(choices.makespan, tnp)
+cost_of = functools.partial(choices.cost_of, tnp)
 
 
 class Costs(NamedTuple):
@@ -30,17 +34,6 @@ class Costs(NamedTuple):
     messages: tf.Tensor
     transfer: tf.Tensor
     decode: tf.Tensor
-
-
-def makespan(waits: tf.Tensor, exchange: tf.Tensor) -> tf.Tensor:
-    """When the last bucket is there, [...]; both arguments [..., B], in the order in which buckets cross.
-
-    The backward pass makes the gradients of one bucket after the other, each after another `waits`; meanwhile those
-    before cross, one after the other, each in `exchange` seconds. What buckets gain by being encoded while
-    others cross is not counted: where the processor moves the bytes, too, it is little.
-    """
-    ready, crossed = tf.cumsum(waits, -1), tf.cumsum(exchange, -1)
-    return tf.reduce_max(ready - crossed + exchange, -1) + crossed[..., -1]
 
 
 def running_max(x: tf.Tensor) -> tf.Tensor:
@@ -60,69 +53,40 @@ def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode
 
 
-def cost_of(
-    picks: tf.Tensor,
-    waits: tf.Tensor,
-    seconds: tf.Tensor,
-    lost: tf.Tensor,
-    nbytes: tf.Tensor,
-    max_slowdown: float,
-) -> tf.Tensor:
-    """The cost of choices, [N]: the step's seconds times 1 + `max_slowdown` * the lost share of the energy.
-
-    Args:
-        picks: int32 [N, B], the choices: each bucket's candidate.
-        waits: [B], seconds of the backward pass between the bucket before and this one.
-        seconds: [B, C], as returned by `predicted`.
-        lost: [B, C], the share of its energy that each bucket loses.
-        nbytes: [B], bytes of gradient.
-        max_slowdown: By which share the cost grows for a choice that loses all energy.
-    """
-    is_picked = tf.one_hot(picks, lost.shape[1])  # [N, B, C]
-
-    def of_picks(table: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(is_picked * table, -1)
-
-    missing = tf.reduce_sum(of_picks(lost) * nbytes, -1) / tf.reduce_sum(nbytes)
-    return makespan(waits, of_picks(seconds)) * (1.0 + max_slowdown * missing)
-
-
 def best(
     allowed: tf.Tensor,
-    plain: Sequence[bool],
+    uncompressed: Sequence[bool],
     waits: tf.Tensor,
     seconds: tf.Tensor,
     lost: tf.Tensor,
     nbytes: tf.Tensor,
     max_slowdown: float,
-    whole: Sequence[bool] = (),
+    model_wide: Sequence[bool] = (),
 ) -> tf.Tensor:
-    """The cheapest choice among those allowed (bool [B, C]), int32 [B].
+    """The cheapest of the `choices.options`, int32 [B].
 
-    Looks at all choices of one candidate for the first buckets, which may cross while gradients are still computed,
-    and another or the same one for the rest; each bucket for which it is not allowed gets its own fastest one
-    instead. Candidates that are `plain` (no compression) are for all buckets or for none, but for those that
-    nothing else is allowed for: where all are plain, gradients are neither copied into chunks nor out of them.
-    Those that are `whole` (see `all_at_once`) are for all buckets or for none.
+    Args:
+        allowed: bool [B, C], the candidates that may be chosen.
+        uncompressed: bool [C], whether candidates do not compress.
+        waits: See `choices.cost_of`, as `seconds`, `lost`, `nbytes` and `max_slowdown`.
+        seconds: [B, C], as returned by `predicted`.
+        lost: [B, C].
+        nbytes: [B].
+        max_slowdown: A share.
+        model_wide: bool [C], whether candidates are for all buckets or for none; empty if no candidate is.
     """
-    buckets, candidates = allowed.shape
-    several = allowed & ~tf.constant(list(whole)) if any(whole) else allowed
-    other = several & ~tf.constant(list(plain))
-    mixed = tf.where(tf.reduce_any(other, -1, keepdims=True), other, several)
-    fallback = tf.argmin(tf.where(mixed, seconds, tf.fill(seconds.shape, seconds.dtype.max)), -1, tf.int32)
-    options = tf.constant(divided(buckets, candidates))  # [N, B]
-    possible = tf.reduce_any(tf.one_hot(options, candidates, True, False, dtype=tf.bool) & mixed, -1)
-    options = tf.where(possible, options, fallback)
-    valid = all_at_once.allowed(options, several)
-    # What is plain loses nothing and is always allowed.
-    for_all = [is_plain or (c < len(whole) and whole[c]) for c, is_plain in enumerate(plain)]
-    ones = [tf.fill([1, buckets], c) for c, is_one in enumerate(for_all) if is_one]
-    options = tf.concat([options, *ones], 0)
-    prices = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
-    if any(whole):
-        valid = tf.concat([valid, *(all_at_once.allowed(one, allowed) for one in ones)], 0)
-        prices = tf.where(valid, prices, prices.dtype.max)
-    return tf.gather(options, tf.argmin(prices))
+    per_bucket = allowed & ~tf.constant(list(model_wide)) if any(model_wide) else allowed
+    options = choices.options(tnp, per_bucket, uncompressed, seconds)
+    if any(model_wide):
+        uniform = tf.constant([[c] * allowed.shape[0] for c, is_wide in enumerate(model_wide) if is_wide])
+        valid = tf.concat(
+            [all_at_once.allowed(options, per_bucket), all_at_once.allowed(uniform, allowed)], 0
+        )
+        options = tf.concat([options, uniform], 0)
+    costs = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
+    if any(model_wide):
+        costs = tf.where(valid, costs, costs.dtype.max)
+    return tf.gather(options, tf.argmin(costs))
 
 
 def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
@@ -328,7 +292,7 @@ def propose(
         lost: [B, C], as returned by `shares`.
         nbytes: [B], bytes of gradient.
         target: Scalar, the share of the energy that should get through; see `admit`.
-        max_slowdown: See `cost_of`.
+        max_slowdown: See `choices.cost_of`.
         model_wide: bool [C], see the module `model_wide`; empty if no candidate is.
 
     Returns:

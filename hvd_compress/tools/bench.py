@@ -11,14 +11,13 @@ import click
 
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
-from . import console, timing, units
+from . import console, options, plots, timing, units
 from .models import MODELS, of_size
 from .network import calibrated
-from .plan import SPECS
-from .prediction import BUCKET_BYTES, Workload, forecast
+from .prediction import forecast
+from .workload import Workload
 
 EXAMPLE = "horovodrun -np 2 hvd-compress bench --model resnet50"
-_FEWEST_ROUNDS = 3
 
 
 @click.command(
@@ -33,25 +32,13 @@ Examples:
 @click.option(
     "--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead."
 )
+@options.compressors
 @click.option(
-    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated."
+    "--rounds", type=click.IntRange(3), default=9, show_default=True, help="How often each is timed."
 )
-@click.option(
-    "--rounds",
-    type=click.IntRange(_FEWEST_ROUNDS),
-    default=9,
-    show_default=True,
-    help="How often each is timed.",
-)
-@click.option("--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, help="Of a bucket.  [default: 25MiB]")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    callback=console.output_file,
-    help="Write it there as JSON.",
-)
-@click.option("--plot", type=click.Path(path_type=Path), callback=console.plot_file, help="Draw the times.")
+@options.bucket_bytes
+@options.output("Write it there as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), callback=plots.plot_file, help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
@@ -69,15 +56,12 @@ def bench(
     if model is not None and params is not None:
         raise click.UsageError("Give either --model or --params.")
     shapes = of_size(params) if params else MODELS[model or "resnet50"]()
-    specs = tuple(dict.fromkeys(["none", *(specs or SPECS)]))
-    result = measure(shapes, specs, rounds, bucket_bytes)
+    result = measure(shapes, options.with_none(specs), rounds, bucket_bytes)
     if result is None:  # another rank prints
         return
     if output is not None:
         console.write(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if plot is not None:
-        from . import plots
-
         plots.bench(plot, result)
     if as_json:
         console.print_json(result)
@@ -96,17 +80,16 @@ def measure(
 ) -> dict[str, Any] | None:
     """What `bench` measures; on rank 0, None on others. A collective call."""
     import horovod.tensorflow as hvd
-    import numpy as np
     import tensorflow as tf
 
     from ..cost.calibrate import calibrate
     from ..engine import accounting
     from ..exchange import hosts
-    from . import exchange
+    from .timed_exchange import Method, barrier, gradients, relative_error, slowest
 
     hosts.init()
-    variables = [tf.Variable(value) for value in exchange.gradients(shapes, hvd.rank())]
-    methods = {spec: exchange.Method(spec, variables, bucket_bytes) for spec in specs}
+    variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]
+    methods = {spec: Method(spec, variables, bucket_bytes) for spec in specs}
     errors: dict[str, float] = {}
     exact: list[Any] = []
     with console.Steps("measuring", 2 * len(specs) + len(COLLECTIVES) + rounds, hvd.rank() == 0) as steps:
@@ -114,59 +97,53 @@ def measure(
             steps.step(f"first step of {spec}")
             reduced = method.run()
             exact = exact or reduced
-            errors[spec] = exchange.relative_error(reduced, exact)
+            errors[spec] = relative_error(reduced, exact)
             method.run()
         chunk = max(method.chunk for method in methods.values()) or LARGEST
         calibration = calibrate(specs, elements=chunk, watch=steps.step)
-        times = timing.interleave(
-            {spec: method.run for spec, method in methods.items()}, rounds, exchange.barrier,
-            lambda: steps.step("rounds"),
-        )  # fmt: skip
-        slowest = exchange.slowest([times[spec] for spec in specs], "times").tolist()
+        runs = {spec: method.run for spec, method in methods.items()}
+        times = timing.interleave(runs, rounds, barrier, lambda: steps.step("rounds"))
+        seconds = slowest([times[spec] for spec in specs], "times").tolist()
     if hvd.rank() != 0:
         return None
     work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)
-    totals = {spec: timing.summary(row) for spec, row in zip(specs, slowest)}
+    network = calibrated(calibration, None)
+    totals = {spec: timing.summary(row) for spec, row in zip(specs, seconds)}
     rows = []
-    for spec in specs:
+    for spec, total in totals.items():
         sent, plain = accounting.bytes_sent(methods[spec].plan)
-        predicted = forecast(spec, work, calibrated(calibration, None), hvd.size())
-        total = totals[spec]["median"]
-        rows.append(
-            {
-                "compressor": spec,
-                "encode": predicted.encode,
-                "wire": max(0.0, total - predicted.encode - predicted.decode),
-                "decode": predicted.decode,
-                "total": totals[spec],
-                "speedup": totals["none"]["median"] / total,
-                "sent": sent,
-                "ratio": plain / sent,
-                "error": errors[spec],
-                "predicted": predicted.step,
-            }
-        )
-    parameters = int(sum(np.prod(shape) for shape in shapes))
-    return {"params": parameters, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
+        predicted = forecast(spec, work, network, hvd.size())
+        coding = predicted.encode + predicted.decode
+        rows.append({
+            "compressor": spec,
+            "encode": predicted.encode,
+            "wire": max(0.0, total["median"] - coding),
+            "decode": predicted.decode,
+            "total": total,
+            "speedup": totals["none"]["median"] / total["median"],
+            "sent": sent,
+            "ratio": plain / sent,
+            "error": errors[spec],
+            "predicted": predicted.step,
+        })  # fmt: skip
+    return {"params": work.numel, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
 
 
 def _table(result: dict[str, Any]) -> Any:
     rows = []
     for row in result["compressors"]:
-        total = row["total"]
-        rows.append(
-            [
-                row["compressor"],
-                *(units.show_seconds(row[part]) for part in ("encode", "wire", "decode")),
-                units.show_seconds(total["median"]),
-                f"{units.show_seconds(total['low'])} to {units.show_seconds(total['high'])}",
-                f"{row['speedup']:.2f}x",
-                units.show_bytes(row["sent"]),
-                f"{row['ratio']:.3g}",
-                f"{row['error']:.2g}" if row["error"] else "",
-                units.show_seconds(row["predicted"]),
-            ]
-        )
+        total = {key: units.show_seconds(seconds) for key, seconds in row["total"].items()}
+        rows.append([
+            row["compressor"],
+            *(units.show_seconds(row[part]) for part in ("encode", "wire", "decode")),
+            total["median"],
+            f"{total['low']} to {total['high']}",
+            f"{row['speedup']:.2f}x",
+            units.show_bytes(row["sent"]),
+            f"{row['ratio']:.3g}",
+            f"{row['error']:.2g}" if row["error"] else "",
+            units.show_seconds(row["predicted"]),
+        ])  # fmt: skip
     columns = [
         "compressor", "encode", "wire", "decode", "total", "quartiles", "speedup", "sent", "ratio", "error",
         "predicted",

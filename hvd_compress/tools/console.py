@@ -12,21 +12,19 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# Under horovodrun, and in scripts, the output is a pipe, whose width rich takes for 80.
-_PIPE_WIDTH = 160
-# Seconds between lines of progress there.
-_SILENCE = 4.0
+_PIPE_WIDTH = 160  # Rich would assume 80
+_SECONDS_BETWEEN_LINES = 4.0  # of progress
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
 
 
 def output_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback: whether a file can be written, asked before anything is measured for it.
+    """A click callback: whether a file can be written, checked before anything is measured.
 
-    Under horovodrun by rank 0, which writes.
+    Under horovodrun, only rank 0 writes, and so only rank 0 checks.
 
     Raises:
         click.BadParameter: It cannot.
@@ -34,35 +32,24 @@ def output_file(context: click.Context, option: click.Parameter, path: Path | No
     if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
         return path
     if path.is_dir():
-        raise click.BadParameter(f"{path} is a directory: name a file", context, option)
-    if not path.parent.is_dir():
-        raise click.BadParameter(
-            f"{path} cannot be written: there is no directory {path.parent}", context, option
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written: permission denied", context, option)
-    return path
-
-
-def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """As `output_file`, and whether plots are written in a format of this name."""
-    path = output_file(context, option, path)
-    if path is not None:
-        from . import plots
-
-        with usage("--plot"):
-            plots.check(path)
-    return path
+        problem = "is a directory: name a file"
+    elif not path.parent.is_dir():
+        problem = f"cannot be written: there is no directory {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "cannot be written: permission denied"
+    else:
+        return path
+    raise click.BadParameter(f"{path} {problem}", context, option)
 
 
 def output() -> Console:
-    """The console on standard output, wide enough for tables where that is a pipe."""
+    """The console on standard output; if that is a pipe, it is wide enough for tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def errors() -> Console:
-    """The console on standard error: progress and notes, so that standard output holds the result alone."""
+    """The console on standard error, for progress and notes: standard output holds nothing but the result."""
     return Console(stderr=True, highlight=False)
 
 
@@ -88,17 +75,17 @@ def write(path: Path, text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table with its first column to the left and the others, numbers, to the right."""
-    found = Table(title=title, title_justify="left")
+    """A table whose first column is aligned to the left; the others hold numbers and are aligned to the right."""
+    result = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
-        found.add_column(column, justify="right" if i else "left", no_wrap=True)
+        result.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        found.add_row(*row)
-    return found
+        result.add_row(*row)
+    return result
 
 
 class Steps:
-    """Progress on standard error: a bar, or where that is a pipe, as under horovodrun, a line every few seconds.
+    """Progress on standard error: a bar, or a line every few seconds if that is a pipe, as under horovodrun.
 
     A context manager.
     """
@@ -107,19 +94,19 @@ class Steps:
         """Prepare.
 
         Args:
-            what: Is under way.
-            total: How many steps there will be.
+            what: What is being done.
+            total: The number of steps.
             show: Whether to show anything; False on all ranks but one.
         """
-        self._what, self._total, self._show = what, total, show
-        self._done = -1
-        self._said = time.monotonic()
+        self._what, self._total = what, total
+        self._step = -1
+        self._last_line = time.monotonic()
         console = errors()
+        self._prints_lines = show and not console.is_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(), console=console, transient=True, disable=not (show and console.is_terminal),
-        )  # fmt: skip
-        self._lines = show and not console.is_terminal
+            *columns, console=console, transient=True, disable=not (show and console.is_terminal)
+        )
         self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> Steps:
@@ -130,16 +117,16 @@ class Steps:
         self._bar.stop()
 
     def step(self, name: str = "") -> None:
-        """The next step begins."""
-        self._done += 1
+        """Begins the next step."""
+        self._step += 1
         self.say(name)
 
     def say(self, name: str) -> None:
-        """What is being done in this step."""
-        self._bar.update(self._task, completed=self._done, description=f"{self._what} {name}".strip())
-        if self._lines and time.monotonic() - self._said > _SILENCE:
-            self._said = time.monotonic()
-            click.echo(f"hvd-compress: {self._what} {self._done}/{self._total} {name}".rstrip(), err=True)
+        """Shows what is being done in this step."""
+        self._bar.update(self._task, completed=self._step, description=f"{self._what} {name}".strip())
+        if self._prints_lines and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            click.echo(f"hvd-compress: {self._what} {self._step}/{self._total} {name}".rstrip(), err=True)
 
 
 def under_horovodrun(example: str) -> None:

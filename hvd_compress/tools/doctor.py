@@ -28,12 +28,8 @@ class Finding:
 
 def examine(run: Run) -> list[Finding]:
     """What is wrong with a run, in the order of the rules."""
-    found = []
-    for rule in rules.RULES:
-        figures = rule.check(run)
-        if figures:
-            found.append(Finding(rule.name, figures, rule.advice))
-    return found
+    checked = ((rule, rule.check(run)) for rule in rules.RULES)
+    return [Finding(rule.name, figures, rule.advice) for rule, figures in checked if figures]
 
 
 def is_short(run: Run) -> bool:
@@ -46,10 +42,9 @@ def summary(run: Run) -> str:
     steps = len(run.first.steps["step"])
     compression = run.settings.get("compression", "unknown compression")
     first = run.meta.get("first_step_seconds")
-    begun = "" if first is None else f", the first in {first:.1f} s"
-    return (
-        f"{run.path}: {compression}, {run.meta['ranks']} ranks ({len(run.ranks)} wrote), {steps} steps{begun}"
-    )
+    compiled = "" if first is None else f", the first in {first:.1f} s"
+    ranks = f"{run.meta['ranks']} ranks ({len(run.ranks)} wrote)"
+    return f"{run.path}: {compression}, {ranks}, {steps} steps{compiled}"
 
 
 @click.command(epilog="Example: hvd-compress doctor logs/run-1")
@@ -62,34 +57,29 @@ def doctor(run_dir: str, as_json: bool) -> None:
     was found, 1 if something was, and 2 if there is no run to read.
     """
     run = load(run_dir)
-    found = examine(run)
+    findings = examine(run)
     if as_json:
-        console.print_json(
-            {
-                "run": run.path,
-                "ranks": run.meta["ranks"],
-                "steps": len(run.first.steps["step"]),
-                "healthy": not found,
-                "too_short": is_short(run),
-                "findings": [dataclasses.asdict(finding) for finding in found],
-            }
-        )
+        console.print_json({
+            "run": run.path,
+            "ranks": run.meta["ranks"],
+            "steps": len(run.first.steps["step"]),
+            "healthy": not findings,
+            "too_short": is_short(run),
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        })  # fmt: skip
     else:
         out = console.output()
         out.print(summary(run), markup=False)
-        for finding in found:
+        for finding in findings:
             out.print(f"\n[bold]{finding.problem}[/bold]")
             out.print(f"  what:   {finding.figures}", markup=False, soft_wrap=True)
             out.print(f"  advice: {finding.advice}", markup=False, soft_wrap=True)
         if is_short(run):
-            out.print(
-                f"\nonly {len(run.first.steps['step'])} steps: most rules need {ENOUGH} to judge by, "
-                "let it run for longer",
-                markup=False,
-            )
-        elif not found:
+            steps = len(run.first.steps["step"])
+            out.print(f"\nonly {steps} steps: most rules need {ENOUGH} to judge by, let it run for longer")
+        elif not findings:
             out.print(f"healthy: none of {len(rules.RULES)} rules found anything", markup=False)
-    if found:
+    if findings:
         raise SystemExit(1)
 
 

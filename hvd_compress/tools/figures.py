@@ -8,7 +8,7 @@ import numpy as np
 
 from .run_log import Run
 
-# Steps that are not looked at (they compile, connect, and warm up), and how many more there must be.
+# The first steps are left out: they compile, connect and warm up. There must be FEWEST more.
 WARM_UP = 5
 FEWEST = 20
 ENOUGH = WARM_UP + FEWEST
@@ -16,19 +16,19 @@ _PARTS = 10
 
 
 def link_of(run: Run) -> tuple[float, float]:
-    """Milliseconds per collective and per byte sent, measured when the run began, else as its buckets show them.
+    """Milliseconds per collective and per byte sent: measured when the run began, or else estimated from its buckets.
 
-    The latter is the least time per byte of any bucket: at least what the link takes.
+    The estimate is the least time per byte of any bucket, which is at least that of the link.
     """
     link = run.meta.get("link")
     if link:
         return link["latency_ms"], 1e-6 * link["ns_per_byte"]
     latency, per_byte = [], []
     for name in run.first.buckets:
-        mine = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
-        length = min(len(columns["bytes"]) for columns in mine)
-        wire = np.min([columns["wire_ms"][:length] for columns in mine], 0)[WARM_UP:]
-        nbytes = mine[0]["bytes"][:length][WARM_UP:]
+        ranks = [rank.buckets[name] for rank in run.ranks if name in rank.buckets]
+        length = min(len(columns["bytes"]) for columns in ranks)
+        wire = np.min([columns["wire_ms"][:length] for columns in ranks], 0)[WARM_UP:]
+        nbytes = ranks[0]["bytes"][:length][WARM_UP:]
         if len(wire) and np.median(nbytes) > 0:
             latency.append(float(np.percentile(wire, 25)))
             per_byte.append(latency[-1] / float(np.median(nbytes)))
@@ -43,8 +43,8 @@ def rate(per_byte: float) -> str:
 def backlog(run: Run) -> tuple[float, float] | None:
     """The residual's norm over the gradient's, largest over ranks, in the middle third of a run and in the last one.
 
-    None if too few were taken.
-    It is over a usual gradient's, where it is smaller than that: in the end it vanishes, and leaves some residual.
+    None if there are too few norms. A gradient's norm counts as at least the median: gradients that vanish at the end
+    of training leave some residual.
     """
     residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
     known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
@@ -53,10 +53,10 @@ def backlog(run: Run) -> tuple[float, float] | None:
     step = run.of_all("step")[0]
     third = (3.0 * (step - step[0]) / (step[-1] - step[0] + 1.0)).astype(int)[known]
     usual = np.median(gradient[:, known], 1, keepdims=True)
-    owed = (residual[:, known] / np.maximum(gradient[:, known], usual)).max(0)
+    ratios = (residual[:, known] / np.maximum(gradient[:, known], usual)).max(0)
     if (third == 1).sum() < 2 or (third == 2).sum() < 2:
         return None
-    return float(np.median(owed[third == 1])), float(np.median(owed[third == 2]))
+    return float(np.median(ratios[third == 1])), float(np.median(ratios[third == 2]))
 
 
 def beginning(loss: np.ndarray) -> float:
@@ -70,18 +70,18 @@ def windows(values: np.ndarray) -> np.ndarray:
 
 
 def spread(values: np.ndarray) -> float:
-    """From one value to the next, as a standard deviation."""
+    """How much successive values differ, as a standard deviation."""
     return float(1.4826 * np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
 
 
 def late(values: np.ndarray) -> np.ndarray | None:
-    """What is known after the first steps; None if that is too little to judge by."""
+    """The known values after the first steps; None if there are too few."""
     values = values[~np.isnan(values)][WARM_UP:]
     return values if len(values) >= FEWEST else None
 
 
 def median(run: Run, column: str) -> float:
-    """Of a column of the rank that came last, the first steps left out."""
+    """The median of a column's `Run.fastest`, without the first steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return float(np.nanmedian(run.fastest(column)[WARM_UP:]))

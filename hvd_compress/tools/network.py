@@ -13,20 +13,19 @@ from ..cost.model import SHAPES
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What is known of a network and of the machines on it.
+    """A network and the machines on it.
 
     Attributes:
-        rate: Of a link, bits per second.
+        rate: Bits per second of a link.
         latency: Seconds per message.
         shape: "ring", "star", "tree", "fat-tree" or "two-level".
-        workers: On each host, if it has two levels.
-        local: The link inside of a host, if it has two levels.
-        between: Of two levels: the shape of the network between hosts.
-        hierarchical: Of two levels: whether float32 is summed inside of hosts, and only what crosses between them is
-            compressed.
-        ranks_per_leaf: At a leaf switch of a fat tree; hosts, where it lies between these.
-        oversubscription: Of a fat tree's leaves.
-        measured: Each collective's link, where it was calibrated; they then stand for `rate`.
+        workers: With two levels: the workers of each host.
+        local: With two levels: the link inside of a host.
+        between: With two levels: the shape of the network between hosts.
+        hierarchical: With two levels: whether float32 is summed inside of hosts, and compressed between them.
+        ranks_per_leaf: With a fat tree: the ranks at a leaf switch, or the hosts if it is the network between these.
+        oversubscription: With a fat tree: that of its leaves.
+        measured: The calibrated link of each collective, if there is a calibration. Their rates belong to `rate`.
         kernels: What encoding costs, by spec string or name.
     """
 

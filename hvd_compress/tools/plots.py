@@ -1,4 +1,4 @@
-"""What is drawn."""
+"""The plots of `plan` and `bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from ..cost import weak_scaling
 from . import console, units
 from .network import Network
-from .prediction import Workload, forecast
+from .prediction import forecast
+from .workload import Workload
 
 _MOST_RANKS = 4096
 
@@ -26,19 +27,23 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def check(path: Path) -> None:
-    """Whether a plot can be drawn into a file of this name.
+def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """A click callback: as `console.output_file`, and whether plots can be drawn into a file of this name.
 
     Raises:
-        ValueError: There is no such format.
+        click.BadParameter: There is no such format.
         click.ClickException: There is no matplotlib.
     """
-    _pyplot()
-    from matplotlib.backend_bases import FigureCanvasBase
+    path = console.output_file(context, option, path)
+    if path is not None:
+        _pyplot()
+        from matplotlib.backend_bases import FigureCanvasBase
 
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"{str(path)!r} does not end in one of .{', .'.join(known)}")
+        known = sorted(FigureCanvasBase.get_supported_filetypes())
+        if path.suffix[1:].lower() not in known:
+            message = f"{str(path)!r} does not end in one of .{', .'.join(known)}"
+            raise click.BadParameter(message, param_hint="'--plot'")
+    return path
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -53,7 +58,7 @@ def _save(figure: Any, path: Path) -> None:
 def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ranks: int) -> None:
     """Step time against bandwidth between `ranks`, and against ranks up to 4,096, a line per compressor.
 
-    And, where a step takes time on a single rank, how efficient each rank remains.
+    If a step's time on a single rank is known, the efficiency of each rank is drawn, too.
 
     Raises:
         click.ClickException: It cannot be drawn or written.
@@ -64,27 +69,25 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     counts = sorted({max(2 * step, step * round(2**power / step)) for power in range(1, 13)})
     counts = [count for count in counts if count <= _MOST_RANKS]
     alone = work.backward + work.rest
-    figure, (left, right, *rest) = plt.subplots(
-        1, 3 if alone else 2, figsize=(18 if alone else 13, 5), layout="constrained"
-    )
+    columns, width = (3, 18) if alone else (2, 13)
+    figure, (left, right, *rest) = plt.subplots(1, columns, figsize=(width, 5), layout="constrained")
     for spec in specs:
         style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
-        left.plot(
-            rates / 1e9, [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates], **style
-        )
+        by_rate = [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates]
+        left.plot(rates / 1e9, by_rate, **style)
         steps = {count: forecast(spec, work, network, count).step for count in counts}
         right.plot(counts, [1e3 * step for step in steps.values()], label=spec, **style)
         for axes in rest:
             scaled = weak_scaling(steps.__getitem__, alone, counts)
             axes.plot(counts, [100 * row.efficiency for row in scaled], **style)
     left.axvline(network.rate / 1e9, color="gray", linestyle=":")
-    left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="ms per step", title=f"{ranks} ranks")
-    right.set(
-        xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step", title=units.show_rate(network.rate)
-    )
+    left.set(xlabel="Gbit/s", title=f"{ranks} ranks")
+    right.set(xlabel="ranks", title=units.show_rate(network.rate))
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", ylabel="ms per step")
     for axes in rest:
         axes.set(
-            xscale="log", ylim=(0, 102), xlabel="ranks", ylabel="% of its speed alone", title="efficiency"
+            xscale="log", xlabel="ranks", title="efficiency", ylim=(0, 102), ylabel="% of its speed alone"
         )
     for axes in (right, *rest):
         axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
@@ -107,15 +110,12 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
     plt = _pyplot()
     rows = result["compressors"]
     names = [row["compressor"] for row in rows]
-    totals = [1e3 * row["total"]["median"] for row in rows]
-    spread = [
-        [1e3 * (row["total"]["median"] - row["total"]["low"]) for row in rows],
-        [1e3 * (row["total"]["high"] - row["total"]["median"]) for row in rows],
-    ]
-    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
-    bars = axes.barh(
-        names, totals, xerr=spread, color=["gray" if name == "none" else "tab:blue" for name in names]
+    low, totals, high = (
+        np.array([1e3 * row["total"][key] for row in rows]) for key in ("low", "median", "high")
     )
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    colors = ["gray" if name == "none" else "tab:blue" for name in names]
+    bars = axes.barh(names, totals, xerr=[totals - low, high - totals], color=colors)
     axes.bar_label(bars, [f"{total:.3g} ms" for total in totals], padding=4)
     axes.plot([1e3 * row["predicted"] for row in rows], names, "k|", markersize=14, label="predicted")
     axes.legend()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,9 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the optimizer or tape was told."""
-        found: dict[str, Any] = self.meta.get("settings", {})
-        return found
+        """The settings of the optimizer or tape."""
+        settings: dict[str, Any] = self.meta.get("settings", {})
+        return settings
 
     @property
     def first(self) -> Rank:
@@ -72,23 +72,25 @@ class Run:
 
     @property
     def losses(self) -> np.ndarray:
-        """The mean over ranks of each step's loss, [steps] of the first rank; as long as ranks have the step."""
-        return _mean(self.of_all("loss"))
+        """The mean over the ranks of each step's loss, [steps], for the steps that all of them have.
+
+        It is infinite or NaN if that of a rank is, unless the rank has no losses at all.
+        """
+        losses = self.of_all("loss")
+        known = ~np.isnan(losses).all(1)
+        return losses[known].mean(0) if known.any() else np.full(losses.shape[1], math.nan)
 
     def of_all(self, column: str) -> np.ndarray:
         """A column on all ranks, [ranks, steps], for the steps that all of them have."""
-        own = [rank.steps["step"] for rank in self.ranks]
-        common = own[0]
-        for other in own[1:]:
-            common = common[np.isin(common, other)]
-        return np.stack([rank.steps[column][np.isin(steps, common)] for rank, steps in zip(self.ranks, own)])
+        common = functools.reduce(np.intersect1d, [rank.steps["step"] for rank in self.ranks])
+        return np.stack([rank.steps[column][np.isin(rank.steps["step"], common)] for rank in self.ranks])
 
     def fastest(self, column: str) -> np.ndarray:
-        """The least over the ranks of each step's value, [steps]; of a time on the wire: that of the last rank.
+        """The least over the ranks of each step's value, [steps]; NaN where no rank has one.
 
-        What others measure besides is waiting for that rank, not the network.
+        A time on the wire is that of the last rank: the times of the others include waiting for that rank.
         """
-        return _quiet(np.nanmin, self.of_all(column))
+        return np.fmin.reduce(self.of_all(column), 0)
 
 
 def load(path: str) -> Run:
@@ -107,16 +109,15 @@ def load(path: str) -> Run:
             "CompressionMonitor or hvdc.profile"
         )
     meta = _meta(file)
-    found = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
-    found = [rank for rank in found if len(rank.steps["step"])]
-    if not found:
+    ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
+    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])])
+    if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
-    common = set(found[0].steps["step"]).intersection(*(rank.steps["step"] for rank in found[1:]))
-    if not common:
+    if not run.of_all("step").size:
         raise NoRun(
             f"{path} is damaged: its ranks' files have no step in common; were they copied from other runs?"
         )
-    return Run(str(path), meta, found)
+    return run
 
 
 def _meta(file: Path) -> dict[str, Any]:
@@ -132,22 +133,20 @@ def _meta(file: Path) -> dict[str, Any]:
         raise NoRun(
             f"{file} has format {meta['format']!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
         )
-    # What is looked at; anything else is only error_text.
-    buckets, link = meta.get("buckets", []), meta.get("link")
-    right = {
+    # The fields that are used; others are only shown.
+    buckets, link = meta.get("buckets", []), meta.get("link") or {"latency_ms": 0, "ns_per_byte": 0}
+    is_valid = {
         "ranks": isinstance(meta.get("ranks"), int),
         "settings": isinstance(meta.get("settings", {}), dict),
         "buckets": isinstance(buckets, list)
         and all(isinstance(b, dict) and "name" in b and _is_number(b.get("nbytes")) for b in buckets),
-        "link": not link
-        or (
-            isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte"))
-        ),
+        "link": isinstance(link, dict)
+        and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
         "memory_total_mb": _is_number(meta.get("memory_total_mb") or 0),
         "first_step_seconds": _is_number(meta.get("first_step_seconds") or 0),
     }
-    for key, is_right in right.items():
-        if not is_right:
+    for key, valid in is_valid.items():
+        if not valid:
             raise NoRun(f"{file} is damaged: {key!r} is {json.dumps(meta.get(key))[:80]}")
     return meta
 
@@ -158,20 +157,20 @@ def _is_number(value: Any) -> bool:
 
 def _written(directory: Path) -> list[int]:
     """The ranks whose files have lines: a run that has just begun has files without any."""
-    names = (re.fullmatch(r"rank-(\d+)\.csv", path.name) for path in directory.glob("rank-*.csv"))
-    ranks = sorted(int(name.group(1)) for name in names if name)
-    return [r for r in ranks if (directory / f"rank-{r}.csv").stat().st_size]
+    files = [path for path in directory.glob("rank-*.csv") if path.stat().st_size]
+    names = (re.fullmatch(r"rank-(\d+)\.csv", path.name) for path in files)
+    return sorted(int(name.group(1)) for name in names if name)
 
 
 def _rank(directory: Path, number: int) -> Rank:
     steps = _columns(directory / f"rank-{number}.csv", STEP_COLUMNS)
     path = directory / f"rank-{number}-buckets.csv"
-    table = _columns(path, BUCKET_COLUMNS) if path.exists() and path.stat().st_size else {}
     buckets = {}
-    if table:
-        for name in dict.fromkeys(table["bucket"].tolist()):
-            mine = table["bucket"] == name
-            buckets[name] = {column: values[mine] for column, values in table.items() if column != "bucket"}
+    if path.exists() and path.stat().st_size:
+        table = _columns(path, BUCKET_COLUMNS)
+        names = table.pop("bucket")
+        for name in dict.fromkeys(names.tolist()):
+            buckets[name] = {column: values[names == name] for column, values in table.items()}
     return Rank(number, steps, buckets)
 
 
@@ -187,25 +186,13 @@ def _columns(path: Path, needed: Sequence[str]) -> Columns:
     missing = [name for name in needed if name not in header]
     if missing:
         raise NoRun(f"{path} is damaged: it has no column {missing[0]!r}")
-    found: Columns = {}
+    columns: Columns = {}
     for name, cells in zip(header, zip(*rows) if rows else [()] * len(header)):
         if name in ("bucket", "compressor"):
-            found[name] = np.array(cells, dtype=str)
+            columns[name] = np.array(cells, dtype=str)
             continue
         try:
-            found[name] = np.array([float(cell) if cell else math.nan for cell in cells])
+            columns[name] = np.array([float(cell) if cell else math.nan for cell in cells])
         except ValueError as error:
             raise NoRun(f"{path} is damaged: column {name!r}: {error}") from None
-    return found
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """Over the ranks; infinite or NaN where it is on one that has a value at all."""
-    known = ~np.isnan(values).all(1)
-    return values[known].mean(0) if known.any() else np.full(values.shape[1], math.nan)
-
-
-def _quiet(function: Any, values: np.ndarray) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NaN on all ranks
-        return np.asarray(function(values, 0))
+    return columns

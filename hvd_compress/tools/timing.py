@@ -14,7 +14,7 @@ def interleave(
     before: Callable[[], Any] = lambda: None,
     watch: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, all functions in turn in every round, so that drift hits them alike.
+    """Seconds of each call. All functions are timed in turn in each round, so that drift affects them equally.
 
     Args:
         functions: By name; each must wait for its own results.

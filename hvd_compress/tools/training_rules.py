@@ -50,7 +50,7 @@ def loss_diverges(run: Run) -> str | None:
 
 
 def _before(loss: np.ndarray) -> str:
-    """How the loss was before it was no number."""
+    """The loss before it was no number."""
     last = loss[: int(np.argmin(np.isfinite(loss)))]
     if not len(last):
         return "it never was"
@@ -92,10 +92,10 @@ def loss_oscillates(run: Run) -> str | None:
 
 def residual_grows(run: Run) -> str | None:
     """The residual is many gradients large and still grows."""
-    owed = backlog(run)
-    if owed is None:
+    ratios = backlog(run)
+    if ratios is None:
         return None
-    middle, end = owed
+    middle, end = ratios
     if end < 8.0 or end < 1.15 * middle:
         return None
     residual = run.of_all("residual_norm")

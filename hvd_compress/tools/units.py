@@ -11,17 +11,15 @@ import click
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
-_RATES = {
-    prefix + "bit": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
-}
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-# Beyond these it is a slip of the finger, and an answer would take for ever.
+_BYTES = {
+    "": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+}  # fmt: skip
+# Larger values are typing errors, and a prediction would take very long.
 _MOST_PARAMETERS, _MOST_RANKS = 10**11, 10**6
 _SLOWEST, _FASTEST = 1.0, 1e18  # bits per second
 _LONGEST = 24 * 3600.0
-_BYTES = {
-    "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
-}  # fmt: skip
 
 
 def parse_count(text: str) -> int:
@@ -42,7 +40,7 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: It is none.
     """
-    # A capital B would be bytes.
+    # Gb/s is Gbit/s; a capital B would be bytes.
     bits = re.sub(r"(?<![a-zA-Z])([kKmMgGtT]?)b(?=ps$|/s$)", r"\1bit", text.strip())
     short = re.sub(r"(/s|ps)$", "", bits)
     value = _parse(short.lower(), _RATES, text, "a rate in bits per second, such as 10gbit or 500mbit")
@@ -57,8 +55,9 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: It is none.
     """
-    known = {"": 0.0, **_SECONDS} if text.strip() == "0" else _SECONDS
-    value = _parse(text.lower(), known, text, "a time such as 50us, 120ms, 1.5s or 10min")
+    if text.strip() == "0":
+        return 0.0
+    value = _parse(text.lower(), _SECONDS, text, "a time such as 50us, 120ms, 1.5s or 10min")
     if value > _LONGEST:
         raise ValueError(f"{text!r} is longer than 24h")
     return value
@@ -70,7 +69,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: It is none.
     """
-    value = _parse(text, {"": 1.0, **_BYTES}, text, "a size such as 10MB or 25MiB")
+    value = _parse(text, _BYTES, text, "a size such as 10MB or 25MiB")
     if value < 1:
         raise ValueError(f"{text!r} is not a size from 1 byte on")
     return round(value)
@@ -144,30 +143,29 @@ SPEC = _Type("spec", _parse_spec)
 
 def show_rate(bits_per_second: float) -> str:
     """Bits per second as text: 10 Gbit/s."""
-    return _show(
-        bits_per_second, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)), "bit/s"
-    )
+    return _show(bits_per_second, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 1.0})
 
 
 def show_bytes(nbytes: float) -> str:
     """Bytes as text: 102 MB."""
-    return _show(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
+    return _show(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
 
 
 def show_seconds(seconds: float) -> str:
     """Seconds as text: 12.3 ms."""
-    if not seconds:
-        return "0 s"
-    return _show(seconds, (("s", 1.0), ("ms", 1e-3)), "us", 1e-6)
+    return _show(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6}) if seconds else "0 s"
 
 
 def show_count(count: float) -> str:
     """A number as text: 25.6M."""
-    return _show(count, (("G", 1e9), ("M", 1e6), ("K", 1e3)), "").replace(" ", "")
+    return _show(count, {"G": 1e9, "M": 1e6, "K": 1e3, "": 1.0}).replace(" ", "")
 
 
-def _show(value: float, units: tuple[tuple[str, float], ...], smallest: str, scale: float = 1.0) -> str:
-    name, size = next(((name, size) for name, size in units if value >= size * 0.9995), (smallest, scale))
-    number = f"{value / size:.3g}"
-    number = f"{value / size:.0f}" if "e" in number else number
+def _show(value: float, units: Mapping[str, float]) -> str:
+    """The value in the largest of the units, which come in falling order, that is not larger than it."""
+    *_, smallest = units
+    name = next((name for name, size in units.items() if value >= 0.9995 * size), smallest)
+    number = f"{value / units[name]:.3g}"
+    if "e" in number:
+        number = f"{value / units[name]:.0f}"
     return f"{number} {name}".rstrip()

@@ -5,7 +5,6 @@ import pytest
 grimp = pytest.importorskip("grimp")
 
 
-@pytest.mark.xfail(reason="formats, compressors, engine, auto and tools still have circles")
 def test_no_modules_import_each_other_in_a_circle():
     graph = grimp.build_graph("hvd_compress", cache_dir=None)  # type-only imports included
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

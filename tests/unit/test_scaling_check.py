@@ -10,7 +10,8 @@ import pytest
 from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools.models import MODELS
 from hvd_compress.tools.network import Network
-from hvd_compress.tools.prediction import Workload, forecast
+from hvd_compress.tools.prediction import forecast
+from hvd_compress.tools.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

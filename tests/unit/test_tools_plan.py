@@ -15,14 +15,15 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from hvd_compress import formats
-from hvd_compress.auto import policy
+from hvd_compress.auto import choices, policy
 from hvd_compress.compressors.namespace import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import advice, cli, prediction
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
-from hvd_compress.tools.prediction import Workload
+from hvd_compress.tools.noise import noise_lost
+from hvd_compress.tools.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "--params", "25.6M", "--ranks", "8,16", "--bandwidth", "10gbit", "--backward", "120ms"]
@@ -137,7 +138,7 @@ def test_messages_on_their_way_hide_the_next_bucket_s_encoding():
 @pytest.mark.parametrize("buckets", [1, 2, 7])
 def test_the_queue_is_that_of_auto(buckets):
     waits, exchange = np.random.default_rng(buckets).exponential(1.0, (2, 50, buckets))
-    found = prediction.makespan(waits, exchange)
+    found = choices.makespan(np, waits, exchange)
     theirs = policy.makespan(tf.constant(waits, tf.float32), tf.constant(exchange, tf.float32))
     np.testing.assert_allclose(found, theirs, rtol=1e-5)
     by_hand = [reference.queue_after(waits[i], exchange[i]) for i in range(50)]
@@ -173,7 +174,7 @@ def test_the_choice_is_that_of_auto(seed):
 )  # fmt: skip
 def test_what_noise_loses_is_what_the_compressor_loses(spec):
     measured = Compression.parse(spec).noise_loss([(2**17,)])
-    assert prediction.noise_lost(formats.parse(spec)) == pytest.approx(measured, rel=0.05)
+    assert noise_lost(formats.parse(spec)) == pytest.approx(measured, rel=0.05)
 
 
 def test_the_last_layers_hide_and_the_crossover_is_where_it_is_said_to_be():

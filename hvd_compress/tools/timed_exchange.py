@@ -1,9 +1,9 @@
-"""A step's exchange of gradients, as training makes it, ready to be timed."""
+"""The exchange of a step's gradients with one compressor, as in training, for `bench` and the benchmarks to time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,7 +18,7 @@ from ..frontends.build import new_reducer
 
 
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
-    """Heavy-tailed values of another magnitude in each layer, as gradients are; others on each rank."""
+    """Values distributed as gradients are: heavy-tailed, with a magnitude per layer. They differ between ranks."""
     random = np.random.default_rng(rank)
     return [
         (random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes
@@ -31,16 +31,16 @@ def barrier() -> None:
 
 
 def slowest(seconds: Any, name: str) -> np.ndarray:
-    """Of each number that of the rank where it is largest."""
+    """The largest of the ranks' values, for each number."""
     values = tf.constant(np.asarray(seconds), tf.float64)
     return np.asarray(hvd.allreduce(values, op=hvd.Max, name=name))
 
 
 class Method:
-    """The exchange with one compressor, between hosts of several workers in one level, in two, or as it is predicted.
+    """The exchange with one compressor.
 
     Attributes:
-        run: One step's exchange, residuals updated; returns the averaged gradients.
+        run: Exchanges the gradients of one step and updates the residuals; returns the averaged gradients.
     """
 
     def __init__(
@@ -60,20 +60,22 @@ class Method:
 
     @property
     def plan(self) -> Plan:
-        """There after the first `run`."""
+        """How gradients are divided; known after the first `run`."""
         return self._reducer.last_plan("the plan")
 
     @property
     def chunk(self) -> int:
-        """Elements of the chunks that are encoded; 0 where nothing is."""
+        """The number of elements of the largest chunk that is encoded; 0 if none is."""
         shapes = [param_group.layout.shapes[0] for param_group in self.plan.layout.param_groups]
         return max((math.prod(shape) for shape in shapes), default=0)
 
 
 def relative_error(reduced: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]) -> float:
     """||reduced - exact|| / ||exact||."""
-    lost = sum(
-        float(np.sum(np.square(a.numpy() - b.numpy(), dtype=np.float64))) for a, b in zip(reduced, exact)
-    )
-    whole = sum(float(np.sum(np.square(b.numpy(), dtype=np.float64))) for b in exact)
-    return float(np.sqrt(lost / whole)) if whole else 0.0
+
+    def energy(tensors: Iterable[np.ndarray]) -> float:
+        return sum(float(np.sum(np.square(tensor, dtype=np.float64))) for tensor in tensors)
+
+    total = energy(tensor.numpy() for tensor in exact)
+    lost = energy(a.numpy() - b.numpy() for a, b in zip(reduced, exact))
+    return math.sqrt(lost / total) if total else 0.0

@@ -1,0 +1,36 @@
+"""Options that several subcommands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..engine.layout import BUCKET_BYTES
+from . import console, units
+
+SPECS = (
+    "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
+    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
+)  # fmt: skip
+
+compressors = click.option(
+    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, default=SPECS, show_default=False,
+    help="Instead of all; may be repeated.",
+)  # fmt: skip
+bucket_bytes = click.option(
+    "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, show_default=False,
+    help="Of a bucket.  [default: 25MiB]",
+)  # fmt: skip
+
+
+def output(text: str) -> Any:
+    """The option that names the file to write."""
+    path = click.Path(path_type=Path)
+    return click.option("--output", "-o", type=path, callback=console.output_file, help=text)
+
+
+def with_none(specs: tuple[str, ...]) -> tuple[str, ...]:
+    """The compressors, each once; no compression, with which the others are compared, comes first."""
+    return tuple(dict.fromkeys(["none", *specs]))

@@ -1,0 +1,125 @@
+"""What is trained: its gradients, and the buckets in which they cross."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..engine import grouping
+from ..engine import layout as geometry
+from ..engine.grouping import Shape
+from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
+from ..formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        shapes: The shapes of all gradients, first layer first.
+        backward: Seconds of the backward pass. Gradients become ready evenly in it, byte by byte, last layer first.
+        rest: Seconds of a step in which nothing can cross: forward pass, update.
+        bucket_bytes: Bytes of a bucket's gradients, as float32.
+    """
+
+    shapes: tuple[Shape, ...]
+    backward: float = 0.0
+    rest: float = 0.0
+    bucket_bytes: int = BUCKET_BYTES
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return sum(map(math.prod, self.shapes))
+
+    def ready(self, first: int) -> float:
+        """The share of the backward pass after which the gradients from this position on are ready."""
+        return 1.0 - self._numel_before[first] / self.numel
+
+    @functools.cached_property
+    def _numel_before(self) -> list[int]:
+        """The number of parameters before each gradient."""
+        return [0, *itertools.accumulate(map(math.prod, self.shapes))]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.backward, self.rest, self.bucket_bytes))
+
+    def __hash__(self) -> int:
+        """Computed once: each forecast uses it as a cache key, and there may be many gradients."""
+        return self._hash
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that cross together.
+
+    Attributes:
+        nbytes: Bytes of gradient, as float32.
+        shapes: The shapes of its chunks.
+        ready: The share of the backward pass after which its last gradient is ready.
+        dense: Whether it is never compressed.
+    """
+
+    nbytes: int
+    shapes: tuple[Shape, ...]
+    ready: float
+    dense: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, workers: int = 1) -> list[Bucket]:
+    """The buckets of a step, in the order in which they cross, as `hvd_compress.plan` makes them.
+
+    Args:
+        work: What is trained.
+        candidates: The compressors that all buckets but the dense ones may use.
+        ranks: The world size.
+        workers: The workers of each host, if the exchange is hierarchical.
+    """
+    compress = not all(candidate.uncompressed for candidate in candidates)
+    chosen = [
+        i
+        for i, shape in enumerate(work.shapes)
+        if compress and geometry.is_compressed(shape, MIN_COMPRESS_SIZE)
+    ]
+    dense = _dense_buckets(work, sorted(set(range(len(work.shapes))).difference(chosen)))
+    if not chosen:
+        return dense
+    (gradients,) = grouping.assign(work.shapes, chosen, sys.maxsize)
+    limit = geometry.bucket_limit(work.bucket_bytes, gradients.numel)
+    layout: Any
+    if candidates[0].per_tensor:
+        layout = geometry.PerTensorLayout(gradients)
+        limit = sys.maxsize if candidates[0].model_wide else limit
+    else:
+        layout = geometry.flat_layout(gradients, candidates, limit, ranks, workers)
+    chunk_sizes = [math.prod(shape) for shape in layout.shapes]
+    chunk_ends = np.minimum(np.cumsum(chunk_sizes), gradients.numel)
+    gradient_ends = np.cumsum(gradients.sizes)
+    compressed = []
+    for chunks in layout.in_buckets(limit):
+        last = int(
+            np.searchsorted(gradient_ends, chunk_ends[chunks[-1]])
+        )  # the gradient in which the bucket ends
+        last = min(last, len(gradient_ends) - 1)
+        shapes = tuple(layout.shapes[chunks.start : chunks.stop])
+        nbytes = 4 * sum(chunk_sizes[chunks.start : chunks.stop])
+        compressed.append(Bucket(nbytes, shapes, work.ready(gradients.members[last])))
+    # Dense buckets go before the last compressed one.
+    return [*compressed[:-1], *dense, compressed[-1]]
+
+
+def _dense_buckets(work: Workload, members: list[int]) -> list[Bucket]:
+    limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members))
+    return [
+        Bucket(4 * group.numel, group.shapes, work.ready(min(group.members)), dense=True)
+        for group in grouping.assign(work.shapes, members, limit)
+    ]
