@@ -350,14 +350,15 @@ class Step:
         pairs = [(result.outgoing, result.incoming) for result in dense]
         slices = [self._gradients[i] for i in self._plan.layout.sparse]
         pairs += [([own.values], [reduced.values]) for own, reduced in zip(slices, sparse)]
-        of_each = [self._lossless() for _ in dense]
-        of_each += [] if self._sample_norms is None else self._embeddings.norms(self._sample_norms)
+        sample = self._sample_norms
+        norms_of_pairs = [self._lossless() for _ in dense]
+        norms_of_pairs += [()] * len(sparse) if sample is None else self._embeddings.norms(sample)
         measurements = []
-        for (outgoing, incoming), norm in zip(pairs, of_each):
+        for (outgoing, incoming), norms_of_pair in zip(pairs, norms_of_pairs):
             ready = clock.stamp(outgoing)
             received = clock.stamp(incoming, ready)
             times = Timestamps(ready, ready, received, received)
-            measurements.append(BucketMeasurement(times, norm, tf.constant(0)))
+            measurements.append(BucketMeasurement(times, norms_of_pair, tf.constant(0)))
         return measurements
 
     def _lossless(self) -> Any:
