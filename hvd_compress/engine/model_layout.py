@@ -50,7 +50,7 @@ class ModelLayout:
         dtypes: The gradients' dtypes; None if there is no gradient.
         param_groups: The compressed gradients.
         buckets: The buckets of all parameter groups, in the order of sending.
-        uncompressed: Gradients that Horovod's own allreduce reduces; each group is one call.
+        uncompressed: Gradients that Horovod's own allreduce reduces, in buckets of their own.
         sparse: Positions of the gradients that are IndexedSlices.
         embeddings: The tables of these gradients, in the same order.
         may_be_hierarchical: Whether exchanges may sum gradients within each host first.

@@ -89,8 +89,8 @@ class Plan:
     def group(self, trace_index: int, what: str) -> Group:
         """The ranks, and a name for collectives that is the same on all of them.
 
-        The name ignores TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces of
-        the process, and one rank may have traced more than the others.
+        The name ignores TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces
+        of the process, and one rank may have traced more than the others.
 
         Args:
             trace_index: How often the plan was used in the function before.

@@ -56,9 +56,9 @@ class State:
             hierarchical exchange and after each flat one. It is not saved, and true after a restore.
         velocities: The momentum of uncompressed gradients, float32, by their positions; equal on all ranks.
         progress: How far training is, float64, for compressors with stages; None without them.
-        embedding_counts: For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether
-            they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed; None
-            without embeddings.
+        embedding_counts: For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together,
+            whether they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed;
+            None without embeddings.
         model_wide_factors: The right factors of the model-wide candidates of `auto`, by the candidates' positions.
     """
 

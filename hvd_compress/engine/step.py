@@ -193,7 +193,9 @@ class Step:
             measured = [_Measured(*pair) for pair in zip(result.timestamps, result.norms)]
             return result.gradients, measured, committed, result.loss
 
-        reduced, measured, committed, loss = auto.switch_model(per_bucket, without_compression, model_wide, step)
+        reduced, measured, committed, loss = auto.switch_model(
+            per_bucket, without_compression, model_wide, step
+        )
         for b, of_bucket in zip(layout.auto_buckets, measured):
             results[b] = of_bucket
         return gradients | reduced, results, loss, committed, probe
