@@ -1,7 +1,7 @@
-"""How gradients lie in the chunks that a compressor sees, and which chunks form a bucket: numbers only.
+"""The places of gradients in the chunks that a compressor sees, and the chunks of each bucket. Numbers only.
 
 Compressors work on flat chunks of at most 2**20 elements, 4 MB. The output of one kernel is still in the processor's
-cache when the next kernel reads it. Memory of that size is also reused from step to step, where larger blocks go back
+cache when the next kernel reads it. Memory of that size is also reused from step to step, while larger blocks go back
 to the operating system, which clears them. Measured on one core, residual + int8 over 25M elements took 163 ms in one
 chunk and 41 ms in 24. All chunks have the same size, so that each kernel is compiled once for the whole model.
 """
@@ -27,12 +27,13 @@ MIN_COMPRESS_SIZE = 1024
 SMALLEST = 2**12
 # Elements in 64 bytes: TensorFlow slices tensors without a copy at multiples of this.
 _CELL = 16
-# The share by which chunks may grow in order to be aligned.
+# Chunks may grow by this share in order to be aligned.
 _ADDED = 1 / 64
-# Gradients of fewer elements lie close together, and are split out of a chunk all at once.
+# Gradients of fewer elements have no gaps between them, and one tf.split takes them all out of a chunk.
 SMALL = 1024
-# Chunks of each owner in a full bucket: the first bucket, with one for each, can then be smaller (`int8` between four
-# hosts at 1 Gbit/s: 545 ms with three, 580 with one). With many ranks each bucket costs much latency.
+# Scatter-reduce gives each rank ("owner") this many chunks of a full bucket. The first bucket has one for each, so it is
+# smaller (`int8` between four hosts at 1 Gbit/s: 545 ms with three, 580 with one). With many ranks, each bucket costs
+# much latency: then it is one.
 _CHUNKS_OF_OWNER = 3
 _FEW_RANKS = 16
 # A model has at least this many buckets, unless they would be smaller than this many bytes of float32.
@@ -50,7 +51,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position in the chunk behind the last element."""
+        """The position in the chunk after the last element."""
         return self.begin + self.last - self.first
 
 
@@ -89,10 +90,10 @@ class FlatLayout:
     Attributes:
         tensors: The gradients.
         multiple: The number of chunks is a multiple of this.
-        alignment: The size of chunks is a multiple of this if that adds less than 2% to it; otherwise of a half, a
-            fourth, ... of it that still is a multiple of 256; otherwise of 256, or of 16, with which slices copy
-            nothing.
-        largest: The largest size of a chunk in elements, without the alignment.
+        alignment: The size of chunks is a multiple of this if that adds less than 2% to it. Otherwise it is a multiple
+            of a half, a fourth, ... of this, as long as that is a multiple of 256; otherwise of 256 or of 16, with
+            which slices copy nothing.
+        largest: The largest size of a chunk in elements, before it is aligned.
 
     Raises:
         ValueError: The alignment is below 1.
@@ -132,8 +133,8 @@ class FlatLayout:
     def in_buckets(self, bucket_bytes: int) -> list[range]:
         """The chunks of each bucket: consecutive ones of up to `bucket_bytes`, but at least `multiple`.
 
-        The first of several buckets is the smallest, as in PyTorch's DistributedDataParallel, and each next one is at
-        most twice as large: the link has work sooner, and each bucket's transfer lasts until the next one is encoded.
+        The first of several buckets is the smallest, as in PyTorch's DistributedDataParallel: the link has work sooner.
+        Each next bucket is at most twice as large, so that the link is busy until it is encoded.
         """
         largest = self.multiple * max(1, bucket_bytes // (4 * max(1, self.size) * self.multiple))
         buckets: list[range] = []
@@ -149,7 +150,7 @@ class FlatLayout:
         cell = _CELL if self.tensors.numel >= 100 * _CELL else 1
         offsets, end = [], 0
         for size in self.tensors.sizes:
-            # Small ones leave no gaps: there may be ten thousand of them.
+            # No gaps between small gradients: there may be ten thousand of them.
             end = cell * math.ceil(end / cell) if size >= SMALL else end
             offsets.append(end)
             end += size
@@ -190,9 +191,9 @@ Layout = Union[FlatLayout, PerTensorLayout]
 
 
 def bucket_limit(bucket_bytes: int, numel: int) -> int:
-    """The largest size of a bucket, in bytes of float32, for this many elements.
+    """The largest size of a bucket, in bytes of float32, for gradients of `numel` elements.
 
-    Small models are divided, too, so that the buckets of the last layers are exchanged during the backward pass.
+    Small models have several buckets, too, so that those of the last layers are exchanged during the backward pass.
     """
     # A little more than a quarter, for the padding of chunks.
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
@@ -205,11 +206,11 @@ def flat_layout(
 
     Args:
         tensors: The gradients.
-        candidates: Compressors or formats that the chunks must suit, in each of their stages. Where that would make
-            chunks too large, the chunks are padded when they are encoded; quantizers copy only codes for that.
+        candidates: Compressors or formats that the chunks must suit, in each of their stages. If that would make
+            chunks too large, they are padded when they are encoded. Quantizers then copy only codes.
         limit: The largest size of a bucket, in bytes of float32.
         ranks: The world size.
-        workers: The workers on each host, where the exchange may be hierarchical.
+        workers: The workers on each host if the exchange may be hierarchical, else 1.
     """
     alignment = math.lcm(*(candidate.alignment for candidate in candidates))
 

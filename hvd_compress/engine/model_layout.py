@@ -1,8 +1,8 @@
 """How the gradients of a model are divided: which are compressed together, in which buckets. Numbers only.
 
-A parameter group holds all gradients that share a compressor, packed into chunks. A bucket is a run of a group's
-chunks, which one exchange carries. Buckets stand in the order of sending: the last layers first, since their gradients
-are ready first, and the groups of `auto` after all others.
+A parameter group holds gradients that share a compressor, packed into chunks. A bucket is a run of a group's chunks,
+which are exchanged together. Buckets are in the order of sending: the groups of `auto` after all others and, within a
+group, the last layers first, since their gradients are ready first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ParamGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Chunks that are exchanged at once."""
+    """Chunks that are exchanged together."""
 
     group: int  # position of the parameter group
     chunks: range
@@ -47,13 +47,13 @@ class ModelLayout:
     Attributes:
         paths: The variables' paths or names.
         shapes: The gradients' shapes.
-        dtypes: Their dtypes; None where there is no gradient.
+        dtypes: The gradients' dtypes; None if there is no gradient.
         param_groups: The compressed gradients.
-        buckets: In the order of sending.
+        buckets: The buckets of all parameter groups, in the order of sending.
         uncompressed: Gradients that Horovod's own allreduce reduces, in buckets of their own.
-        sparse: Positions of the IndexedSlices.
-        embeddings: The variables that they belong to, in the same order.
-        may_be_hierarchical: Whether exchanges may sum gradients inside of each host first.
+        sparse: Positions of the gradients that are IndexedSlices.
+        embeddings: The tables of these gradients, in the same order.
+        may_be_hierarchical: Whether exchanges may sum gradients within each host first.
     """
 
     paths: tuple[str, ...]
@@ -82,7 +82,7 @@ class ModelLayout:
 
     @property
     def auto(self) -> Any:
-        """The compressor that stands for a choice among candidates; None where there is none."""
+        """The compressor `auto`, which stands for a choice among candidates; None if it is not used."""
         compressors = (group.compressor for group in self.param_groups)
         return next((compressor for compressor in compressors if compressor.automatic), None)
 
@@ -98,7 +98,7 @@ class ModelLayout:
 
     @functools.cached_property
     def model_wide(self) -> PerTensorLayout:
-        """All gradients of `auto` in their own shapes, one parameter group after the other."""
+        """The gradients of `auto` in their own shapes, one parameter group after the other."""
         groups = [self.param_groups[g].layout.tensors for g in self.auto_groups]
         members = tuple(i for tensors in groups for i in tensors.members)
         return PerTensorLayout(TensorGroup(members, tuple(shape for t in groups for shape in t.shapes)))
@@ -110,14 +110,14 @@ def model_layout(
     """Divides gradients.
 
     Args:
-        settings: How gradients are reduced.
+        settings: The user's settings.
         gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-        variables: What the gradients belong to.
-        workers: The workers on each host where exchanges may be hierarchical, else 1.
+        variables: The gradients' variables.
+        workers: The workers on each host if exchanges may be hierarchical, else 1.
 
     Raises:
-        TypeError: A gradient is of a dtype that Horovod cannot reduce.
-        ValueError: The shape of a gradient is unknown, or is not that of its variable.
+        TypeError: Horovod cannot reduce the dtype of a gradient.
+        ValueError: The shape of a gradient is unknown, or does not match that of its variable.
     """
     shapes = [_static_shape(g, v) for g, v in zip(gradients, variables)]
     paths = [path_of(v) for v in variables]
@@ -158,7 +158,7 @@ def model_layout(
     # In the order of the variables, but `auto` last.
     for compressor in sorted(_distinct([compressors[i] for i in compressed]), key=lambda c: c.automatic):
         members = [i for i in compressed if compressors[i] == compressor]
-        # Without `groups`, all lie end to end, and buckets end where a chunk does.
+        # Without `groups`, there is one parameter group for each compressor.
         for tensors in assign(shapes, members, sys.maxsize, groups):
             param_groups.append(ParamGroup(compressor, layout_of(tensors, compressor)))
     buckets = []

@@ -1,4 +1,4 @@
-"""A selector that chooses for several buckets from what steps measure."""
+"""A selector that chooses for all of its buckets, from what earlier steps measured."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ModelSelector(Selector, Observer):
 
     @abc.abstractmethod
     def numbers(self) -> tf.Tensor:
-        """What this rank tells the others, float32 [any]; it is reduced along with the uncompressed gradients."""
+        """The numbers that this rank sends, float32 [any]; they are reduced along with the uncompressed gradients."""
 
     @abc.abstractmethod
     def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> Any:
-        """Looks at the gradients before they are exchanged; the result comes back in `StepMeasurement.probe`.
+        """Measures the gradients before they are exchanged. `observe` gets the result as `StepMeasurement.probe`.
 
         Args:
-            step: int64 scalar, the number of steps before.
-            gradients: All of the plan.
+            step: The number of steps before this one, an int64 scalar.
+            gradients: All gradients of the plan.
         """
 
     @abc.abstractmethod
@@ -41,24 +41,24 @@ class ModelSelector(Selector, Observer):
         model_wide: Callable[[int, tf.Tensor], Any],
         step: tf.Tensor,
     ) -> Any:
-        """The result of the exchange that holds for all buckets in this step.
+        """Calls the function that exchanges all buckets in this step, and returns its result.
 
         Args:
             per_bucket: Exchanges each bucket with its own candidate, see `switch`.
-            uncompressed: Exchanges all as stock Horovod does.
-            model_wide: Exchanges all at once with the candidate of this position; the second argument says whether to
-                measure what is lost.
-            step: int64 scalar, the number of steps before.
+            uncompressed: Exchanges all gradients as stock Horovod does.
+            model_wide: Exchanges all gradients at once. Arguments: the position of the candidate, and whether to measure
+                its loss, a bool scalar.
+            step: The number of steps before this one, an int64 scalar.
         """
 
     @abc.abstractmethod
     def no_loss(self) -> Any:
-        """In place of `StepMeasurement.model_wide_loss`, where no candidate for the whole model was in use."""
+        """The value of `StepMeasurement.model_wide_loss` if no model-wide candidate was in use."""
 
     @abc.abstractmethod
     def replicated_state(self) -> dict[str, tf.Variable]:
-        """Variables that are alike on all ranks, by the names that checkpoints use."""
+        """The variables that are equal on all ranks, by their names in checkpoints."""
 
     @abc.abstractmethod
     def report(self, step: int) -> list[BucketReport]:
-        """What is known of each bucket after so many steps, outside of the graph."""
+        """The reports of the buckets after `step` steps. Not for use in a graph."""

@@ -1,7 +1,15 @@
-"""The way of a bucket through a step. Every compressed exchange is a call of `reduce_bucket`.
+"""The way of a gradient through a training step. Read this file first.
 
-The buckets of a model, all gradients at once (`model_wide`), an embedding's dense gradient (`embeddings`) and
-`hvdc.allreduce` differ in their `BucketInput` only.
+1. The optimizer or the tape (`frontends`) hands a list of gradients to its `reducer.Reducer`.
+2. The reducer keeps a `plan.Plan` for each list. `frontends.build` makes it in the first step: it divides the gradients
+   into buckets (`model_layout`) and makes the variables (`state`).
+3. `step.Step` is the graph of one step. Uncompressed gradients go to Horovod's own allreduce, IndexedSlices are reduced
+   row by row (`embeddings`), and all others in buckets: `reduce_bucket`, below, reduces one bucket over the ranks.
+4. `Step` unpacks the reduced buckets to gradients. It assigns the new state if all gradients of all ranks were finite,
+   and hands what was measured to the observers (`observer`).
+
+Every compressed exchange of dense gradients is a call of `reduce_bucket`. The callers differ only in the `BucketInput`:
+buckets (`step`), all gradients at once (`model_wide`), an embedding's dense gradient (`embeddings`), `hvdc.allreduce`.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from .selector import Selector
 from .state import NO_STATE, BucketState
 from .transforms import LocalChunks, Transform, value_of
 
-# Measures a bucket, given its compressor, the gradients in chunks, what was encoded, and new residuals or None.
+# Arguments: the compressor, the gradients in chunks, what was encoded, and the new residuals or None.
 Measure = Callable[[Compressor, Sequence[tf.Tensor], LocalInput, Any], Any]
 
 
@@ -40,11 +48,11 @@ class StepContext:
     """What all exchanges of a step share.
 
     Attributes:
-        scale: The sum over the ranks is multiplied by it.
-        collective: The collective for tensors of these shapes, encoded by this compressor.
-        transforms: What is done to gradients before they are encoded.
-        residual_decay: Multiplies residuals.
-        feeds_back: Whether this compressor's new residual is kept.
+        scale: The factor of the sum over the ranks.
+        collective: Returns the collective for a compressor and the shapes of chunks.
+        transforms: Change the chunks before they are encoded.
+        residual_decay: The factor of residuals.
+        feeds_back: Returns whether the new residuals of a compressor are kept.
     """
 
     scale: float
@@ -55,7 +63,7 @@ class StepContext:
 
 
 class BucketInput(NamedTuple):
-    """What one rank brings to the exchange of a bucket."""
+    """One bucket on one rank."""
 
     layout: Layout
     chunks: range  # of the layout
@@ -63,18 +71,18 @@ class BucketInput(NamedTuple):
     seeds: Seeds
     group: Callable[[Compressor], Group]  # the ranks, and the names of the collectives
     state: BucketState = NO_STATE  # variables or tensors
-    position: int = 0  # among the buckets of the plan
+    position: int = 0  # the bucket's index in the plan
     timed: bool = False  # whether timestamps are taken
     measure: Measure = no_measure
 
 
 class BucketResult(NamedTuple):
-    """What comes of the exchange of a bucket."""
+    """One bucket after its exchange."""
 
     chunks: list[tf.Tensor]  # reduced; the same on all ranks
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
-    new_state: BucketState  # tensors, to be assigned once all buckets are known to be finite
-    next_can_start: tf.Tensor  # there when the next bucket may be encoded
+    new_state: BucketState  # tensors; `Step` assigns them if all buckets are finite
+    next_can_start: tf.Tensor  # ready when the next bucket may be encoded
     timestamps: Any  # Timestamps; () where not timed
     measured: Any  # the result of `BucketInput.measure`
 
@@ -82,21 +90,22 @@ class BucketResult(NamedTuple):
 def reduce_bucket(
     bucket: BucketInput, gradients: Sequence[tf.Tensor], step: StepContext, after: Sequence[tf.Tensor] = ()
 ) -> BucketResult:
-    """Reduces a bucket over the ranks, compressed on the way.
+    """Reduces a bucket over the ranks, with compression.
 
-    1. Pack: the gradients become float32 chunks.
-    2. Transform: predivide, momentum correction.
-    3. Select: the selector's tensor says which compressor holds in this step. Steps 4 to 6 are traced once for each
-       candidate, and return the same structure.
-    4. Exchange: the collective encodes chunk + residual, sends payloads, decodes and sums those of all ranks.
-    5. Update: what was not sent is the new residual; transforms take their state back.
-    6. Measure: what observers want to know.
+    1. Pack (`packing`): the gradients become float32 chunks.
+    2. Transform (`transforms`): predivide, momentum correction.
+    3. Select (`selector`): a tensor says which compressor is used in this step. Steps 4 to 6 are traced once for each
+       candidate and return the same structure.
+    4. Exchange (`compressors`, `exchange`): the collective encodes chunk + residual, sends the payloads, and sums the
+       decoded payloads of all ranks.
+    5. Update (`state`): what was not sent is the new residual. Transforms return their new velocities.
+    6. Measure (`clock`, `norms`): timestamps and norms for observers.
 
     Args:
-        bucket: What this rank brings.
-        gradients: Those of the layout's members, in their order.
+        bucket: The bucket.
+        gradients: The gradients of the layout's members, in the same order.
         step: What all buckets share.
-        after: Tensors that must be there before the bucket is packed.
+        after: Tensors that must be ready before the bucket is packed.
     """
     # 1. Pack
     ready = []
@@ -122,7 +131,7 @@ def reduce_bucket(
         collective = step.collective(compressor, sent.shapes)
         reduction = collective.reduce(compressor, sent, step.scale, bucket.group(compressor))
 
-        # 5. Update. Without error feedback for this compressor, the residual of another one was sent with the chunks.
+        # 5. Update. A compressor without error feedback sends the residuals that another one left, and leaves none.
         unsent = reduction.residuals if keep else []
         if not keep and (state.residuals or state.velocities):
             unsent = [tf.zeros_like(chunk) for chunk in local.chunks]
@@ -148,7 +157,7 @@ def reduce_bucket(
 
 
 def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
-    """There when the next bucket may be encoded: when this one was, and its time was taken."""
+    """Ready when this bucket is encoded, and its timestamp taken: then the next one may be encoded."""
     if reduction.next_can_start is not None:
         return next_can_start(reduction.next_can_start)
     return next_can_start(times[0] if times and reduction.second_exchange is None else reduction.outgoing)

@@ -1,4 +1,4 @@
-"""What belongs to one list of gradients: its layout, its variables, its selectors and its observers."""
+"""How one list of gradients is reduced: its layout, variables, selectors, transforms and observers."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from .transforms import Transform
 class Plan:
     """How one list of gradients is reduced; `frontends.build` makes it.
 
-    It keeps no reference to the variables, which may go before it does.
+    It keeps no reference to the model's variables, which may be deleted before it.
 
     Attributes:
-        name: The beginning of its collectives' names.
-        settings: How gradients are reduced.
-        layout: How they are divided.
-        state: The variables.
+        name: The prefix of its collectives' names.
+        settings: The user's settings.
+        layout: How the gradients are divided.
+        state: The plan's own variables.
         selectors: The selector of each bucket.
-        transforms: What is done to gradients before they are encoded.
-        hosts: The hosts, where exchanges may be hierarchical; None where they may not.
-        all_hosts: The hosts, also where exchanges are flat; None where they are not known.
-        flat: Compressors whose exchange is flat all the same.
-        auto: Chooses for the buckets of `auto`; None where there are none.
-        observers: Who is told what steps measure.
+        transforms: Change the gradients before they are encoded.
+        hosts: The hosts if exchanges may be hierarchical, else None.
+        all_hosts: The hosts, also if all exchanges are flat; None if they are not known.
+        flat: Compressors whose exchange is flat even if `hosts` is set.
+        auto: The selector of the buckets of `auto`; None if there are none.
+        observers: Get the measurements of each step.
         link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
-        trace_indices: How often the plan is part of a function, before the last time; by the function's graph.
+        trace_indices: How often the plan is used in a function, minus 1; by the function's graph.
     """
 
     name: str
@@ -71,29 +71,29 @@ class Plan:
     def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
         """The shapes of the tensors that are exchanged with a bucket.
 
-        Those of the whole model belong to the last bucket of `auto`.
+        A model-wide candidate of `auto` exchanges all gradients with the last bucket, and nothing with the others.
         """
         if self.layout.group_of(b).compressor.automatic and compressor.model_wide:
             return self.layout.model_wide.shapes if b == self.layout.auto_buckets[-1] else []
         return self.layout.shapes_of(b)
 
     def compressors(self) -> list[Compressor]:
-        """The current compressor of each bucket, outside of the graph."""
+        """The current compressor of each bucket. Not for use in a graph."""
         return [selector.current(b) for b, selector in enumerate(self.selectors)]
 
     @property
     def replicated_state(self) -> dict[str, tf.Variable]:
-        """The variables that are alike on all ranks, by the names that checkpoints use."""
+        """The variables that are equal on all ranks, by their names in checkpoints."""
         return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
 
     def group(self, trace_index: int, what: str) -> Group:
         """The ranks, and a name for collectives that is the same on all of them.
 
-        Without TensorFlow's scopes: inside a tf.cond they end with a number that counts all that was traced in the
-        process, maybe on one rank only.
+        The name ignores TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces
+        of the process, and one rank may have traced more than the others.
 
         Args:
-            trace_index: How often the plan was part of the function before.
+            trace_index: How often the plan was used in the function before.
             what: Distinguishes the collectives of a step.
         """
         return Group(self.settings.process_set, f"{self.name}_{trace_index}_{what}", ignore_name_scope=True)

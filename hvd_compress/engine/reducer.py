@@ -59,7 +59,7 @@ class Reducer:
         # same order.
         self.name = f"hvdc_{made()}_{plain_name(settings.name)}"
         set_made(made() + 1)
-        self._watchers: list[Callable[[Plan], Observer]] = []
+        self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: float | None = None
         self._warned = False  # that a single rank exchanges nothing
         _alive.add(self)
@@ -102,7 +102,7 @@ class Reducer:
         if key not in self.plans:
             self.plans[key] = self._new_plan(gradients, variables)
         plan = self.plans[key]
-        self._attach_watchers(plan)
+        self._attach_watcher(plan)
         if not tf.executing_eagerly():
             return Step(plan, gradients).run(so_far)
         traced = (key, len(plan.observers))
@@ -118,37 +118,36 @@ class Reducer:
         progress.check(self.settings, self.epoch)
         return self._build(self, name, gradients, variables, watched)
 
-    def _attach_watchers(self, plan: Plan) -> None:
-        if not any(observer.records_steps for observer in plan.observers):
-            plan.observers += [make(plan) for make in [*self._watchers, *watch_all][:1]]
+    def _attach_watcher(self, plan: Plan) -> None:
+        make = self._watcher or next(iter(watch_all), None)
+        if make is not None and not _is_recorded(plan):
+            plan.observers.append(make(plan))
 
     def watch(self, make: Callable[[Plan], Observer]) -> bool:
-        """Has the steps that are traced from now on observed, on this rank only; collectives stay as they are.
+        """Records the steps that are traced from now on, on this rank only; collectives stay as they are.
 
-        A plan has one observer that records steps: the first one that was asked for.
+        Plans whose steps are recorded already keep their observer.
 
         Args:
-            make: Makes the observer of a plan.
+            make: Makes the observer of a plan; it replaces that of an earlier call.
 
         Returns:
-            Whether steps were traced before that it does not observe: trace them anew.
+            Whether any plan's steps were traced without being recorded. The caller must then trace them again.
         """
-        self._watchers.append(make)
-        return any(
-            not any(observer.records_steps for observer in plan.observers) for plan in self.plans.values()
-        )
+        self._watcher = make
+        return not all(_is_recorded(plan) for plan in self.plans.values())
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
         """Asks whether the other ranks are about to reduce the same.
 
         Returns:
-            The next plan's name, and whether steps of any rank are watched.
+            The next plan's name, and whether any rank records its steps.
 
         Raises:
             ValueError: They are not.
         """
         name, process_set = f"{self.name}_{len(self.plans)}", self.settings.process_set
-        watched = bool(self._watchers or watch_all)
+        watched = bool(self._watcher or watch_all)
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
                 watched = agreement.check(name, self.settings, gradients, variables, watched)
@@ -214,6 +213,10 @@ class Reducer:
         if not self.plans:
             raise RuntimeError(f"{who} is known after the first step on more than one rank: train one first")
         return list(self.plans.values())[-1]
+
+
+def _is_recorded(plan: Plan) -> bool:
+    return any(observer.records_steps for observer in plan.observers)
 
 
 def _tensor(gradient: Any, variable: Any) -> Any:

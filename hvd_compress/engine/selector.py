@@ -1,7 +1,7 @@
-"""Which compressor a bucket gets in a step.
+"""Selectors: which compressor a bucket uses in a step.
 
-A selector subclasses `Selector`. The candidates are branches of one graph, and a tensor that is the same on all ranks
-says which branch runs, so that a choice may change from step to step without a new trace.
+A selector subclasses `Selector`. Each candidate is a branch of one graph, and a tensor that is the same on all ranks
+says which branch runs. So the choice may change from step to step without a new trace.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Selector(abc.ABC):
 
     @abc.abstractmethod
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
-        """The result of `exchange` with the compressor of a bucket.
+        """Calls `exchange` with the bucket's compressor, and returns its result.
 
         Args:
             bucket: The bucket's index in the plan.
-            exchange: Traced once for each candidate; its results have the same structure for all of them.
+            exchange: Traced once for each candidate. Its results have the same structure for all candidates.
         """
 
     @abc.abstractmethod
@@ -39,7 +39,7 @@ class Selector(abc.ABC):
 
     @abc.abstractmethod
     def current(self, bucket: int) -> Compressor:
-        """The bucket's compressor, outside of the graph."""
+        """The bucket's current compressor. Not for use in a graph."""
 
 
 class FixedSelector(Selector):
@@ -62,7 +62,7 @@ class FixedSelector(Selector):
 
 
 class StagedSelector(Selector):
-    """One stage of a compressor after the other, such as the warm-up of `dgc`.
+    """The stages of a compressor, one after the other, such as the warm-up of `dgc`.
 
     Args:
         compressor: The compressor that has the stages.
@@ -99,5 +99,5 @@ def selector_for(compressor: Compressor, progress: tf.Variable | None) -> Select
 
 
 def switch_case(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:
-    """As tf.switch_case; without an operation for it if there is but one branch."""
+    """As tf.switch_case; a single branch is called directly."""
     return branches[0]() if len(branches) == 1 else tf.switch_case(index, list(branches))

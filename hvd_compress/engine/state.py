@@ -16,13 +16,14 @@ from .settings import Settings
 
 
 class BucketState(NamedTuple):
-    """What the exchange of a bucket reads and changes: variables before it, tensors of the same structure after it."""
+    """The state of one bucket: variables before the exchange, their new values in the same structure after it."""
 
-    # Of `residual_dtype`, in the chunks' shapes; empty without error feedback. None each: only new ones are wanted.
+    # In the chunks' shapes and `residual_dtype`; empty without error feedback. For a list of None, there are no old
+    # residuals, and new ones are returned all the same.
     residuals: list[Any]
-    velocities: list[Any]  # float32, in the chunks' shapes; empty without momentum correction
-    factors: list[Any]  # of `factor_allreduce`, float32; one for all matrices, or none
-    has_foreign_residual: list[Any]  # bool on the host; one where the exchange may be hierarchical, or none
+    velocities: list[Any]  # in the chunks' shapes, float32; empty without momentum correction
+    factors: list[Any]  # of `factor_allreduce`, float32: one tensor for all matrices, or none
+    has_foreign_residual: list[Any]  # one bool on the host if the exchange may be hierarchical, else none
 
 
 NO_STATE = BucketState([], [], [], [])
@@ -30,11 +31,11 @@ NO_STATE = BucketState([], [], [], [])
 
 @dataclasses.dataclass
 class GroupState:
-    """What a rank keeps of a parameter group's chunks, in their shapes; never broadcast.
+    """The variables of a parameter group that differ between ranks, in the shapes of its chunks.
 
     Attributes:
-        residuals: Of `residual_dtype`; empty without error feedback.
-        velocities: float32; empty without momentum correction.
+        residuals: Of dtype `residual_dtype`; empty without error feedback.
+        velocities: Of dtype float32; empty without momentum correction.
     """
 
     residuals: list[tf.Variable]
@@ -47,18 +48,18 @@ class State:
 
     Attributes:
         step: The number of steps so far, int64.
-        groups: Of each parameter group.
-        factors: Right factors of each parameter group, the same on all ranks; one variable for all matrices, or none.
-        embeddings: Of each embedding; residuals in its shape.
-        has_foreign_residual: By the index of buckets whose exchange may be hierarchical: whether this rank may have
-            residuals other than zero of chunks that another worker of its host exchanges. True until the first
-            hierarchical exchange and after each flat one; not saved, but true after a restore.
-        velocities: Of momentum correction for uncompressed gradients, float32, by their positions; alike on all ranks.
+        groups: The state of each parameter group.
+        factors: The right factors of each parameter group, equal on all ranks: one variable for all matrices, or none.
+        embeddings: The state of each embedding; a residual has the embedding's shape.
+        has_foreign_residual: For each bucket whose exchange may be hierarchical, by its index: whether this rank may
+            have nonzero residuals of chunks that another worker of its host exchanges. True until the first
+            hierarchical exchange and after each flat one. It is not saved, and true after a restore.
+        velocities: The momentum of uncompressed gradients, float32, by their positions; equal on all ranks.
         progress: How far training is, float64, for compressors with stages; None without them.
-        embedding_counts: Of each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether
-            they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed; None
-            without embeddings.
-        model_wide_factors: Right factors of candidates of `auto` that are `model_wide`, by their position.
+        embedding_counts: For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together,
+            whether they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed;
+            None without embeddings.
+        model_wide_factors: The right factors of the model-wide candidates of `auto`, by the candidates' positions.
     """
 
     step: tf.Variable
@@ -83,7 +84,7 @@ class State:
 
     @property
     def replicated(self) -> dict[str, tf.Variable]:
-        """The variables that are alike on all ranks, by the names that checkpoints use."""
+        """The variables that are equal on all ranks, by their names in checkpoints."""
         factors = [variable for of_group in self.factors for variable in of_group]
         return {
             "step": self.step,
@@ -98,9 +99,9 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
     """The state before the first step.
 
     Args:
-        name: The beginning of the variables' names.
-        settings: How gradients are reduced.
-        layout: The buckets.
+        name: The prefix of the variables' names.
+        settings: The user's settings.
+        layout: How the gradients are divided.
     """
 
     def variable(value: tf.Tensor, what: str, device: str) -> tf.Variable:

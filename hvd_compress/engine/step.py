@@ -30,25 +30,25 @@ Changes = Sequence[tuple[tf.Variable, tf.Tensor]]
 class Step:
     """Reduces one list of gradients.
 
-    1. Transforms see all gradients (clipping).
-    2. Uncompressed gradients are reduced, together with the numbers that ranks send to each other.
+    1. Transforms change all gradients together (clipping).
+    2. Uncompressed gradients are reduced, along with the numbers of `auto` and the row counts of embeddings.
     3. Embeddings are reduced, row by row.
     4. Buckets are reduced, one after the other (`pipeline`).
     5. The new state is assigned, unless a gradient of any rank was not finite.
-    6. Observers are told.
+    6. Observers get the measurements.
     """
 
     def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
-        # Of static shape, also where only the variable's is.
+        # A gradient without a static shape gets that of its variable.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g
             for g, shape in zip(gradients, plan.layout.shapes)
         ]
         self._changes: list[tuple[tf.Variable, tf.Tensor]] = []  # of the uncompressed gradients' velocities
-        # The names of collectives must differ within the function that is being traced, and be the same on all ranks.
-        # So the plan counts its uses in this function, and not in all that is around it, which one rank may trace
-        # twice. Calls of functions run one after the other, since they assign the same variables.
+        # Names of collectives must differ within the function that is being traced, and be the same on all ranks. So
+        # the plan counts its uses in this function only: one rank may trace the functions around it twice. Calls of the
+        # function may use the same names, as they run one after the other: they assign the same variables.
         graph = tracing.function_graph()
         self._trace_index = plan.trace_indices.get(graph, -1) + 1
         plan.trace_indices[graph] = self._trace_index
@@ -95,7 +95,7 @@ class Step:
             reduced |= dict(zip(layout.sparse, sparse))
             flags += [nonfinite.all_finite([slices]) for slices in sparse if self._keeps_state]
 
-            # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, and not all alone after it.
+            # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, so that they overlap with it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
             gradients, results, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
             reduced |= gradients
@@ -121,13 +121,13 @@ class Step:
     # 2. Uncompressed gradients
 
     def _reduce_uncompressed(self) -> tuple[list[uncompressed.Dense], tf.Tensor | None, list[tf.Tensor]]:
-        """The reduced gradients, the agreed numbers of `auto` (or None), and those of the embeddings."""
+        """The reduced gradients, the reduced numbers of `auto` (or None), and the reduced counts of embeddings."""
         auto = self._plan.auto
         numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
         results, agreed = [], list[tf.Tensor]()
         for b, tensors in enumerate(self._plan.layout.uncompressed):
             gradients = [self._gradients[i] for i in tensors.members]
-            # The numbers go along with the first bucket.
+            # The numbers are sent with the first bucket.
             result = self._allreduce([*gradients, *numbers], f"dense_{b}")
             if numbers:
                 agreed, numbers = result.tensors[len(gradients) :], []
@@ -144,7 +144,7 @@ class Step:
         )
 
     def _with_momentum(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
-        """An uncompressed gradient with momentum, which is the same on all ranks."""
+        """The velocity in place of an uncompressed gradient, the same on all ranks; without momentum, the gradient."""
         variable = self._plan.state.velocities.get(i)
         if variable is None:
             return reduced
@@ -158,20 +158,17 @@ class Step:
     def _reduce_compressed(
         self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
     ) -> tuple[dict[int, tf.Tensor], list[_Measured | None], Any, tf.Tensor, Any]:
-        """All buckets.
+        """Reduces all buckets and assigns the new state.
 
         Returns:
-            Reduced gradients by their positions; timestamps and norms of each bucket, or None; what a candidate for the
-            whole model lost; whether the new state was assigned; what `auto` found out before.
+            Reduced gradients by their positions; timestamps and norms of each bucket, or None; the loss of a model-wide
+            candidate; whether the new state was assigned; the result of `ModelSelector.probe`.
         """
         layout, auto = self._plan.layout, self._plan.auto
-        mine = set(layout.auto_buckets)
-        fixed = [b for b in range(len(layout.buckets)) if b not in mine]
-        first = self._reduce_buckets(fixed, [] if mine else before_last)
-        gradients, results = (
-            self._unpack(first),
-            [_measured(first.get(b)) for b in range(len(layout.buckets))],
-        )
+        fixed = [b for b in range(len(layout.buckets)) if b not in layout.auto_buckets]
+        first = self._reduce_buckets(fixed, [] if layout.auto_buckets else before_last)
+        gradients = self._unpack(first)
+        results = [_measured(first.get(b)) for b in range(len(layout.buckets))]
         if auto is None:
             return gradients, results, (), self._commit(flags, first), None
 
@@ -185,18 +182,20 @@ class Step:
             committed = self._commit(flags, {**first, **last})
             return self._unpack(last), [_measured(last[b]) for b in layout.auto_buckets], committed, no_loss
 
-        def as_they_are() -> Any:
+        def without_compression() -> Any:
             reduced, timestamps = self._reduce_auto_uncompressed()
             measured = [_Measured(times, self._lossless()) for times in timestamps]
             return reduced, measured, self._commit(flags, first), no_loss
 
-        def at_once(candidate: int, probed: tf.Tensor) -> Any:
-            whole = self._reduce_model(candidate, [*after, *before_last], probed)
-            committed = self._commit([*flags, whole.ok], first, whole.changes)
-            measured = [_Measured(*pair) for pair in zip(whole.timestamps, whole.norms)]
-            return whole.gradients, measured, committed, whole.loss
+        def model_wide(candidate: int, probed: tf.Tensor) -> Any:
+            result = self._reduce_model(candidate, [*after, *before_last], probed)
+            committed = self._commit([*flags, result.ok], first, result.changes)
+            measured = [_Measured(*pair) for pair in zip(result.timestamps, result.norms)]
+            return result.gradients, measured, committed, result.loss
 
-        reduced, measured, committed, loss = auto.switch_model(per_bucket, as_they_are, at_once, step)
+        reduced, measured, committed, loss = auto.switch_model(
+            per_bucket, without_compression, model_wide, step
+        )
         for b, of_bucket in zip(layout.auto_buckets, measured):
             results[b] = of_bucket
         return gradients | reduced, results, loss, committed, probe
@@ -204,7 +203,7 @@ class Step:
     def _reduce_buckets(
         self, buckets: Sequence[int], before_last: Sequence[tf.Tensor], after: Sequence[tf.Tensor] = ()
     ) -> dict[int, BucketResult]:
-        """One bucket after the other: TensorFlow would encode all of them before it sends the first."""
+        """One bucket waits for the other: TensorFlow would encode all of them before it sends the first."""
         results: dict[int, BucketResult] = {}
         for b in buckets:
             if b == buckets[-1]:
@@ -212,8 +211,8 @@ class Step:
             members = self._plan.layout.group_of(b).layout.tensors.members
             gradients = [self._gradients[i] for i in members]
             results[b] = reduce_bucket(self._bucket(b), gradients, self._context, after)
-            # When TensorFlow inlines a function, a control input on one of its results becomes one on the whole call:
-            # an identity keeps it on the result.
+            # When TensorFlow inlines a function, a control dependency on one of its results becomes one on the whole
+            # call. An identity keeps it on the result.
             after = [tf.identity(results[b].next_can_start)]
         return results
 
@@ -250,7 +249,7 @@ class Step:
         )
 
     def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Timestamps]]:
-        """The gradients of `auto`, reduced as stock Horovod does."""
+        """The gradients of `auto`, reduced as by stock Horovod, and the timestamps of their buckets."""
         layout = self._plan.layout
         gradients: dict[int, tf.Tensor] = {}
         timestamps: list[Timestamps] = []
@@ -258,7 +257,7 @@ class Step:
             of_group = layout.group_of(b).layout
             assert isinstance(of_group, FlatLayout)
             members = [of_group.tensors.members[i] for i in of_group.beginning_in(layout.buckets[b].chunks)]
-            if not members:  # a large gradient that began in the bucket before
+            if not members:  # a part of a large gradient, which was reduced with the bucket before
                 timestamps.append(clock.all_at(timestamps[-1].decoded))
                 continue
             tensors = [self._gradients[i] for i in members]
@@ -292,7 +291,7 @@ class Step:
         return bool(layout.param_groups or self._embeddings.has_residuals or state.velocities)
 
     def _finite(self, dense: Sequence[uncompressed.Dense]) -> list[tf.Tensor]:
-        """Whether the uncompressed gradients are finite; asked only where that decides what is kept."""
+        """Whether each uncompressed gradient is finite; [] for a plan without state."""
         if not self._keeps_state:
             return []
         tensors = [tensor for result in dense for tensor in result.incoming]
@@ -301,7 +300,7 @@ class Step:
     def _commit(
         self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()
     ) -> tf.Tensor:
-        """Assigns the new state, unless any gradient of any rank was not finite; whether it did, a bool scalar."""
+        """Assigns the new state if all gradients of all ranks were finite; returns whether they were, a bool scalar."""
         changes = [*self._changes, *more]
         for b, result in results.items():
             old = self._plan.state.of_bucket(self._plan.layout, b)
@@ -323,16 +322,16 @@ class Step:
 
         return tf.cond(ok, assign, lambda: tf.constant(False))
 
-    # 6. What observers are told
+    # 6. Observers
 
     def _choices(self) -> list[tf.Tensor | None]:
-        """The position of each bucket's compressor among its candidates, where steps are recorded."""
+        """The position of each bucket's compressor among its candidates; None if no observer records steps."""
         if not self._records:
             return [None] * len(self._plan.selectors)
         return [selector.choice(b) for b, selector in enumerate(self._plan.selectors)]
 
     def _all_ready(self) -> tf.Tensor | None:
-        """The time when all gradients are there: those of the first layers are the last."""
+        """The time when the last gradients are ready, those of the first layers; None if no observer records steps."""
         if not self._records:
             return None
         layout = self._plan.layout
@@ -344,20 +343,21 @@ class Step:
     def _measure_others(
         self, dense: Sequence[uncompressed.Dense], sparse: Sequence[tf.IndexedSlices]
     ) -> list[BucketMeasurement]:
-        """Uncompressed gradients, then embeddings."""
+        """The measurements of uncompressed gradients, then of embeddings; [] if no observer records steps."""
         if not self._records:
             return []
         pairs = [(result.outgoing, result.incoming) for result in dense]
         slices = [self._gradients[i] for i in self._plan.layout.sparse]
         pairs += [([own.values], [reduced.values]) for own, reduced in zip(slices, sparse)]
-        of_each = [self._lossless() for _ in dense]
-        of_each += [] if self._sample_norms is None else self._embeddings.norms(self._sample_norms)
+        sample = self._sample_norms
+        norms_of_pairs = [self._lossless() for _ in dense]
+        norms_of_pairs += [()] * len(sparse) if sample is None else self._embeddings.norms(sample)
         measurements = []
-        for (outgoing, incoming), norm in zip(pairs, of_each):
+        for (outgoing, incoming), norms_of_pair in zip(pairs, norms_of_pairs):
             ready = clock.stamp(outgoing)
             received = clock.stamp(incoming, ready)
             times = Timestamps(ready, ready, received, received)
-            measurements.append(BucketMeasurement(times, norm, tf.constant(0)))
+            measurements.append(BucketMeasurement(times, norms_of_pair, tf.constant(0)))
         return measurements
 
     def _lossless(self) -> Any:
@@ -373,7 +373,7 @@ class Step:
 
 
 class _Measured(NamedTuple):
-    """What was measured of a bucket."""
+    """The measurements of a bucket."""
 
     timestamps: Any  # Timestamps; () where not timed
     norms: Any  # float32 [4]; () where not sampled

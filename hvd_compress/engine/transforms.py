@@ -1,6 +1,6 @@
-"""What is done to a rank's gradients before they are encoded.
+"""Transforms: changes of a rank's gradients before they are encoded.
 
-A transform subclasses `Transform` and overrides the methods that it needs; `transforms_for` lists those of a plan.
+A transform subclasses `Transform` and overrides the methods that it needs. `transforms_for` makes those of a plan.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .settings import Settings
 
 
 class LocalChunks(NamedTuple):
-    """A bucket of one rank, on its way to the compressor."""
+    """The chunks of a bucket on one rank, before they are encoded."""
 
     chunks: list[tf.Tensor]  # float32
-    residuals: Sequence[Any]  # variables or tensors in the same shapes, or None each
+    residuals: Sequence[Any]  # one for each chunk: a variable or tensor in its shape, or None
     decay: float  # the compressor encodes chunks + decay * residuals
     velocities: Sequence[Any] = ()  # of momentum correction, in the same shapes; empty without it
 
 
 class Transform:
-    """One change of the gradients.
+    """A change of the gradients.
 
     Methods to override, in the order in which a step calls them:
 
-    - `prepare(gradients)`: all gradients of the rank, once in a step.
-    - `apply(local)`: the chunks of a bucket, before they are encoded.
-    - `update(local, residuals)`: the bucket's new velocities, once it is known what was sent.
-    - `after_allreduce(gradient, velocity)`: a gradient that was reduced uncompressed.
+    - `prepare(gradients)`: changes all gradients of the rank, once in a step.
+    - `apply(local)`: changes the chunks of a bucket before they are encoded.
+    - `update(local, residuals)`: returns the bucket's new velocities after the exchange.
+    - `after_allreduce(gradient, velocity)`: changes a gradient that was reduced uncompressed.
     """
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
@@ -44,11 +44,11 @@ class Transform:
         return local
 
     def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """New velocities; `local` as after all transforms, `residuals` what was not sent of its chunks."""
+        """The new velocities. `local` is the result of all transforms, `residuals` the part of its chunks not sent."""
         return []
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
-        """The new velocity, float32, that takes the place of a gradient reduced uncompressed; None for no change."""
+        """The new velocity, float32, which replaces the reduced gradient; None for no change."""
         return None
 
 
@@ -77,15 +77,15 @@ class Predivide(Transform):
 class MomentumCorrection(Transform):
     """Momentum before the compressor (Lin et al. 2018, DGC, equation 4 and section 3.2).
 
-    The local velocity u = momentum * u + g takes the gradient's place. Where an element was sent, its velocity is
-    cleared (momentum factor masking). For plain SGD as the optimizer: its own momentum would count twice.
+    The local velocity u = momentum * u + g replaces the gradient g. The velocities of elements that were sent are
+    cleared (momentum factor masking). It is for optimizers without momentum: their own momentum would count twice.
     """
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
 
     def apply(self, local: LocalChunks) -> LocalChunks:
-        """Adds gradients to velocities, and residuals to these: `update` needs the sum."""
+        """Replaces the chunks by velocity + decay * residual: `update` needs this sum."""
         if not local.velocities:
             return local
         velocities = [
@@ -97,12 +97,12 @@ class MomentumCorrection(Transform):
         return LocalChunks(chunks, [None] * len(chunks), 1.0, velocities)
 
     def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Clears velocities where elements were sent."""
+        """The velocities, 0 where elements were sent."""
         sums = zip(local.velocities, local.chunks, residuals)
         return [mask(velocity, chunk - residual) for velocity, chunk, residual in sums]
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor:
-        """The same momentum for gradients that are not compressed."""
+        """Momentum * velocity + gradient."""
         return self._momentum * velocity + tf.cast(gradient, tf.float32)
 
 
@@ -113,29 +113,29 @@ class Chain(Transform):
         self._transforms = transforms
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
-        """All of them in their order."""
+        """Applies all transforms in order."""
         for transform in self._transforms:
             gradients = transform.prepare(gradients)
         return gradients
 
     def apply(self, local: LocalChunks) -> LocalChunks:
-        """All of them in their order."""
+        """Applies all transforms in order."""
         for transform in self._transforms:
             local = transform.apply(local)
         return local
 
     def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The new velocities of the one that keeps any."""
+        """The new velocities, of the one transform that returns any."""
         return [new for transform in self._transforms for new in transform.update(local, residuals)]
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
-        """The result of the first one that has any."""
+        """The result of the first transform that does not return None."""
         results = (transform.after_allreduce(gradient, velocity) for transform in self._transforms)
         return next((result for result in results if result is not None), None)
 
 
 def transforms_for(settings: Settings) -> Chain:
-    """The transforms that the settings ask for."""
+    """The transforms for these settings."""
     chain: list[Transform] = []
     dgc = settings.dgc
     if dgc is not None and dgc.momentum_settings.clipnorm is not None:
@@ -148,7 +148,7 @@ def transforms_for(settings: Settings) -> Chain:
 
 
 def value_of(tensor: Any) -> tf.Tensor | None:
-    """The value of a variable; tensors and None as they are."""
+    """The value of a variable; tensors and None are returned unchanged."""
     return tensor.value() if isinstance(tensor, tf.Variable) else tensor
 
 

@@ -15,7 +15,7 @@ from hvd_compress.common import host_memory
 _FREES_AND_TAKES = """
 import resource
 import sys
-from hvd_compress import host_memory
+from hvd_compress.common import host_memory
 if sys.argv[1] == "keep":
     host_memory.keep_freed_memory()
 def faults():
