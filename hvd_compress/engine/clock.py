@@ -1,4 +1,4 @@
-"""Time stamps inside the graph."""
+"""Timestamps inside the graph."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def all_at(time: tf.Tensor) -> Timestamps:
 def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
     """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host.
 
-    Not before the stamp `after`: TensorFlow may read the clock later than it could. Something else must use `tensors`,
-    too: TensorFlow does not compute tensors that only a stamp waits for.
+    It is never earlier than the timestamp `after`, which TensorFlow may have taken late. Something else must use
+    `tensors`, too: TensorFlow does not compute tensors that only a timestamp waits for.
     """
     # tf.timestamp has a side effect, and TensorFlow runs operations with side effects in the order in which they were
     # traced, so that buckets would no longer overlap. A call without side effects waits for its control inputs only.
