@@ -29,9 +29,9 @@ def report(plan: Plan) -> list[BucketReport]:
 def bytes_sent(plan: Plan) -> tuple[int, int]:
     """The bytes that each rank sends per step: as configured, and without compression.
 
-    Allreduces count as in a ring, and IndexedSlices as in the last step; without compression, Horovod sends their values
-    and row numbers, including duplicates. If `hvdc.init()` has found several hosts of several workers, these are the
-    bytes that leave a host, divided by its workers (except for IndexedSlices).
+    Allreduces count as in a ring, and IndexedSlices as in the last step. Without compression, Horovod sends the values
+    and row numbers of IndexedSlices, including duplicates. If `hvdc.init()` has found several hosts of several workers,
+    these are the bytes that leave a host, divided by its workers (except for IndexedSlices).
     """
     layout, ranks, hosts = plan.layout, plan.settings.process_set.size(), plan.all_hosts
 
