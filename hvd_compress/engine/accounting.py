@@ -1,4 +1,4 @@
-"""What a plan's steps compress and send, outside of the graph."""
+"""The compressors of a plan and the bytes of its steps. Not for use in a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .plan import Plan
 
 
 def report(plan: Plan) -> list[BucketReport]:
-    """The compressor of each bucket and why it has it; then the embeddings."""
+    """The compressor of each bucket and the reason for it, then those of the embeddings."""
     layout = plan.layout
     reports = [
         BucketReport(4 * sum(map(math.prod, layout.shapes_of(b))), compressor.spec)
@@ -29,9 +29,9 @@ def report(plan: Plan) -> list[BucketReport]:
 def bytes_sent(plan: Plan) -> tuple[int, int]:
     """The bytes that each rank sends per step: as configured, and without compression.
 
-    As in a ring. IndexedSlices count as in the last step; without compression they are what Horovod would send, values
-    and numbers of rows as they come. Where `hvdc.init()` knows several hosts of several workers: the bytes that leave a
-    host, divided by its workers (except for IndexedSlices).
+    Allreduces count as in a ring, and IndexedSlices as in the last step. Without compression, Horovod sends the values
+    and row numbers of IndexedSlices, including duplicates. If `hvdc.init()` has found several hosts of several workers,
+    these are the bytes that leave a host, divided by its workers (except for IndexedSlices).
     """
     layout, ranks, hosts = plan.layout, plan.settings.process_set.size(), plan.all_hosts
 

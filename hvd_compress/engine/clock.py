@@ -1,4 +1,4 @@
-"""Time stamps inside the graph."""
+"""Timestamps inside the graph."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..exchange.collective import Reduction
 class Timestamps(NamedTuple):
     """The times of a bucket's phases, by this rank's clock; float64 scalars, seconds since the epoch."""
 
-    ready: tf.Tensor  # its gradients are there, and the bucket before it is encoded
+    ready: tf.Tensor  # its gradients are ready, and the bucket before it is encoded
     encoded: tf.Tensor
-    received: tf.Tensor  # the other ranks' payloads are there
+    received: tf.Tensor  # the other ranks' payloads have arrived
     decoded: tf.Tensor
 
 
 def all_at(time: tf.Tensor) -> Timestamps:
-    """The timestamps of a bucket for which nothing happens at this time."""
+    """The same time for all phases, of a bucket that is exchanged as a part of another one."""
     return Timestamps(time, time, time, time)
 
 
 def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Tensor:
-    """Seconds since the epoch when all of `tensors` are there, a float64 scalar on the host.
+    """The time when all of `tensors` are ready: seconds since the epoch, a float64 scalar on the host.
 
-    Not before the stamp `after`: TensorFlow may read the clock later than it could. Something else must use `tensors`,
-    too: TensorFlow does not compute tensors that only a stamp waits for.
+    It is never earlier than the timestamp `after`, which TensorFlow may have taken late. Something else must use
+    `tensors`, too: TensorFlow does not compute tensors that only a timestamp waits for.
     """
     # tf.timestamp has a side effect, and TensorFlow runs operations with side effects in the order in which they were
     # traced, so that buckets would no longer overlap. A call without side effects waits for its control inputs only.
@@ -62,7 +62,7 @@ def timestamps_of(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor
 
 
 def _stamp_on_gpu(tensors: Sequence[tf.Tensor], after: tf.Tensor | None) -> tf.Tensor:
-    """On a GPU, kernels are only enqueued: a tensor is there once the host can read an element of it."""
+    """On a GPU, kernels are only enqueued: a tensor is ready once the host can read an element of it."""
     elements = [tf.strided_slice(tf.reshape(tensor, [-1]), [0], [1], [1]) for tensor in tensors]
     with tf.device("CPU"):
         elements += [] if after is None else [tf.reshape(after, [1])]

@@ -1,10 +1,10 @@
-"""What users are told about the compression of each bucket."""
+"""The report on the compression of each bucket, for users."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Behind times of a candidate that is for all buckets at once.
+# Follows the times of a model-wide candidate.
 OF_ALL = " for all buckets at once"
 
 
@@ -52,7 +52,7 @@ class BucketReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompressionReport:
-    """What is compressed how, bucket by bucket; printable.
+    """The compressor of each bucket; printable.
 
     Attributes:
         buckets: In the order of sending; rows of embeddings last.

@@ -1,4 +1,4 @@
-"""What is known of an embedding before the first step: numbers only."""
+"""The sizes and the compressor of an embedding. Numbers only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EmbeddingTable:
 
     Attributes:
         shape: The variable's shape; rows first.
-        dtype: Of the gradient's values.
-        compressor: Of its rows, see `Compressor.for_rows`.
+        dtype: The dtype of the gradient's values.
+        compressor: The compressor of its rows, see `Compressor.for_rows`.
         ranks: The world size.
         limit: The largest size of a bucket of the dense gradient, in bytes of float32.
     """
@@ -64,9 +64,9 @@ class EmbeddingTable:
 
     @functools.cached_property
     def most_rows(self) -> int:
-        """The number of rows of all ranks together up to which rows are less to send than the dense gradient.
+        """The largest number of rows, of all ranks together, that is less to send than the dense gradient.
 
-        Both are one collective on the same link, so that bytes tell which is faster.
+        Both exchanges are one collective on the same link, so the one with fewer bytes is faster.
         """
         return self.dense_bytes * self.ranks // ((self.ranks - 1) * self.rows.nbytes)
 
@@ -85,9 +85,9 @@ class EmbeddingTable:
         """The bytes that each rank sends in a step, on average, and those of stock Horovod.
 
         Args:
-            rows: The number of rows of all ranks together; a number or an int64 tensor, as the others.
+            rows: The number of rows of all ranks together; an int or an int64 tensor, as the other arguments.
             dense: 1 if they are exchanged as a dense tensor, else 0.
-            given: This rank's slices, before duplicate rows are summed. As if all ranks had as many.
+            given: The number of this rank's slices before duplicate rows are summed; as if all ranks had as many.
         """
         in_rows = (self.ranks - 1) * rows * self.rows.nbytes // self.ranks
         # Horovod gathers values and, as int64, numbers of rows.

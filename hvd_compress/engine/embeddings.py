@@ -1,12 +1,11 @@
 """Gradients of embeddings (IndexedSlices), whose rows differ from rank to rank and from step to step.
 
 1. Each rank sums its values for the same row (`merge`).
-2. The ranks learn how many rows each has, with the uncompressed gradients (`pack_counts`, `unpack_counts`).
-3. Rows are exchanged in an allgather, each compressed by itself (`compressors.rows`). Where all ranks together have
-   so many rows that it is less to send, the dense gradient is exchanged instead. All ranks know the same numbers,
-   and so choose alike.
-4. Each rank sums the rows, rank after rank. The order is the same on all ranks, on a GPU, too, since no rank sends a
-   row twice.
+2. Each rank sends its number of rows along with the uncompressed gradients (`pack_counts`, `unpack_counts`).
+3. Rows are exchanged in an allgather, each compressed by itself (`compressors.rows`). If there are so many rows that
+   the dense gradient is less to send, that is exchanged instead. All ranks know all counts, and so choose the same.
+4. Each rank sums the rows, rank after rank. As no rank sends a row twice, the order is the same on all ranks, also on a
+   GPU.
 """
 
 from __future__ import annotations
@@ -34,32 +33,32 @@ from .settings import Settings
 from .state import BucketState, GroupState
 from .transforms import Predivide, Transform
 
-# Counts are sent as two float32, each of which holds less than 24 bits exactly.
+# A count is sent as two float32, high * _LOW + low: a float32 holds 24 bits exactly.
 _LOW = 4096
 
 
 class Merged(NamedTuple):
-    """A rank's slices of one embedding."""
+    """A rank's slices of one embedding, after `merge`."""
 
-    rows: tf.Tensor  # int64 [n], each of them once
-    values: tf.Tensor  # [n, columns], the sums, of `EmbeddingTable.sum_dtype`
-    given: tf.Tensor  # int64, the number of slices before
+    rows: tf.Tensor  # int64 [n], each row once
+    values: tf.Tensor  # [n, columns], the sums, of dtype `EmbeddingTable.sum_dtype`
+    given: tf.Tensor  # int64, the number of slices before `merge`
 
 
 class RowsReduction(NamedTuple):
     """The reduced gradient of one embedding."""
 
-    rows: tf.Tensor  # int64 [m], each of them once
-    values: tf.Tensor  # [m, columns], scaled sums; both the same on all ranks
+    rows: tf.Tensor  # int64 [m], each row once; the same on all ranks
+    values: tf.Tensor  # [m, columns], the scaled sums; the same on all ranks
     residual_rows: tf.Tensor  # int64 [k], the rows whose residuals change
     residuals: tf.Tensor  # [k, columns], their new residuals
-    norms: tf.Tensor  # float32 [2], of gradient + residual on this rank, and of what compression lost of that
+    norms: tf.Tensor  # float32 [2], of gradient + residual on this rank, and of what compression lost
 
 
 def merge(table: EmbeddingTable, slices: tf.IndexedSlices) -> Merged:
     """Sums the values of each row."""
     indices = tf.cast(slices.indices, tf.int64)
-    # A row that does not exist stays one, for the optimizer to refuse or to ignore as without this package.
+    # Indices outside of the table stay outside: the optimizer refuses or ignores them, as without this package.
     missing = tf.constant(table.shape[0], tf.int64)
     indices = tf.where((indices >= 0) & (indices < missing), indices, missing)
     rows, place = tf.unique(indices, tf.int64)
@@ -69,7 +68,7 @@ def merge(table: EmbeddingTable, slices: tf.IndexedSlices) -> Merged:
 
 
 def pack_counts(merged: Sequence[Merged], group: Group) -> tf.Tensor:
-    """The number of this rank's rows of each embedding, to be summed; float32 [2 * embeddings * ranks]."""
+    """This rank's number of rows of each embedding, float32 [2 * embeddings * ranks]; to be summed over the ranks."""
     counts = tf.stack([tf.size(m.rows, out_type=tf.int64) for m in merged])
     halves = tf.cast(tf.stack([counts // _LOW, counts % _LOW]), tf.float32)
     place = np.zeros(group.size, np.float32)
@@ -78,7 +77,7 @@ def pack_counts(merged: Sequence[Merged], group: Group) -> tf.Tensor:
 
 
 def unpack_counts(packed: tf.Tensor, embeddings: int, group: Group, averaged: bool) -> tf.Tensor:
-    """The counts of all ranks, int64 [embeddings, ranks], of the reduced `pack_counts`."""
+    """The inverse of `pack_counts` after the sum or average: the rows of all ranks, int64 [embeddings, ranks]."""
     halves = tf.reshape(packed * float(group.size) if averaged else packed, [2, embeddings, group.size])
     high, low = tf.unstack(tf.cast(tf.round(halves), tf.int64))
     return high * _LOW + low
@@ -89,12 +88,12 @@ class _Embedding:
     """One embedding in one step, on this rank.
 
     Attributes:
-        table: What is known of it.
+        table: Its shape, dtype and compressor.
         merged: This rank's rows.
         residual: A variable in the table's shape; None without error feedback.
-        decay: Of the residual.
+        decay: The factor of the residual.
         seeds: For stochastic rounding.
-        settings: How gradients are reduced.
+        settings: The user's settings.
     """
 
     table: EmbeddingTable
@@ -106,16 +105,16 @@ class _Embedding:
 
     @property
     def scale(self) -> float:
-        """The sum over the ranks is multiplied by it."""
+        """The factor of the sum over the ranks."""
         return self.settings.scale
 
     def nothing(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """In place of `encode`, where the dense gradient is exchanged."""
+        """The result in place of `encode` if the dense gradient is exchanged: no rows."""
         payload = tf.zeros([0, self.table.rows.nbytes], tf.uint8)
         return payload, tf.zeros([0, self.table.columns], self.table.sum_dtype), tf.zeros([2])
 
     def encode(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The rows as bytes, their new residuals, and the norms of `RowsReduction`."""
+        """The rows as bytes, their new residuals, and `RowsReduction.norms`."""
         rows, values, _ = self.merged
         predivide = self.settings.gradient_predivide_factor
         if predivide != 1.0:
@@ -146,7 +145,7 @@ class _Embedding:
         return RowsReduction(distinct, total, self.merged.rows, residuals, norms_)
 
     def as_dense(self, group: Group) -> RowsReduction:
-        """The sum of the dense gradients that all ranks' slices stand for."""
+        """The sum of all ranks' dense gradients."""
         table, (rows, values, _) = self.table, self.merged
         every_row = tf.range(table.shape[0], dtype=tf.int64)
         dense = tf.scatter_nd(rows[:, None], values, [table.shape[0], table.columns])
@@ -157,7 +156,7 @@ class _Embedding:
             lost = tf.stack([_norm(dense), 0.0])
             return RowsReduction(every_row, tf.cast(total, table.sum_dtype), every_row[:0], values[:0], lost)
         layout, everything = table.layout, range(table.layout.count)
-        residuals: list[Any] = [None] * layout.count  # new ones are wanted for the norms
+        residuals: list[Any] = [None] * layout.count  # the norms need new ones all the same
         if self.residual is not None:
             residuals = pack(layout, [self.residual.read_value()], everything)
         transforms = Transform() if predivide == 1.0 else Predivide(predivide)
@@ -200,8 +199,8 @@ class Embeddings:
     """The IndexedSlices of one step.
 
     Attributes:
-        counts: What this rank tells the others, [] without IndexedSlices; to be reduced with the gradients' op.
-        bytes_sent: In this step: sent, and sent by stock Horovod, float64 [embeddings, 2]; after `reduce`.
+        counts: The result of `pack_counts`, to be reduced with the gradients' op; [] without IndexedSlices.
+        bytes_sent: Bytes sent by this rank, and by stock Horovod, float64 [embeddings, 2]; after `reduce`.
     """
 
     def __init__(
@@ -227,9 +226,9 @@ class Embeddings:
         """The reduced gradients.
 
         Args:
-            counts: The reduced `counts`.
-            seeds: Of each embedding.
-            seen: `State.embedding_counts`, which is assigned.
+            counts: The attribute `counts`, reduced.
+            seeds: The seeds of each embedding.
+            seen: `State.embedding_counts`; this function assigns it.
         """
         if not counts:
             return []
@@ -280,7 +279,7 @@ class Embeddings:
                 variable.scatter_nd_update(reduction.residual_rows[:, None], new)
 
     def norms(self, sample: tf.Tensor) -> list[tf.Tensor]:
-        """Of each embedding, see `norms.of_bucket`; the gradient's norm is that of its rows."""
+        """The norms of each embedding, as in `norms.NORMS`; the gradient's norm is that of its rows."""
         return [
             norms.lossless(sample)
             if table.compressor.uncompressed
@@ -290,7 +289,7 @@ class Embeddings:
 
 
 def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -> list[RowsReduction]:
-    """Sums the rows of all ranks; `counts`: how many rows each rank has, int64 [embeddings, ranks]."""
+    """Sums the rows of all ranks; `counts`: the number of rows of each rank, int64 [embeddings, ranks]."""
     with tf.device("CPU"):
         dense = [e.table.is_dense(count) for e, count in zip(embeddings, tf.unstack(counts))]
     encoded = [_either(d, e.table, e.nothing, e.encode) for d, e in zip(dense, embeddings)]
@@ -313,14 +312,14 @@ def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -
 def _either(
     dense: tf.Tensor, table: EmbeddingTable, as_dense: Callable[[], Any], in_rows: Callable[[], Any]
 ) -> Any:
-    """The branch that holds in this step; no branch in the graph where the dense one is impossible."""
-    # One row more than the table has: see `merge`.
+    """Calls `as_dense` or `in_rows`; no branch in the graph if the dense exchange can never send less."""
+    # `merge` maps all missing rows to one row more than the table has.
     possible = table.most_rows < table.ranks * (table.shape[0] + 1)
     return tf.cond(dense, as_dense, in_rows) if possible else in_rows()
 
 
 def _like(own: tf.IndexedSlices, shape: Sequence[int], reduction: RowsReduction) -> tf.IndexedSlices:
-    """The reduction in the dtypes of this rank's own slices of an embedding of this shape."""
+    """The reduction as IndexedSlices with the dtypes of `own`, for an embedding of this shape."""
     values = tf.cast(tf.reshape(reduction.values, [-1, *shape[1:]]), own.dtype)
     return tf.IndexedSlices(values, tf.cast(reduction.rows, own.indices.dtype), own.dense_shape)
 

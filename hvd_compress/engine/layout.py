@@ -31,9 +31,9 @@ _CELL = 16
 _ADDED = 1 / 64
 # Gradients of fewer elements have no gaps between them, and one tf.split takes them all out of a chunk.
 SMALL = 1024
-# Scatter-reduce gives each rank ("owner") this many chunks of a full bucket. The first bucket has one for each, so it is
-# smaller (`int8` between four hosts at 1 Gbit/s: 545 ms with three, 580 with one). With many ranks, each bucket costs
-# much latency: then it is one.
+# In a scatter-reduce, each rank owns this many chunks of a full bucket. The first bucket has one for each rank, and so
+# is smaller (`int8` between four hosts at 1 Gbit/s: 545 ms with three, 580 with one). With more than _FEW_RANKS ranks,
+# it is one chunk, since each bucket costs much latency.
 _CHUNKS_OF_OWNER = 3
 _FEW_RANKS = 16
 # A model has at least this many buckets, unless they would be smaller than this many bytes of float32.

@@ -46,8 +46,8 @@ class ModelSelector(Selector, Observer):
         Args:
             per_bucket: Exchanges each bucket with its own candidate, see `switch`.
             uncompressed: Exchanges all gradients as stock Horovod does.
-            model_wide: Exchanges all gradients at once. Arguments: the position of the candidate, and whether to measure
-                its loss, a bool scalar.
+            model_wide: Exchanges all gradients at once. Arguments: the candidate's position, and whether to measure its
+                loss, a bool scalar.
             step: The number of steps before this one, an int64 scalar.
         """
 

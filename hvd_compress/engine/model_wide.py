@@ -1,7 +1,7 @@
 """All buckets of `auto` in one exchange, with a candidate that needs the gradients in their own shapes (`powersgd`).
 
-The residuals are those of the buckets: chunks are unpacked to tensors before the exchange and packed again after it, so
-that nothing is lost when the choice changes.
+The residuals are those of the buckets: they are unpacked to the gradients' shapes before the exchange, and packed again
+after it. So nothing is lost when the choice changes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ModelWideResult(NamedTuple):
 
     gradients: dict[int, tf.Tensor]  # reduced, by position
     ok: tf.Tensor  # bool scalar, whether all of them were finite on all ranks
-    changes: list[tuple[tf.Variable, tf.Tensor]]  # to be assigned once all buckets are known to be finite
-    timestamps: list[Timestamps]  # of each bucket; those of the whole exchange are the last one's
+    changes: list[tuple[tf.Variable, tf.Tensor]]  # `Step` assigns them if all gradients are finite
+    timestamps: list[Timestamps]  # of each bucket; the last bucket's are those of the exchange
     norms: list[Any]  # of each bucket; tensors where norms are sampled
     loss: tf.Tensor  # [2], energies of new residuals and of gradient + residual; zeros where not measured
 
@@ -52,13 +52,13 @@ def reduce_model(
     Args:
         layout: How gradients are divided.
         state: The plan's variables.
-        gradients: All of the plan.
-        candidate: The position of a candidate that is `model_wide`.
+        gradients: All gradients of the plan.
+        candidate: The position of a model-wide candidate.
         step: What all exchanges share.
         seeds: For random numbers.
         group: The ranks, and the names of the collectives.
-        after: Tensors that must be there before.
-        probed: Whether the lost energy is measured in this step, a bool scalar.
+        after: Tensors that must be ready before the gradients are packed.
+        probed: Whether the loss is measured in this step, a bool scalar.
         sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
     """
     compressor = layout.auto.candidates[candidate]
@@ -96,7 +96,7 @@ def reduce_model(
     for g, residuals in zip(layout.auto_groups, new_residuals):
         variables = state.groups[g].residuals
         changes += [(variable, tf.cast(new, variable.dtype)) for variable, new in zip(variables, residuals)]
-    with tf.device("CPU"):  # every rank has a residual of every chunk
+    with tf.device("CPU"):  # each rank has residuals of all chunks
         foreign = [state.has_foreign_residual.get(b) for b in layout.auto_buckets]
         changes += [(variable, tf.constant(keeps)) for variable in foreign if variable is not None]
     reduced = unpack(whole, result.chunks, [layout.dtypes[i] for i in whole.tensors.members])
@@ -111,13 +111,13 @@ def reduce_model(
 
 
 def _last_gradient(layout: ModelLayout, gradients: Sequence[Any], b: int) -> tf.Tensor:
-    """The gradient of a bucket that is ready last."""
+    """The last gradient of a bucket to be ready."""
     chunks, of_group = layout.buckets[b].chunks, layout.group_of(b).layout
     return gradients[of_group.tensors.members[of_group.reaching_into(chunks)[-1]]]
 
 
 def _residuals(layout: ModelLayout, state: State) -> list[tf.Tensor]:
-    """In the gradients' shapes, one parameter group after the other."""
+    """The residuals in the gradients' shapes, one parameter group after the other."""
     residuals: list[tf.Tensor] = []
     for g in layout.auto_groups:
         variables, of_group = state.groups[g].residuals, layout.param_groups[g].layout
@@ -127,7 +127,7 @@ def _residuals(layout: ModelLayout, state: State) -> list[tf.Tensor]:
 
 
 def _by_group(layout: ModelLayout, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """Tensors in the order of `ModelLayout.model_wide`, for each parameter group."""
+    """Tensors in the order of `ModelLayout.model_wide`, divided by parameter group."""
     rest = iter(tensors)
     counts = [len(layout.param_groups[g].layout.tensors.members) for g in layout.auto_groups]
     return [[next(rest) for _ in range(count)] for count in counts]
@@ -145,7 +145,7 @@ def _norms(
     residuals: Sequence[Sequence[tf.Tensor]],
     sample: tf.Tensor | None,
 ) -> list[Any]:
-    """As `norms.of_bucket`, of each bucket; without error feedback the loss is not known."""
+    """The norms of each bucket, as in `norms.NORMS`; without error feedback the loss is NaN."""
     if sample is None:
         return [()] * len(layout.auto_buckets)
 

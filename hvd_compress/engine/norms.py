@@ -17,7 +17,7 @@ NORMS = ("gradient_norm", "norm", "lost_norm", "residual_norm")
 
 
 def not_sampled() -> tf.Tensor:
-    """In place of norms in steps in which they are not sampled; float32 [4]."""
+    """The norms of a bucket in steps without sampling: NaN, float32 [4]."""
     return tf.fill([len(NORMS)], tf.constant(math.nan))
 
 
@@ -65,7 +65,7 @@ def of_bucket(
 
 
 def norm_of(tensors: Sequence[Any]) -> tf.Tensor:
-    """The 2-norm over all of these tensors, a float32 scalar; 0 where there are none."""
+    """The 2-norm over all of these tensors, a float32 scalar; 0 if there are none."""
     return tf.sqrt(
         2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tf.cast(t, tf.float32)) for t in tensors)])
     )

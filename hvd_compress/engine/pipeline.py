@@ -158,6 +158,8 @@ def reduce_bucket(
 
 def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
     """Ready when this bucket is encoded, and its timestamp taken: then the next one may be encoded."""
+    if tf.executing_eagerly():
+        return reduction.outgoing  # operations run one after the other
     if reduction.next_can_start is not None:
         return next_can_start(reduction.next_can_start)
     return next_can_start(times[0] if times and reduction.second_exchange is None else reduction.outgoing)

@@ -1,8 +1,8 @@
 """How far training is, in epochs, for `dgc`, whose density falls from epoch to epoch.
 
-`State.progress` must be the same on all ranks, since the sizes of what they exchange follow from it. It is saved and
-handed on with the residuals. It grows by 1 / steps_per_epoch in each step. Without `steps_per_epoch`, a callback tells
-the reducer when an epoch of Keras begins and ends.
+`State.progress` must be the same on all ranks, since the sizes of payloads depend on it. It is saved with the
+residuals. It grows by 1 / steps_per_epoch in each step. Without `steps_per_epoch`, a callback tells the reducer when an
+epoch of Keras begins and ends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def follows_keras(settings: Settings) -> bool:
 
 
 def check(settings: Settings, epoch: float | None) -> None:
-    """Refuses a warm-up whose epoch is not known.
+    """Checks that the epoch is known if a warm-up counts Keras's epochs.
 
     Args:
-        settings: The reducer's.
-        epoch: The epoch that it was told, None for none.
+        settings: The reducer's settings.
+        epoch: The epoch, None if no callback tells it.
 
     Raises:
-        ValueError: The warm-up counts Keras's epochs, and none was told.
+        ValueError: The epoch is not known.
     """
     if follows_keras(settings) and epoch is None:
         raise ValueError(
@@ -40,7 +40,7 @@ def check(settings: Settings, epoch: float | None) -> None:
 
 
 def start(plan: Plan, epoch: float | None) -> None:
-    """Begins at this epoch, or at the plan's restored state if that is further; rank 0 prints one line."""
+    """Sets the progress to `epoch`, unless the restored progress is further; rank 0 prints one line."""
     progress = plan.state.progress
     if progress is not None and epoch is not None:
         progress.assign(max(epoch, float(progress)))

@@ -1,4 +1,4 @@
-"""The object that frontends hold: it reduces lists of gradients over the ranks and keeps their plans."""
+"""Reduces lists of gradients over the ranks: the optimizer and the tape each have a `Reducer`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .step import Step
 
 _made = 0  # the number of reducers that this process has made
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
-# Observers of the plans of all reducers, see `Reducer.watch`.
+# Make observers for the plans of all reducers that are not watched, see `Reducer.watch`.
 watch_all: list[Callable[[Plan], Observer]] = []
 
 
 class SavedState(Protocol):
-    """What was loaded for a plan that is still to be made."""
+    """The state of a plan, loaded before the plan is made."""
 
     replicated_state: dict[str, np.ndarray]  # the values of `Plan.replicated_state`
 
 
-# Makes a plan: (reducer, name, gradients, variables, whether any rank records steps). All ranks call it together.
+# Makes a plan. Arguments: reducer, name, gradients, variables, whether any rank records steps.
 Build = Callable[["Reducer", str, Sequence[Any], Sequence[Any], bool], Plan]
 
 
@@ -42,11 +42,11 @@ class Reducer:
     A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
 
     Attributes:
-        settings: How gradients are reduced.
+        settings: The user's settings.
         plans: By the variables' identities and the gradients' kinds.
-        pending: Loaded for plans that are still to be made.
-        epoch: The epoch that began last, None where nobody tells it; see `progress`.
-        name: The beginning of its collectives' names.
+        pending: Loaded states of plans that are not made yet.
+        epoch: The epoch that began last, None if no callback tells it; see `progress`.
+        name: The prefix of its collectives' names.
     """
 
     def __init__(self, settings: Settings, build: Build) -> None:
@@ -72,15 +72,15 @@ class Reducer:
 
         Args:
             gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-            variables: What the gradients belong to. Residuals are kept for this list of variables.
-            so_far: The new value of the plan's progress, float64 scalar, the same on all ranks; None leaves it.
+            variables: The gradients' variables. Residuals are kept for this list of variables.
+            so_far: The new value of `State.progress`, a float64 scalar, the same on all ranks; None for no change.
 
         Returns:
-            As `gradients`, in shape and dtype. On a rank outside of the process set, and where that has only one rank,
-            the gradients themselves.
+            A list like `gradients`, with the same shapes and dtypes. On a rank outside of the process set, and if that
+            has only one rank, the gradients themselves.
 
         Raises:
-            ValueError: Horovod is not initialized, or ranks disagree on what they are to do.
+            ValueError: Horovod is not initialized, or ranks disagree on settings or gradients.
             RuntimeError: Called inside an XLA-compiled step.
         """
         check_not_in_xla()
@@ -138,13 +138,13 @@ class Reducer:
         return not all(_is_recorded(plan) for plan in self.plans.values())
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
-        """Asks whether the other ranks are about to reduce the same.
+        """Checks that all ranks are about to reduce the same gradients with the same settings.
 
         Returns:
             The next plan's name, and whether any rank records its steps.
 
         Raises:
-            ValueError: They are not.
+            ValueError: Ranks disagree.
         """
         name, process_set = f"{self.name}_{len(self.plans)}", self.settings.process_set
         watched = bool(self._watcher or watch_all)
@@ -154,9 +154,9 @@ class Reducer:
         return name, watched
 
     def begin_epoch(self, epoch: int) -> None:
-        """Says that an epoch begins; call it on all ranks, which agree on one number in a small allreduce.
+        """Sets the progress at the beginning of an epoch. All ranks call it: they agree on the largest number.
 
-        Epochs never go back: a second `fit`, or one after an elastic reset, begins again with epoch 0.
+        The epoch never goes back, although Keras begins with 0 again in a second `fit` or after an elastic reset.
 
         Args:
             epoch: Keras's number of the epoch, from 0 on. Without a warm-up by epochs, nothing happens.
@@ -173,7 +173,7 @@ class Reducer:
         self._set_progress(self.epoch)
 
     def end_epoch(self) -> None:
-        """Says that the epoch that began last is over; may be called more than once."""
+        """Sets the progress at the end of the epoch that began last; may be called more than once."""
         if self.epoch is not None:
             self._set_progress(self.epoch + 1.0)
 
@@ -183,24 +183,24 @@ class Reducer:
                 plan.state.progress.assign(epoch)
 
     def replan(self, states: Sequence[SavedState]) -> None:
-        """Forgets the plans, made for other ranks; new ones, in graphs that are traced anew, take `states`."""
+        """Deletes the plans after the ranks changed; new plans restore `states`. Graphs must be traced again."""
         self.plans.clear()
         self._functions.clear()
         self.pending = list(states)
 
     def report(self) -> CompressionReport:
-        """What each bucket of the plan that was made last is compressed with, and why.
+        """The compressor of each bucket of the plan that was made last, and the reason for it.
 
         Raises:
-            RuntimeError: There is none yet.
+            RuntimeError: There is no plan yet.
         """
         return CompressionReport(tuple(accounting.report(self.last_plan("compression_report()"))))
 
     def bytes_sent(self) -> tuple[int, int]:
-        """See `accounting.bytes_sent`, of the plan that was made last.
+        """See `accounting.bytes_sent`; of the plan that was made last.
 
         Raises:
-            RuntimeError: There is none yet.
+            RuntimeError: There is no plan yet.
         """
         return accounting.bytes_sent(self.last_plan("bytes_sent()"))
 
@@ -208,7 +208,7 @@ class Reducer:
         """The plan that was made last.
 
         Raises:
-            RuntimeError: There is none yet; `who` asks for it.
+            RuntimeError: There is no plan yet; the message begins with `who`.
         """
         if not self.plans:
             raise RuntimeError(f"{who} is known after the first step on more than one rank: train one first")
@@ -230,23 +230,23 @@ def _tensor(gradient: Any, variable: Any) -> Any:
 
 
 def made() -> int:
-    """The number of reducers that this process has made, on which the next one's name depends."""
+    """The number of reducers that this process has made: a part of the next one's name."""
     return _made
 
 
 def set_made(number: int) -> None:
-    """Lets ranks that have made different numbers of reducers go on from the same one."""
+    """Sets the number of reducers made, so that new reducers have the same names on all ranks."""
     global _made
     _made = number
 
 
 def alive() -> list[Reducer]:
-    """All reducers that there are."""
+    """All reducers of this process."""
     return list(_alive)
 
 
 def check_not_in_xla() -> None:
-    """Refuses to put collectives into an XLA-compiled function.
+    """Checks that the current graph is not compiled by XLA, which has no Horovod collectives.
 
     Raises:
         RuntimeError: The current graph is compiled with `jit_compile=True`.

@@ -78,7 +78,7 @@ class MomentumCorrection(Transform):
     """Momentum before the compressor (Lin et al. 2018, DGC, equation 4 and section 3.2).
 
     The local velocity u = momentum * u + g replaces the gradient g. The velocities of elements that were sent are
-    cleared (momentum factor masking). It is for optimizers without momentum: their own momentum would count twice.
+    cleared (momentum factor masking). Meant for plain SGD: an optimizer's own momentum would count twice.
     """
 
     def __init__(self, momentum: float) -> None:
@@ -102,7 +102,7 @@ class MomentumCorrection(Transform):
         return [mask(velocity, chunk - residual) for velocity, chunk, residual in sums]
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor:
-        """Momentum * velocity + gradient."""
+        """The same momentum for uncompressed gradients."""
         return self._momentum * velocity + tf.cast(gradient, tf.float32)
 
 

@@ -1,7 +1,7 @@
-"""Makes plans: the one place that knows all plug-ins of the engine.
+"""Makes plans: this is where selectors, transforms and observers are put into the engine.
 
-Layouts, states and selectors are made of their arguments alone. What they need from the network is asked here: whether
-exchanges are hierarchical, what the link costs, and what `auto` chooses first. All ranks make a plan together.
+What a plan needs to know of the network is found here: whether exchanges are hierarchical, the cost of the link, and
+the first choice of `auto`. All ranks make a plan together.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ def new_reducer(settings: Settings) -> Reducer:
 def new_plan(
     reducer: Reducer, name: str, gradients: Sequence[Any], variables: Sequence[Any], watched: bool
 ) -> Plan:
-    """The plan for a list of gradients. A collective call.
+    """The plan for a list of gradients. All ranks call it together.
 
-    1. Layout: how the gradients are divided.
-    2. State: the variables.
-    3. Hierarchical or flat: for each compressor, by the cost model.
-    4. Selectors; the one of `auto` calibrates if it must.
-    5. Transforms and observers.
-    6. State that was loaded before.
+    1. Layout: divides the gradients.
+    2. State: makes the variables.
+    3. Hierarchical or flat: decided for each compressor by the cost model.
+    4. Selectors, transforms and observers. For `auto`, the link and the kernels are calibrated.
+    5. Restores the state that was loaded before, if any.
 
     Args:
-        reducer: Whose plan it is.
-        name: The beginning of its collectives' names.
+        reducer: The plan's reducer.
+        name: The prefix of its collectives' names.
         gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-        variables: What the gradients belong to.
+        variables: The gradients' variables.
         watched: Whether any rank records steps: then the link is measured.
     """
     settings = reducer.settings
@@ -94,7 +93,7 @@ def _add_auto(plan: Plan) -> None:
 
 
 def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts | None) -> list[Compressor]:
-    """Compressors other than `auto` whose exchange is faster without the sums inside of hosts."""
+    """Compressors other than `auto` whose exchange is faster without sums within each host first."""
     if used_hosts is None or settings.hierarchical != "auto":
         return []
     candidates = []

@@ -108,6 +108,20 @@ def test_without_warmup_and_clipping_against_numpy(rank, size):
     follows_the_simulation(KERASES["keras"], rank, size, spec, 0.5, None, None)
 
 
+def test_embeddings_are_clipped_with_the_others(rank, size):
+    """Of n ranks whose gradients are averaged, each one's norm is at most clipnorm * sqrt(n)."""
+    reducer = introspect.new_reducer("dgc:ratio=0.5,momentum=0,clipnorm=1,warmup_epochs=0")
+    kernel, table = tf.Variable(tf.zeros([40, 30])), tf.Variable(tf.zeros([6, 4]))
+    values = np.full([2, 4], 3.0, np.float32)
+    slices = tf.IndexedSlices(tf.constant(values), tf.constant([1, 4]), tf.constant([6, 4]))
+    _, reduced = reducer([tf.zeros_like(kernel), slices], [kernel, table])
+    factor = 1.0 * np.sqrt(size) / np.linalg.norm(values)  # that of the kernel is 0
+    assert factor < 1.0
+    expected = np.zeros([6, 4], np.float32)
+    expected[[1, 4]] = factor * values
+    np.testing.assert_allclose(tf.convert_to_tensor(reduced).numpy(), expected, rtol=1e-5)
+
+
 @pytest.mark.np4
 def test_fifty_steps_on_four_ranks_against_numpy(rank, size):
     args = (
