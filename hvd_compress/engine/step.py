@@ -14,7 +14,7 @@ from ..compressors import Compressor
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
-from . import clock, nonfinite, norms
+from . import clock, measurement, nonfinite, norms
 from .clock import Timestamps
 from .embeddings import Embeddings
 from .layout import FlatLayout
@@ -77,7 +77,8 @@ class Step:
 
             # 1. Transforms
             self._gradients = self._transforms.prepare(self._gradients)
-            ready, choices = self._all_ready(), self._choices()
+            ready = measurement.all_ready(layout, self._gradients) if self._records else None
+            choices = self._choices()
             slices = [self._gradients[i] for i in layout.sparse]
             group = self._group("slices")
             self._embeddings = Embeddings(layout.embeddings, state.embeddings, slices, group, plan.settings)
@@ -106,11 +107,9 @@ class Step:
                 for result, choice in zip(results, choices)
             ]
             others, nbytes = self._measure_others(dense, sparse), self._embeddings.bytes_sent
-            measurement = StepMeasurement(
-                step, committed, ready, buckets, others, nbytes, agreed, loss, probe
-            )
+            measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe)
             for observer in plan.observers:
-                observer.observe(measurement)
+                observer.observe(measured)
 
             state.step.assign_add(1)
             dgc = plan.settings.dgc
@@ -330,35 +329,16 @@ class Step:
             return [None] * len(self._plan.selectors)
         return [selector.choice(b) for b, selector in enumerate(self._plan.selectors)]
 
-    def _all_ready(self) -> tf.Tensor | None:
-        """The time when the last gradients are ready, those of the first layers; None if no observer records steps."""
-        if not self._records:
-            return None
-        layout = self._plan.layout
-        groups = [*(group.layout.tensors for group in layout.param_groups), *layout.uncompressed]
-        last = [*(tensors.members[-1] for tensors in groups), *layout.sparse]
-        gradients = [self._gradients[i] for i in dict.fromkeys(last)]
-        return clock.stamp([g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients])
-
     def _measure_others(
         self, dense: Sequence[uncompressed.Dense], sparse: Sequence[tf.IndexedSlices]
     ) -> list[BucketMeasurement]:
         """The measurements of uncompressed gradients, then of embeddings; [] if no observer records steps."""
         if not self._records:
             return []
-        pairs = [(result.outgoing, result.incoming) for result in dense]
-        slices = [self._gradients[i] for i in self._plan.layout.sparse]
-        pairs += [([own.values], [reduced.values]) for own, reduced in zip(slices, sparse)]
-        sample = self._sample_norms
-        norms_of_pairs = [self._lossless() for _ in dense]
-        norms_of_pairs += [()] * len(sparse) if sample is None else self._embeddings.norms(sample)
-        measurements = []
-        for (outgoing, incoming), norms_of_pair in zip(pairs, norms_of_pairs):
-            ready = clock.stamp(outgoing)
-            received = clock.stamp(incoming, ready)
-            times = Timestamps(ready, ready, received, received)
-            measurements.append(BucketMeasurement(times, norms_of_pair, tf.constant(0)))
-        return measurements
+        slices, sample = [self._gradients[i] for i in self._plan.layout.sparse], self._sample_norms
+        norms_of_all = [self._lossless() for _ in dense]
+        norms_of_all += [()] * len(sparse) if sample is None else self._embeddings.norms(sample)
+        return measurement.of_uncompressed(dense, slices, sparse, norms_of_all)
 
     def _lossless(self) -> Any:
         return () if self._sample_norms is None else norms.lossless(self._sample_norms)
