@@ -37,8 +37,8 @@ def arguments() -> argparse.Namespace:
 
 def force(plan: Any, turn: int) -> None:
     """Switches every bucket of `auto` to the candidate of this turn; on all ranks in the same step."""
-    choice = plan.selector.state.choice
-    choice.assign([turn % len(plan.selector.auto.candidates)] * choice.shape[0])
+    choice = plan.auto.state.choice
+    choice.assign([turn % len(plan.auto.auto.candidates)] * choice.shape[0])
 
 
 def main() -> int:
@@ -73,15 +73,15 @@ def main() -> int:
     turns = 0
     for i in common.progress(range(args.steps), "steps", hvd.rank() == 0):
         step(tf.constant(i * 32 % 4064))
-        if args.switch_every and (i + 1) % args.switch_every == 0 and reducer.last_plan("a switch").selector:
+        if args.switch_every and (i + 1) % args.switch_every == 0 and reducer.last_plan("a switch").auto:
             turns += 1
             force(reducer.last_plan("a switch"), turns)
         if (i + 1) % args.check_every == 0:
             weights = b"".join(np.asarray(weight).tobytes() for weight in model.get_weights())
             samples.append({"step": i + 1, "rss": process.memory_info().rss, "weights": zlib.crc32(weights)})
     traces = step.experimental_get_tracing_count()
-    plans = [(len(plan.turns), sum(plan.turns.values())) for plan in reducer.plans.values()]
-    selector = reducer.last_plan("the end").selector
+    plans = [(len(plan.trace_indices), sum(plan.trace_indices.values())) for plan in reducer.plans.values()]
+    selector = reducer.last_plan("the end").auto
     switches = int(np.sum(selector.state.switches)) if selector else 0
     ranks = hvd.allgather_object((samples, traces, plans), name="endurance")
     drifted = [s[0]["step"] for s in zip(*(rank[0] for rank in ranks)) if len({r["weights"] for r in s}) > 1]
