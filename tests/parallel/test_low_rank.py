@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.exchange import factor_allreduce as low_rank
 
 # The gradient of (2, 5, 8) is a matrix of 10 x 8; that of (30, 2) goes as it is if the rank is 2 or more.
 SHAPES = [(3, 3, 8, 16), (20, 30), (20, 30), (30, 2), (17,), (2, 5, 8)]
@@ -34,7 +33,7 @@ class Simulation:
         self.ranks, self.decay = ranks, decay
         members = [i for i in reversed(range(len(SHAPES))) if SHAPES[i] != (17,)]
         self.members = members
-        self.right = self.cut(low_rank.start(self.compressor, [SHAPES[i] for i in members]).numpy())
+        self.right = self.cut(self.compressor.initial_factors([SHAPES[i] for i in members]).numpy())
         self.kept = {i: np.zeros((ranks, *sides)) for i, sides in SIDES.items()}
 
     def cut(self, factors):
@@ -286,7 +285,7 @@ def test_stateless_allreduce_is_one_step_from_the_start(rank, size):
     outputs = hvdc.grouped_allreduce(
         [tf.constant(g) for g in gradients[rank]], compression=compressor, name="low"
     )
-    start = low_rank.start(compressor, SHAPES).numpy().astype(np.float64)
+    start = compressor.initial_factors(SHAPES).numpy().astype(np.float64)
     for i in (0, 1, 2, 5):
         rows, columns = SIDES[i]
         right, start = start[: 2 * columns].reshape(2, -1).T, start[2 * columns :]
