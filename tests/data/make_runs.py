@@ -122,9 +122,9 @@ def train(name: str, directory: str) -> None:
         def on_train_batch_end(self, batch, logs=None):
             if fault.get("flap") and batch % 12 == 11:
                 (plan,) = optimizer._hvdc.reducer.plans.values()
-                selector = plan.selector
+                selector = plan.auto
                 selector.state.choice.assign([1 + batch // 12 % 2] * len(selector.nbytes))
-                selector._outgoing.assign(tf.zeros_like(selector._outgoing))
+                selector._numbers.assign(tf.zeros_like(selector._numbers))
 
     data = tf.data.Dataset.from_generator(
         batches,
