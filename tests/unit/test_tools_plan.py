@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -365,7 +364,7 @@ def test_help_has_an_example(command):
     assert f"hvd-compress {command}" in result.output and "--json" in result.output
 
 
-def test_plan_starts_fast_and_without_tensorflow():
+def test_plan_starts_without_what_is_slow_to_import():
     code = f"""
 import sys
 from hvd_compress.tools.cli import main
@@ -376,11 +375,8 @@ except SystemExit as stop:
 assert not [name for name in sys.modules if name.partition(".")[0] in ("tensorflow", "horovod", "keras", "optuna")]
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    start_ = time.process_time(), os.times().children_user
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    # Of the processor's time: others may be busy. It takes about a third of this.
-    assert os.times().children_user - start_[1] < 1.5
 
 
 def test_models():
