@@ -116,9 +116,8 @@ class Compressor(Traits, horovod_compression.Compressor):
             return 0.0
         noise = tf.random.stateless_normal(shapes[0], [1, 2])
 
-        @tf.function(
-            autograph=False
-        )  # with a residual, as in training, so that kernels are compiled once for both
+        # With a residual, as in training, so that kernels are compiled once for both.
+        @tf.function(autograph=False)
         def encode() -> tf.Tensor:
             return self.encode(noise, no_seeds(), tf.zeros(shapes[0]), 1.0, True).residual
 

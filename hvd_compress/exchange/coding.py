@@ -33,9 +33,8 @@ class EncodedBucket(NamedTuple):
 
 def encode(compressor: Compressor, local_input: LocalInput) -> EncodedBucket:
     """Encodes all chunks into one payload."""
-    if (
-        not compressor.pure
-    ):  # it may keep something from call to call, so each bucket needs a trace of its own
+    if not compressor.pure:
+        # It may keep something from call to call, so each bucket needs a trace of its own.
         return EncodedBucket(*_encode(compressor, local_input))
     shapes = tuple(tuple(chunk.shape.as_list()) for chunk in local_input.chunks)
     residual_dtypes = tuple(

@@ -50,8 +50,7 @@ def DistributedGradientTape(
     """Wraps a tape so that `gradient()` returns gradients averaged over all ranks, compressed on the way.
 
     Takes every argument of `horovod.tensorflow.DistributedGradientTape`, with the same meaning. Make a new tape in
-    every
-    step, as usual: residuals belong to the variables and the settings, not to the tape.
+    every step, as usual: residuals belong to the variables and the settings, not to the tape.
 
     Example:
         with tf.GradientTape() as tape:

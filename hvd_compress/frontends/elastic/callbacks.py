@@ -86,9 +86,8 @@ class UpdateBatchStateCallback(Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Sets the number to 0 for the next epoch."""
         self.state.batch = 0
-        if (
-            self.model.stop_training is self._stop_epoch
-        ):  # and not set by another callback, such as EarlyStopping
+        # Not if another callback set it, such as EarlyStopping.
+        if self.model.stop_training is self._stop_epoch:
             self.model.stop_training = False
 
 
