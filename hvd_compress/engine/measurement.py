@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..common.gradients import values_of
 from ..exchange import uncompressed
 from . import clock
 from .clock import Timestamps
@@ -19,7 +20,7 @@ def all_ready(layout: ModelLayout, gradients: Sequence[Any]) -> tf.Tensor:
     groups = [*(group.layout.tensors for group in layout.param_groups), *layout.uncompressed]
     last = [*(tensors.members[-1] for tensors in groups), *layout.sparse]
     ready = [gradients[i] for i in dict.fromkeys(last)]
-    return clock.stamp([g.values if isinstance(g, tf.IndexedSlices) else g for g in ready])
+    return clock.stamp([values_of(g) for g in ready])
 
 
 def of_uncompressed(

@@ -11,19 +11,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..common.gradients import values_of, with_values
+
 POLICIES = ("propagate", "skip", "raise")
 
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Whether all elements of these tensors, IndexedSlices or Nones are finite; a bool scalar."""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    values = [values_of(g) for g in gradients if g is not None]
     flags = [tf.reduce_all(tf.math.is_finite(v)) for v in values if v.dtype.is_floating]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
 def zeros_unless(finite: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
     """Returns the gradients if `finite`, else zeros of the same shapes and dtypes."""
-    return [_with_values(g, lambda v: tf.where(finite, v, tf.zeros_like(v))) for g in gradients]
+    return [with_values(g, lambda v: tf.where(finite, v, tf.zeros_like(v))) for g in gradients]
 
 
 def raise_unless(finite: tf.Tensor, gradients: Sequence[Any], step: Any) -> list[Any]:
@@ -47,10 +49,4 @@ def raise_unless(finite: tf.Tensor, gradients: Sequence[Any], step: Any) -> list
             raise tf.errors.InvalidArgumentError(None, None, text.numpy().decode())
         return list(gradients)
     with tf.control_dependencies([tf.raw_ops.Assert(condition=finite, data=[text], summarize=1)]):
-        return [_with_values(g, tf.identity) for g in gradients]
-
-
-def _with_values(gradient: Any, change: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else change(gradient)
+        return [with_values(g, tf.identity) for g in gradients]

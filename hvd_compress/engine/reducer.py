@@ -260,12 +260,3 @@ def check_not_in_xla() -> None:
             "XLA: pass jit_compile=False to model.compile() or tf.function() (hvd_compress compiles its own "
             "kernels; on a GPU, Keras 3 sets jit_compile=True unless told otherwise)"
         )
-
-
-def scale_local_gradient(gradient: Any, size: int) -> Any:
-    """A local variable's gradient divided by the number of ranks, as Horovod does."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return gradient / size

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..common.gradients import values_of, with_values
 from ..compressors import error_feedback
 from ..kernels.compile import compiled
 from .settings import Settings
@@ -172,18 +173,14 @@ def clipped(gradients: Sequence[Any], limit: float) -> list[Any]:
             value of the result is, too.
         limit: Above 0.
     """
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    values = [values_of(g) for g in gradients]
     floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
     if not floats:
         return list(gradients)
     norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
     factor = tf.minimum(1.0, limit / norm)
 
-    def scaled(gradient: Any) -> Any:
-        if gradient is None or not gradient.dtype.is_floating:
-            return gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
-        return gradient * tf.cast(factor, gradient.dtype)
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        return values * tf.cast(factor, values.dtype) if values.dtype.is_floating else values
 
-    return [scaled(gradient) for gradient in gradients]
+    return [with_values(gradient, scaled) for gradient in gradients]

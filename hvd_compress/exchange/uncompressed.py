@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..common.gradients import with_values
 from .group import Group
 from .volume import ring_bytes as bytes_sent  # noqa: F401  (what each rank sends)
 
@@ -79,8 +80,4 @@ def wide(tensor: Any) -> Any:
 
 def of_dtype(tensor: Any, dtype: tf.DType) -> Any:
     """A tensor or IndexedSlices in this dtype."""
-    if tensor.dtype == dtype:
-        return tensor
-    if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(tensor.values, dtype), tensor.indices, tensor.dense_shape)
-    return tf.cast(tensor, dtype)
+    return tensor if tensor.dtype == dtype else with_values(tensor, lambda values: tf.cast(values, dtype))

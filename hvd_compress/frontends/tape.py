@@ -16,10 +16,11 @@ from ..compressors import Compressor
 from ..compressors.resolve import CompressionLike
 from ..engine import nonfinite
 from ..engine.compression_report import CompressionReport
-from ..engine.reducer import Reducer, scale_local_gradient
+from ..engine.reducer import Reducer
 from ..engine.settings import MIN_COMPRESS_SIZE, Settings
 from .arguments import settings_from
 from .build import new_reducer
+from .local_gradients import reduce_shared
 
 # Reducers, which keep the residuals, by variables and settings: they outlive the tape, which is new in every step.
 _reducers: dict[Any, Reducer] = {}
@@ -145,25 +146,17 @@ class _DistributedGradientTape(tf.GradientTape):
         """
         gradients = super().gradient(target, sources, output_gradients, **kwargs)
         flat_sources = tf.nest.flatten(sources)
-        flat = tf.nest.flatten(gradients)
-        shared = [i for i, source in enumerate(flat_sources) if id(source) not in self._hvdc_local]
         reducer = reducer_of(self, flat_sources)
-        reduced = reducer([flat[i] for i in shared], [flat_sources[i] for i in shared])
+        flat = reduce_shared(reducer, tf.nest.flatten(gradients), flat_sources, self._hvdc_local)
         policy = self._hvdc_settings.on_nonfinite
-        if policy == "skip":
+        if policy != "propagate":
+            reduced = [g for g, source in zip(flat, flat_sources) if id(source) not in self._hvdc_local]
             finite = nonfinite.all_finite(reduced)
-            flat = nonfinite.zeros_unless(finite, flat)  # gradients of local sources
-            reduced = nonfinite.zeros_unless(finite, reduced)
-        elif policy == "raise":
-            steps = [plan.state.step for plan in reducer.plans.values()]
-            step = tf.add_n(steps) if steps else None
-            reduced = nonfinite.raise_unless(nonfinite.all_finite(reduced), reduced, step)
-        for i, gradient in zip(shared, reduced):
-            flat[i] = gradient
-        if self._hvdc_settings.scale_local_gradients:
-            size = self._hvdc_settings.process_set.size()
-            for i in set(range(len(flat))) - set(shared):
-                flat[i] = scale_local_gradient(flat[i], size)
+            if policy == "skip":
+                flat = nonfinite.zeros_unless(finite, flat)
+            else:
+                steps = [plan.state.step for plan in reducer.plans.values()]
+                flat = nonfinite.raise_unless(finite, flat, tf.add_n(steps) if steps else None)
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def compression_report(self, sources: Any) -> CompressionReport:

@@ -11,9 +11,9 @@ import tensorflow as tf
 from ...common import checks
 from ...common.names import path_of
 from ...engine import nonfinite
-from ...engine.reducer import scale_local_gradient
 from ...engine.settings import Settings
 from ..build import new_reducer
+from ..local_gradients import reduce_shared
 from .aggregation import LocalGradientAggregation
 
 
@@ -59,15 +59,7 @@ class Distribution:
         self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
     ) -> list[Any]:
         """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`."""
-        result = list(gradients)
-        shared = [i for i, variable in enumerate(variables) if id(variable) not in self._local]
-        reduced = self.reducer([gradients[i] for i in shared], [variables[i] for i in shared], so_far)
-        for i, gradient in zip(shared, reduced):
-            result[i] = gradient
-        if self._local and self.settings.scale_local_gradients:
-            for i in set(range(len(result))) - set(shared):
-                result[i] = scale_local_gradient(result[i], self.settings.process_set.size())
-        return result
+        return reduce_shared(self.reducer, gradients, variables, self._local, so_far)
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds the gradients of one pass, and reduces the sum if this pass completes a step."""

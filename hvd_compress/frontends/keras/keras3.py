@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ...common.gradients import with_values
 from .mixin import DistributedMixin
 
 
@@ -116,10 +117,10 @@ def _is_inside_loss_scale_optimizer() -> bool:
 
 def times(gradient: Any, factor: tf.Tensor) -> Any:
     """The gradient times a loss scale or its inverse. float16 becomes float32, because it cannot hold every scale."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    if gradient.dtype == tf.float16:
-        gradient = tf.cast(gradient, tf.float32)
-    return gradient * tf.cast(factor, gradient.dtype)
+
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        if values.dtype == tf.float16:
+            values = tf.cast(values, tf.float32)
+        return values * tf.cast(factor, values.dtype)
+
+    return with_values(gradient, scaled)
