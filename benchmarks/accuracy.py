@@ -54,9 +54,7 @@ def train(spec: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     )
     matches = {name: re.search(pattern, result.stdout) for name, pattern in FIELDS.items()}
     if result.returncode or None in matches.values():
-        raise SystemExit(
-            f"{spec}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}"
-        )
+        raise SystemExit(f"{spec}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}")
     numbers = {name: float(match.group(1).replace(",", "")) for name, match in matches.items() if match}
     return {"spec": spec, "seed": seed, **numbers}
 
@@ -88,9 +86,7 @@ def main() -> None:
         description="Compare the accuracy that compressors reach in the same number of steps.",
         epilog="example: python benchmarks/accuracy.py --specs none int8 --seeds 0 1 2 --json accuracy.json",
     )
-    parser.add_argument(
-        "--specs", nargs="+", default=SPECS, help="the first is what the others are compared with"
-    )
+    parser.add_argument("--specs", nargs="+", default=SPECS, help="the first is what the others are compared with")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
@@ -100,17 +96,14 @@ def main() -> None:
         "--optimizer", choices=["adam", "sgd", "onebit-adam"], default="adam", help="default: %(default)s"
     )
     parser.add_argument("--freeze-step", type=int, help="of onebit-adam")
-    parser.add_argument(
-        "--timeout", type=int, default=1800, help="seconds for one training (default: %(default)s)"
-    )
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one training (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file, after each training")
     parser.add_argument("--resume", action="store_true", help="keep the results that are in the file already")
     args = parser.parse_args()
 
     runs: list[dict[str, Any]] = []
     settings = {
-        name: getattr(args, name)
-        for name in ("workers", "epochs", "batch_size", "lr", "optimizer", "freeze_step")
+        name: getattr(args, name) for name in ("workers", "epochs", "batch_size", "lr", "optimizer", "freeze_step")
     }
     if args.resume and args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
@@ -128,9 +121,7 @@ def main() -> None:
                 flush=True,
             )
             if args.json:
-                args.json.write_text(
-                    json.dumps({**settings, "runs": runs}, indent=1) + "\n", encoding="utf-8"
-                )
+                args.json.write_text(json.dumps({**settings, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     print(f"\nsettings: {settings}, {runs[0]['steps']:.0f} steps\n{table(runs, args.specs)}")
 
 

@@ -23,18 +23,14 @@ SPECS = ["none", "fp16", "int8", "int4", "onebit"]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="of the table (default: %(default)s)")
     parser.add_argument("--columns", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=2048, help="of a worker's batch (default: %(default)s)")
     parser.add_argument("--exponent", type=float, default=1.1, help="of Zipf's law (default: %(default)s)")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument("--rounds", type=int, default=30, help="default: %(default)s")
-    parser.add_argument(
-        "--interface", help="whose bytes are counted (default: eth0, or lo where there is none)"
-    )
+    parser.add_argument("--interface", help="whose bytes are counted (default: eth0, or lo where there is none)")
     return common.parse(parser)
 
 
@@ -108,9 +104,7 @@ def main() -> None:
 
     times = common.interleave(methods, args.rounds, barrier, show)
     names = list(methods)
-    slowest = hvd.allreduce(
-        tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times"
-    )
+    slowest = hvd.allreduce(tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times")
     if hvd.rank() != 0:
         return
     seconds = dict(zip(names, slowest.numpy().tolist()))

@@ -23,9 +23,7 @@ SPEC = "auto:candidates=(none|int8|int4|hybrid:ratio=0.01,bits=4)"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000, help="default: %(default)s")
     parser.add_argument(
         "--switch-every", type=int, default=250, metavar="STEPS", help="default: %(default)s; 0 for never"
@@ -91,9 +89,7 @@ def main() -> int:
         for rank, (samples, count, _) in enumerate(ranks):
             rss = [sample["rss"] / 2**20 for sample in samples]
             late = rss[len(rss) // 2 :]
-            per_step = (
-                np.polyfit(np.arange(len(late)) * args.check_every, late, 1)[0] if len(late) > 1 else 0.0
-            )
+            per_step = np.polyfit(np.arange(len(late)) * args.check_every, late, 1)[0] if len(late) > 1 else 0.0
             rows.append(
                 [
                     str(rank),
@@ -111,11 +107,7 @@ def main() -> int:
         ]
         common.print_table(f"{args.steps} steps, {hvd.size()} workers {args.label}", columns, rows)
         print(f"all buckets switched {turns} times, and by auto itself {switches} buckets")
-        print(
-            f"weights differed at steps {drifted}"
-            if drifted
-            else "weights are the same to the bit at all checks"
-        )
+        print(f"weights differed at steps {drifted}" if drifted else "weights are the same to the bit at all checks")
         names = ("steps", "switch_every", "check_every", "spec", "label")
         common.save(
             args.json,

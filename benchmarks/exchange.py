@@ -34,9 +34,7 @@ SPECS = [
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument(
@@ -48,9 +46,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--bucket-bytes", type=int, help="default: that of DistributedOptimizer")
-    parser.add_argument(
-        "--interface", help="whose bytes are counted (default: eth0, or lo where there is none)"
-    )
+    parser.add_argument("--interface", help="whose bytes are counted (default: eth0, or lo where there is none)")
     return common.parse(parser)
 
 
@@ -105,9 +101,7 @@ def main() -> None:
 
     methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
     ours = {
-        spec if args.levels == ["auto"] else f"{spec} {how}": Method(
-            spec, variables, args.bucket_bytes, LEVELS[how]
-        )
+        spec if args.levels == ["auto"] else f"{spec} {how}": Method(spec, variables, args.bucket_bytes, LEVELS[how])
         for spec in args.specs
         for how in args.levels
     }
@@ -137,9 +131,7 @@ def main() -> None:
     times = common.interleave(methods, args.rounds, barrier, show)
     # The slowest worker of each round counts.
     names = list(methods)
-    slowest = hvd.allreduce(
-        tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times"
-    )
+    slowest = hvd.allreduce(tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times")
     if hvd.rank() != 0:
         return
     seconds = dict(zip(names, slowest.numpy().tolist()))

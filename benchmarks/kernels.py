@@ -48,9 +48,7 @@ KERNELS = [
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=24 * PIECE, help="default: %(default)s")
     parser.add_argument("--piece", type=int, default=PIECE, help="elements at once (default: %(default)s)")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")

@@ -182,9 +182,7 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 def main() -> int:
     """Runs the command of the command line in a lab."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts (default: %(default)s)")
     parser.add_argument(
         "--rate",

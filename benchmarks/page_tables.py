@@ -31,7 +31,5 @@ def show(tables: Mapping[str, str], page: Path | None) -> None:
         place = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?({_END})", re.DOTALL)
         page_text, count = place.subn(lambda match, new=text: f"{match[1]}\n{new}\n\n{match[2]}", page_text)
         if count != 1:
-            sys.exit(
-                f"{page} has {count} places for the table {name!r}: write <!-- table: {name} -->, then {_END}"
-            )
+            sys.exit(f"{page} has {count} places for the table {name!r}: write <!-- table: {name} -->, then {_END}")
     page.write_text(page_text, encoding="utf-8")

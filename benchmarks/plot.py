@@ -102,9 +102,7 @@ def train(results: list[Result], out: Path) -> None:
         axes.set_title(f"{result['workers']} hosts, {result['label']}")
         finish(figure, out / f"train_{result['label'] or 'local'}.png")
         print(f"\n### training to {result['accuracy']}%, {result['workers']} hosts, {result['label']}\n")
-        print(
-            "| method | seconds, median | sooner than Horovod | than its fp16 | steps |\n|---|---:|---:|---:|---|"
-        )
+        print("| method | seconds, median | sooner than Horovod | than its fp16 | steps |\n|---|---:|---:|---:|---|")
         none, half = medians["horovod none"], medians["horovod fp16"]
         for name, runs in result["methods"].items():
             steps = ", ".join(str(run["steps"] or "-") for run in runs)
@@ -120,12 +118,8 @@ def finish(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", nargs="+", type=Path, help="JSON files of exchange.py, kernels.py, train.py"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of exchange.py, kernels.py, train.py")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the plots go (default: here)")
     args = parser.parse_args()
     results = [json.loads(path.read_text()) for path in args.results]

@@ -31,9 +31,7 @@ RANKS = (1, 4)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50", help="default: %(default)s")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, metavar="R", help="default: 1 4")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
@@ -48,9 +46,7 @@ class Peer:
 
         # Kernels of Keras (height, width, in, out) are PyTorch's (out, in, height, width).
         order = {4: (3, 2, 0, 1), 2: (1, 0)}
-        self._given = [
-            torch.from_numpy(np.ascontiguousarray(np.transpose(g, order.get(g.ndim)))) for g in gradients
-        ]
+        self._given = [torch.from_numpy(np.ascontiguousarray(np.transpose(g, order.get(g.ndim)))) for g in gradients]
         self._torch = torch
 
     def _model(self) -> Any:
@@ -118,9 +114,7 @@ def begin_torch(rank: int, size: int, address: str, port: int) -> None:
 
     if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == "eth0" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
 
 
 def address_of(rank: int) -> tuple[str, int]:
@@ -135,9 +129,7 @@ def main() -> None:
     try:
         import torch
     except ImportError:
-        sys.exit(
-            "powersgd_peers needs PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu"
-        )
+        sys.exit("powersgd_peers needs PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu")
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -166,15 +158,11 @@ def main() -> None:
 
     show = hvd.rank() == 0
     for method in common.progress(list(methods.values()), "first steps", show):
-        for _ in range(
-            5
-        ):  # DDP rebuilds its buckets after one step, and starts to use the hook after two more
+        for _ in range(5):  # DDP rebuilds its buckets after one step, and starts to use the hook after two more
             method()
     times = common.interleave(methods, args.rounds, barrier, show)
     names = list(methods)
-    slowest = hvd.allreduce(
-        tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times"
-    )
+    slowest = hvd.allreduce(tf.constant([times[name] for name in names], tf.float64), op=hvd.Max, name="times")
     torch.distributed.destroy_process_group()
     if hvd.rank() != 0:
         return

@@ -29,9 +29,7 @@ SMALL, ROUNDS_OF_SMALL = 2**20, 5
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument(
         "--sizes",

@@ -68,13 +68,8 @@ def scaled(spec: str, work: Workload, network: Network) -> list[Scaled]:
 
 def efficiencies(work: Workload, out: Path | None) -> str:
     """Plots efficiency against ranks, with a panel for each network; returns a table for the most ranks."""
-    by_network = {
-        name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()
-    }
-    table = [
-        [spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in by_network.values())]
-        for spec in SPECS
-    ]
+    by_network = {name: {spec: scaled(spec, work, network) for spec in SPECS} for name, network in networks().items()}
+    table = [[spec, *(f"{100 * lines[spec][-1].efficiency:.0f}%" for lines in by_network.values())] for spec in SPECS]
     if out is not None:
         draw_efficiencies(by_network, out / "scaling_efficiency.png")
     return markdown(["", *by_network], table)
@@ -86,16 +81,12 @@ def draw_efficiencies(by_network: Mapping[str, Mapping[str, Sequence[Scaled]]], 
     for axes, (name, lines) in zip(panels.flat, by_network.items()):
         for spec, rows in lines.items():
             style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
-            axes.plot(
-                [row.ranks for row in rows], [100 * row.efficiency for row in rows], label=spec, **style
-            )
+            axes.plot([row.ranks for row in rows], [100 * row.efficiency for row in rows], label=spec, **style)
         against_ranks(axes)
         axes.set(title=name, ylim=(0, 102), ylabel="% of its speed alone")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     alone = units.show_seconds(BACKWARD + FORWARD)
-    figure.suptitle(
-        f"ResNet-50, {alone} a step alone, {units.show_rate(RATE)}, kernels that take no time (predicted)"
-    )
+    figure.suptitle(f"ResNet-50, {alone} a step alone, {units.show_rate(RATE)}, kernels that take no time (predicted)")
     save(figure, path)
 
 
@@ -105,11 +96,7 @@ def patterns(out: Path | None) -> str:
     ranks = [n for n in RANKS if n >= 2 * WORKERS]
     cases = [
         ("none", "allreduce"),
-        *(
-            (spec, p)
-            for spec in ("int8", "topk:ratio=0.01")
-            for p in ("allgather", "scatter_reduce", "two_level")
-        ),
+        *((spec, p) for spec in ("int8", "topk:ratio=0.01") for p in ("allgather", "scatter_reduce", "two_level")),
     ]
 
     def seconds(spec: str, pattern: str, n: int) -> float:
@@ -128,9 +115,7 @@ def patterns(out: Path | None) -> str:
     return markdown(["ms", *(f"{ranks[i]:,} ranks" for i in error_text)], table)
 
 
-def draw_patterns(
-    milliseconds: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path
-) -> None:
+def draw_patterns(milliseconds: Mapping[tuple[str, str], Sequence[float]], ranks: Sequence[int], path: Path) -> None:
     """Draws a line for each collective, with a colour for each compressor."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = {"allreduce": "-", "allgather": "--", "scatter_reduce": "-", "two_level": ":"}
@@ -168,8 +153,7 @@ def in_words(faster: Sequence[int], ranks: Sequence[int]) -> str:
         else:
             runs.append([place, place])
     error_text = [
-        f"{ranks[a]:,}" + ("" if a == b else " on" if b == len(ranks) - 1 else f" to {ranks[b]:,}")
-        for a, b in runs
+        f"{ranks[a]:,}" + ("" if a == b else " on" if b == len(ranks) - 1 else f" to {ranks[b]:,}") for a, b in runs
     ]
     return ", ".join(error_text)
 
@@ -190,13 +174,9 @@ def save(figure: Any, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the plots go (default: none is drawn)")
-    parser.add_argument(
-        "--page", type=Path, help="whose tables are replaced (default: they are printed only)"
-    )
+    parser.add_argument("--page", type=Path, help="whose tables are replaced (default: they are printed only)")
     args = parser.parse_args()
     work = Workload(tuple(MODELS["resnet50"]()), BACKWARD, FORWARD)
     tables = {

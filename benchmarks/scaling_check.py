@@ -91,9 +91,7 @@ def compare_all(results: Sequence[dict[str, Any]]) -> list[Row]:
     }
     shaped = [result for result in results if result["label"] != UNSHAPED]
     return [
-        row
-        for result in shaped
-        for row in compare(result, limits.get((result["model"], result["workers"]), math.inf))
+        row for result in shaped for row in compare(result, limits.get((result["model"], result["workers"]), math.inf))
     ]
 
 
@@ -133,9 +131,7 @@ def horovod(data: dict[str, Any], latency: float) -> list[Row]:
     for each in data["efficiency"]:
         model = each["model"]
         alone = data["batch"] / data["alone"][model]
-        work = Workload(
-            tuple(of_size(round(data["parameters"][model]))), BACKWARD * alone, (1 - BACKWARD) * alone
-        )
+        work = Workload(tuple(of_size(round(data["parameters"][model]))), BACKWARD * alone, (1 - BACKWARD) * alone)
         step = forecast("none", work, Network(data["bandwidth"], latency), each["ranks"]).step
         where = f"{each['ranks']} GPUs, {each['how']}"
         rows.append(Row(model, where, alone / each["measured"], step))
@@ -164,9 +160,7 @@ def grace_compressed(data: dict[str, Any]) -> list[Row]:
     ranks, rows = 8, []
     for each in data["compressed"]:
         nbytes = each["bytes_per_parameter"] * data["parameters"]
-        fast, slow = (
-            getattr(Ring(Link.of_rate(rate), ranks), each["collective"])(nbytes) for rate in (25e9, 1e9)
-        )
+        fast, slow = (getattr(Ring(Link.of_rate(rate), ranks), each["collective"])(nbytes) for rate in (25e9, 1e9))
         for i, count in enumerate(("displays", "total")):
             at25, at1 = (ranks * data["batch"] / each[at][i] for at in ("at_25gbit", "at_1gbit"))
             rows.append(Row(each["what"], f"8 machines, 1 Gbit/s, {count}", at1, at25 + slow - fast))
@@ -209,9 +203,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
     for name in dict.fromkeys(row.what for row in rows):
         rows_of_kind = [row for row in rows if row.what == name]
-        measured, predicted = (
-            [1e3 * value for value in each] for each in zip(*(row[2:] for row in rows_of_kind))
-        )
+        measured, predicted = ([1e3 * value for value in each] for each in zip(*(row[2:] for row in rows_of_kind)))
         axes.plot(measured, predicted, "o", label=name)
     ends = [40, 12_000]
     axes.plot(ends, ends, "k-", linewidth=0.8)
@@ -226,14 +218,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="JSON files of exchange.py, and published.json")
     parser.add_argument("--out", type=Path, help="where the plot goes (default: none is drawn)")
-    parser.add_argument(
-        "--page", type=Path, help="whose tables are replaced (default: they are printed only)"
-    )
+    parser.add_argument("--page", type=Path, help="whose tables are replaced (default: they are printed only)")
     args = parser.parse_args()
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
     measured = compare_all([result for result in results if result["benchmark"] == "exchange"])

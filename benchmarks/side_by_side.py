@@ -30,28 +30,19 @@ def medians(clone: Path, command: Sequence[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         environment = {**os.environ, "PYTHONPATH": str(clone)}
-        subprocess.run(
-            [*command, "--json", str(file)], cwd=clone, env=environment, stdout=sys.stderr, check=True
-        )
+        subprocess.run([*command, "--json", str(file)], cwd=clone, env=environment, stdout=sys.stderr, check=True)
         result = json.loads(file.read_text(encoding="utf-8"))
     methods = result["kernels" if result["benchmark"] == "kernels" else "methods"]
     return {name: summary["median"] for name, summary in methods.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--against", type=Path, required=True, metavar="DIR", help="the other version's clone"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, required=True, metavar="DIR", help="the other version's clone")
     parser.add_argument("--runs", type=int, default=3, help="of each version (default: %(default)s)")
     parser.add_argument("command", nargs="+", help="after --, the benchmark")
     args = parser.parse_args()
-    runs = [
-        (medians(CLONE, args.command), medians(args.against.resolve(), args.command))
-        for _ in range(args.runs)
-    ]
+    runs = [(medians(CLONE, args.command), medians(args.against.resolve(), args.command)) for _ in range(args.runs)]
     rows = []
     for name in [name for name in runs[0][0] if name in runs[0][1]]:
         new, old = (statistics.median(run[version][name] for run in runs) for version in (0, 1))

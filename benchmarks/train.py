@@ -26,12 +26,8 @@ SPECS = ["none", "int8", "int4", "hybrid:ratio=0.01,bits=4", "hybrid:ratio=0.05,
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--accuracy", type=float, default=96.0, help="percent to reach (default: %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accuracy", type=float, default=96.0, help="percent to reach (default: %(default)s)")
     parser.add_argument("--specs", nargs="*", default=SPECS, metavar="SPEC", help="our compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--batch-size", type=int, default=32, help="per worker (default: %(default)s)")
@@ -113,8 +109,7 @@ def main() -> None:
     if hvd.rank() != 0:
         return
     medians = {
-        method: statistics.median(run["seconds"] or float("inf") for run in results[method])
-        for method in methods
+        method: statistics.median(run["seconds"] or float("inf") for run in results[method]) for method in methods
     }
     rows = [
         [

@@ -24,9 +24,7 @@ def arguments(description: str, script: str, batch_size: int, lr: float) -> argp
         metavar="SPEC",
         help="none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=batch_size, help="images per worker (default: %(default)s)"
-    )
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="images per worker (default: %(default)s)")
     parser.add_argument(
         "--lr",
         type=float,

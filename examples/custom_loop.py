@@ -23,9 +23,7 @@ import hvd_compress as hvdc
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = common.arguments(
-        "Train in a custom loop with compressed gradients.", "custom_loop.py", 32, 0.001
-    )
+    parser = common.arguments("Train in a custom loop with compressed gradients.", "custom_loop.py", 32, 0.001)
     parser.add_argument("--data", choices=["mnist", "digits"], default="mnist", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=690, help="default: %(default)s")
     return parser.parse_args()

@@ -55,9 +55,7 @@ def arguments() -> argparse.Namespace:
         help="sgd has momentum 0.9, but not with dgc, which brings its own; onebit-adam compresses by itself "
         "(default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--freeze-step", type=int, help="of onebit-adam (default: when the variance is stable)"
-    )
+    parser.add_argument("--freeze-step", type=int, help="of onebit-adam (default: when the variance is stable)")
     parser.add_argument("--save", metavar="FILE", help="save the trained model, for example to model.keras")
     return parser.parse_args()
 

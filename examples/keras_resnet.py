@@ -77,9 +77,7 @@ def synthetic_set(image_size: int, classes: int, batch_size: int) -> tf.data.Dat
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = common.arguments(
-        "Train a residual network with compressed gradients.", "keras_resnet.py", 64, 0.05
-    )
+    parser = common.arguments("Train a residual network with compressed gradients.", "keras_resnet.py", 64, 0.05)
     parser.add_argument("--model", choices=["resnet20", "resnet50"], default="resnet20")
     parser.add_argument(
         "--data", choices=sorted(EPOCHS), default="cifar10",
@@ -123,17 +121,13 @@ def main() -> None:
         steps_per_epoch = args.steps // epochs
 
     lr = args.lr * hvd.size()
-    optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(lr, momentum=0.9), compression=args.compression
-    )
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(lr, momentum=0.9), compression=args.compression)
     # Horovod cannot run inside XLA, so the training step must not be compiled.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
     callbacks = [
         hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start with the first worker's weights
         hvdc.callbacks.MetricAverageCallback(),  # the callbacks below get the averages
-        hvdc.callbacks.LearningRateWarmupCallback(
-            lr, min(args.warmup_epochs, max(1, epochs // 2)), verbose=1
-        ),
+        hvdc.callbacks.LearningRateWarmupCallback(lr, min(args.warmup_epochs, max(1, epochs // 2)), verbose=1),
         # A tenth of the rate in the second half of the training, a hundredth in the last quarter.
         hvdc.callbacks.LearningRateScheduleCallback(
             lr, lambda epoch: 0.1 if epoch < 0.75 * epochs else 0.01, start_epoch=math.ceil(epochs / 2)

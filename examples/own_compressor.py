@@ -69,9 +69,7 @@ def main() -> None:
             keras.layers.Dense(10, activation="softmax"),
         ]
     )
-    optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(0.02 * hvd.size(), momentum=0.9), compression=Ternary()
-    )
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02 * hvd.size(), momentum=0.9), compression=Ternary())
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
     callbacks = [hvdc.callbacks.BroadcastGlobalVariablesCallback(0), hvdc.callbacks.MetricAverageCallback()]
     verbose = 2 if hvd.rank() == 0 else 0

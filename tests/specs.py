@@ -14,9 +14,7 @@ PACKED = [spec for spec in ALL if spec not in SUMMABLE]
 # They send indices.
 INDEXED = [spec for spec in PACKED if spec.startswith(("topk", "block_topk", "hybrid", "block_sparse"))]
 # Their payloads can be scatter-reduced, as they are of chunks of one size.
-SCATTERED = [
-    spec for spec in ALL if spec != "none" and not spec.startswith(("randomk", "block_sp", "powersgd"))
-]
+SCATTERED = [spec for spec in ALL if spec != "none" and not spec.startswith(("randomk", "block_sp", "powersgd"))]
 # Of these, with a residual: one of each layout of bytes.
 EXCHANGED = [
     "int8", "int4", "quantize:bits=3", "quantize:bits=4,clip=99", "onebit", "topk:ratio=0.01",

@@ -57,9 +57,7 @@ class Objective:
         self.model = model
         self.variables = list(model.trainable_variables)
         if not self.variables:
-            raise ValueError(
-                "sensitivity: the model has no trainable weights: set trainable = True on a layer"
-            )
+            raise ValueError("sensitivity: the model has no trainable weights: set trainable = True on a layer")
         self._loss = None if loss is None else tf.keras.losses.get(loss)
         eager = getattr(model, "run_eagerly", False)
         self._value = self._value_of if eager else tf.function(self._value_of, reduce_retracing=True)
@@ -123,9 +121,7 @@ def batches_of(data: Any, count: int, batch_size: int) -> list[Batch]:
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         data = map(data.__getitem__, range(len(data)))
     elif not isinstance(data, Iterable):
-        raise ValueError(
-            f"sensitivity: data must be batches or a tuple of arrays, {_FORMS}, got {type(data).__name__}"
-        )
+        raise ValueError(f"sensitivity: data must be batches or a tuple of arrays, {_FORMS}, got {type(data).__name__}")
     return [_batch(parts) for parts in itertools.islice(data, count)]
 
 
@@ -133,9 +129,7 @@ def _drawn(arrays: tuple[Any, ...], count: int, batch_size: int) -> Iterator[Any
     leaves = [leaf for leaf in tf.nest.flatten(arrays) if leaf is not None]
     lengths = {len(leaf) for leaf in leaves}
     if len(lengths) != 1:
-        raise ValueError(
-            f"sensitivity: the arrays of data must have as many samples each, got {sorted(lengths)}"
-        )
+        raise ValueError(f"sensitivity: the arrays of data must have as many samples each, got {sorted(lengths)}")
     order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, min(len(order), count * batch_size), batch_size):
         yield tf.nest.map_structure(functools.partial(_rows, order[start : start + batch_size]), arrays)

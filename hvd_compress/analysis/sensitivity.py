@@ -205,9 +205,7 @@ class _Channel:
 class _Descent:
     """Evaluates the held-out loss along a direction; changes the weights of the model."""
 
-    def __init__(
-        self, objective: Objective, held_out: Sequence[Batch], gradient: Sequence[tf.Tensor]
-    ) -> None:
+    def __init__(self, objective: Objective, held_out: Sequence[Batch], gradient: Sequence[tf.Tensor]) -> None:
         self._objective = objective
         self._held_out = held_out
         self._gradient = gradient
@@ -237,9 +235,7 @@ class _Descent:
         if not math.isfinite(before):
             raise ValueError("sensitivity: the held-out loss is not finite: check the data and the weights")
         if not energy:
-            raise ValueError(
-                "sensitivity: the gradient is zero: the loss does not depend on the trainable weights"
-            )
+            raise ValueError("sensitivity: the gradient is zero: the loss does not depend on the trainable weights")
         # A quadratic loss that is never negative has its minimum along g at 2 * loss / ||g||^2 or before.
         largest = 2.0 * max(abs(before), 1.0) / energy
         rates = [largest / 2**k for k in range(_HALVINGS)]

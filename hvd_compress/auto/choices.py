@@ -28,9 +28,7 @@ def makespan(xp: Any, waits: Any, exchange: Any) -> Any:
     return xp.max(ready - crossed + exchange, -1) + crossed[..., -1]
 
 
-def cost_of(
-    xp: Any, picks: Any, waits: Any, seconds: Any, lost: Any, nbytes: Any, max_slowdown: float
-) -> Any:
+def cost_of(xp: Any, picks: Any, waits: Any, seconds: Any, lost: Any, nbytes: Any, max_slowdown: float) -> Any:
     """The cost of choices, [N]: the step's seconds times 1 + `max_slowdown` * the lost share of the energy.
 
     Args:

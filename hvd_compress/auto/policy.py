@@ -79,9 +79,7 @@ def best(
     options = choices.options(tnp, per_bucket, uncompressed, seconds)
     if any(model_wide):
         uniform = tf.constant([[c] * allowed.shape[0] for c, is_wide in enumerate(model_wide) if is_wide])
-        valid = tf.concat(
-            [all_at_once.allowed(options, per_bucket), all_at_once.allowed(uniform, allowed)], 0
-        )
+        valid = tf.concat([all_at_once.allowed(options, per_bucket), all_at_once.allowed(uniform, allowed)], 0)
         options = tf.concat([options, uniform], 0)
     costs = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
     if any(model_wide):
@@ -147,9 +145,7 @@ class Measured(NamedTuple):
     exchange: tf.Tensor  # [B], seconds of each bucket, including encoding and decoding
     waits: tf.Tensor  # [B], seconds between the encoding of the bucket before and that of this one
     probed: tf.Tensor  # int32, the bucket that was probed
-    energy: (
-        tf.Tensor
-    )  # [C + 1], energies that candidates lose of its chunk, and the chunk's; zeros if no probe
+    energy: tf.Tensor  # [C + 1], energies that candidates lose of its chunk, and the chunk's; zeros if no probe
     # [2], energies of the residuals and of gradients + residuals with the model-wide candidate in use; zeros if not
     # measured, None if no candidate is model-wide
     model_wide: tf.Tensor | None = None
@@ -235,9 +231,7 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     waits = _average(state.waits, step.waits, timed)
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
-    new_bias, age = trials.measured(
-        state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known
-    )
+    new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
     is_probed = tf.range(state.choice.shape[0]) == step.probed
     probed = tf.cast(is_probed & (step.energy[-1] > 0.0), tf.float32)
     keep = 1.0 - NEWEST_WEIGHT * probed
@@ -245,9 +239,7 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     lost = keep[:, None] * state.lost + NEWEST_WEIGHT * probed[:, None] * step.energy[:-1]
     if step.model_wide is not None:
         old_shares = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-        lost = all_at_once.with_measured_loss(
-            lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT
-        )
+        lost = all_at_once.with_measured_loss(lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT)
     return state._replace(
         link_moments=link_moments,
         link=link,
@@ -313,8 +305,6 @@ def propose(
     alone = tf.broadcast_to(tf.range(candidates)[:, None], [candidates, buckets])
     ratios = tf.math.divide_no_nan(cost_of(alone, *cost_inputs), current_cost)
     possible = tf.reduce_all(allowed, 0) & (tf.reduce_any(state.choice != alone, 1))
-    trial, since_trial, tried = trials.next_trial(
-        state.trial, state.since_trial, state.age, ratios, possible & ~switch
-    )
+    trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
     return state, tf.where(switch, cheapest, state.choice), tried

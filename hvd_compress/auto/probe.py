@@ -68,8 +68,7 @@ def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
     """The shares of the gradient that model-wide candidates lose, [C + 1]; zeros for the others."""
     gradient = sample.largest()
     shares = [
-        candidate.lost_share(gradient) if candidate.model_wide else tf.constant(0.0)
-        for candidate in auto.candidates
+        candidate.lost_share(gradient) if candidate.model_wide else tf.constant(0.0) for candidate in auto.candidates
     ]
     return tf.stack([*shares, tf.constant(0.0)])
 

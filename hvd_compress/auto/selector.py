@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -55,7 +54,7 @@ class AutoSelector(ModelSelector):
         layout: ModelLayout,
         state: State,
         process_set: Any,
-        op: Any,
+        averages: bool,
         residual_decay: float,
         costs: policy.Costs,
         prior: tf.Tensor,
@@ -67,7 +66,7 @@ class AutoSelector(ModelSelector):
             layout: How gradients are divided.
             state: The plan's variables.
             process_set: The ranks.
-            op: hvd.Average or hvd.Sum: how the numbers are reduced.
+            averages: Whether the numbers are averaged over the ranks, and not summed.
             residual_decay: The factor of residuals.
             costs: Predicted costs, float32 [B, C] each.
             prior: See the attribute, float32 [B, C].
@@ -79,7 +78,7 @@ class AutoSelector(ModelSelector):
         self._layout, self._plan_state, self._decay = layout, state, residual_decay
         self._place = {b: place for place, b in enumerate(layout.auto_buckets)}
         self._ranks, self._rank = process_set.size(), process_set.rank()
-        self._averages = op == hvd.Average
+        self._averages = averages
         self._uncompressed = uncompressed_candidates(self.auto)
         model_wide = self.auto.model_wide_candidates
         # The positions of model-wide candidates, and of the others.
@@ -130,14 +129,10 @@ class AutoSelector(ModelSelector):
         Returns:
             [C + 1]: the energy that each candidate loses, and the chunk's energy; zeros if no probe is due.
         """
-        of_buckets = [
-            samples.of_bucket(self._layout, self._plan_state, gradients, b, self._decay) for b in self._place
-        ]
+        of_buckets = [samples.of_bucket(self._layout, self._plan_state, gradients, b, self._decay) for b in self._place]
         index, is_due = self._probe_index(step)
         nothing = tf.zeros([len(self.auto.candidates) + 1])
-        return tf.cond(
-            is_due, lambda: probe.energies(self.auto, index % len(of_buckets), of_buckets), lambda: nothing
-        )
+        return tf.cond(is_due, lambda: probe.energies(self.auto, index % len(of_buckets), of_buckets), lambda: nothing)
 
     def switch_model(
         self,
@@ -151,8 +146,7 @@ class AutoSelector(ModelSelector):
         if not self._model_wide:
             return tf.cond(self._is_idle(), uncompressed, per_bucket) if may_be_idle else per_bucket()
         branches: list[Callable[[], Any]] = [
-            functools.partial(lambda c: model_wide(c, self._probe_index(step)[1]), c)
-            for c in self._model_wide
+            functools.partial(lambda c: model_wide(c, self._probe_index(step)[1]), c) for c in self._model_wide
         ]
         branches += [per_bucket] if self._per_bucket else []
         with tf.device("CPU"):

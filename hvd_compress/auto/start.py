@@ -53,18 +53,14 @@ def selector(
     with tf.device("CPU"):
         table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, lost)]), tf.float32)
         table = hvd.broadcast(table, root, name="hvdc_costs", process_set=process_set).numpy()
-        costs = policy.Costs(
-            *(tf.constant(x) for x in table[: 4 * size].reshape(4, len(nbytes), len(auto.candidates)))
-        )
+        costs = policy.Costs(*(tf.constant(x) for x in table[: 4 * size].reshape(4, len(nbytes), len(auto.candidates))))
         prior = tf.constant(np.broadcast_to(table[4 * size :], costs.encode.shape))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
         start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
         shares = policy.shares(start, prior)
         _, first, _ = propose(auto, start, costs, shares, tf.constant(nbytes, tf.float32), tf.constant(0))
         first = hvd.broadcast(first, root, name="hvdc_first_choice", process_set=process_set)
-    chosen = AutoSelector(
-        layout, state, process_set, settings.op, settings.residual_decay, costs, prior, first
-    )
+    chosen = AutoSelector(layout, state, process_set, settings.averages, settings.residual_decay, costs, prior, first)
     if process_set.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
@@ -90,9 +86,7 @@ def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
     )
     ranks_without = [str(rank) for rank, file in enumerate(loaded) if file is None]
     if 0 < len(ranks_without) < len(loaded):
-        raise ValueError(
-            f"{variable} is not set on rank {', '.join(ranks_without)}: set it on all ranks or on none"
-        )
+        raise ValueError(f"{variable} is not set on rank {', '.join(ranks_without)}: set it on all ranks or on none")
     return loaded[0] or calibrate(auto.candidates, group, chunk[0])
 
 
@@ -102,9 +96,7 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     if calibration.ranks != ranks and os.environ.get("HOROVOD_ELASTIC") == "1":
         return None
     if calibration.ranks != ranks:
-        raise ValueError(
-            f"{path} was measured between {calibration.ranks} ranks, not between {ranks}: calibrate again"
-        )
+        raise ValueError(f"{path} was measured between {calibration.ranks} ranks, not between {ranks}: calibrate again")
     model = calibration.model()
     for candidate in auto.candidates:
         try:

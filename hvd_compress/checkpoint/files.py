@@ -60,9 +60,7 @@ def complete(directory: str) -> list[int]:
     return [n for n in numbers(directory) if os.path.exists(os.path.join(save_path(directory, n), _MANIFEST))]
 
 
-def write_rank(
-    directory: str, number: int, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> None:
+def write_rank(directory: str, number: int, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the file of rank `metadata["rank"]` of `metadata["ranks"]`.
 
     Args:

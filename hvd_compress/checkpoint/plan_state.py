@@ -145,9 +145,7 @@ def restore(plan: Plan, state: PlanState) -> None:
             variable.assign(True)
         # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
         not_restored = {
-            name
-            for name, variable in replicated.items()
-            if variable.shape != state.replicated_state[name].shape
+            name for name, variable in replicated.items() if variable.shape != state.replicated_state[name].shape
         }
         if "auto_choice" in not_restored:
             not_restored.add("auto_known")
@@ -163,9 +161,7 @@ def merged(states: Sequence[PlanState]) -> PlanState:
     """
 
     def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.sum([a.astype(np.float32) for a in arrays], axis=0, dtype=np.float32).astype(
-            arrays[0].dtype
-        )
+        return np.sum([a.astype(np.float32) for a in arrays], axis=0, dtype=np.float32).astype(arrays[0].dtype)
 
     first = states[0]
     tensors = {
@@ -173,16 +169,13 @@ def merged(states: Sequence[PlanState]) -> PlanState:
         for field, tensors in first.tensors.items()
     }
     padding = {field: [np.zeros(0, np.float32) for _ in first.chunk_layouts] for field in tensors}
-    return PlanState(
-        first.members, tensors, padding, [None for _ in first.chunk_layouts], first.replicated_state
-    )
+    return PlanState(first.members, tensors, padding, [None for _ in first.chunk_layouts], first.replicated_state)
 
 
 def zeroed(state: PlanState) -> PlanState:
     """The state with zeros for residuals and velocities."""
     tensors = {
-        field: {i: np.zeros_like(tensor) for i, tensor in tensors.items()}
-        for field, tensors in state.tensors.items()
+        field: {i: np.zeros_like(tensor) for i, tensor in tensors.items()} for field, tensors in state.tensors.items()
     }
     return dataclasses.replace(state, tensors=tensors)
 
@@ -212,9 +205,7 @@ def take_pending(reducer: Reducer, plan: Plan) -> None:
     if state is None:
         old, new = reducer.pending[0].members, _members(plan)
         pairs = zip(old, new)
-        differing = next(
-            (f": {a.path} {a.shape}, {b.path} {b.shape}" for a, b in pairs if a.key != b.key), ""
-        )
+        differing = next((f": {a.path} {a.shape}, {b.path} {b.shape}" for a, b in pairs if a.key != b.key), "")
         raise ValueError(
             f"the residuals that were loaded belong to other gradients ({len(old)}) than those of this step "
             f"({len(new)}){differing}: train the variables that were trained, or start without residuals"

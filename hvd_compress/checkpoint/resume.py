@@ -107,9 +107,7 @@ def _read_one(
     metadata, arrays = files.read_rank(path)
     expected = {**manifest, "rank": rank}
     if {name: metadata.get(name) for name in expected} != expected:
-        raise ValueError(
-            f"{path} belongs to another save than its manifest.json: files were mixed up or changed"
-        )
+        raise ValueError(f"{path} belongs to another save than its manifest.json: files were mixed up or changed")
     states = [PlanState.unpacked(str(i), plan, arrays) for i, plan in enumerate(metadata["plans"])]
     if variables is not None:
         _check_model(states, variables, path)

@@ -202,9 +202,7 @@ def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
 
     # A tf.function: unlike a bare tf.Graph, it may use tensors and variables from outside.
     with tf.init_scope():
-        traced = tf.function(parts_of, autograph=False).get_concrete_function(
-            tf.TensorSpec(shape, tf.float32)
-        )
+        traced = tf.function(parts_of, autograph=False).get_concrete_function(tf.TensorSpec(shape, tf.float32))
     parts = traced.outputs
     for part in parts:
         if not part.shape.is_fully_defined():
@@ -225,8 +223,7 @@ def as_float32(tensor: Any, who: str) -> tuple[tf.Tensor, Shape, tf.DType]:
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         raise TypeError(
-            f"{who} compresses floating point tensors, got {tensor.dtype.name}: "
-            "cast it, or use compression='none'"
+            f"{who} compresses floating point tensors, got {tensor.dtype.name}: cast it, or use compression='none'"
         )
     return tf.cast(tensor, tf.float32), static_shape(tensor, who), tensor.dtype
 
@@ -239,7 +236,6 @@ def static_shape(tensor: Any, who: str) -> Shape:
     """
     if not tensor.shape.is_fully_defined():
         raise ValueError(
-            f"{who} needs a tensor of static shape, got {tensor.shape}: "
-            "set its shape with tf.ensure_shape before"
+            f"{who} needs a tensor of static shape, got {tensor.shape}: set its shape with tf.ensure_shape before"
         )
     return tuple(tensor.shape.as_list())

@@ -74,9 +74,7 @@ class OneBitLater(OneBit):
 
 
 @compiled
-def _means(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, n: int
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, n: int) -> tuple[tf.Tensor, tf.Tensor]:
     magnitude = tf.abs(fed_back(gradient, residual, decay))
     rows, block = magnitude.shape
     sizes = tf.constant(float(block))

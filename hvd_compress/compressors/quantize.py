@@ -144,9 +144,7 @@ def _quantize(
     return bitpack.pack(codes, bits), values - decoded if keep else None
 
 
-def decode_blocks(
-    ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor
-) -> tf.Tensor:
+def decode_blocks(ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor) -> tf.Tensor:
     """The scaled sum of the parts that `encode_blocks` made of a tensor of this shape on each rank."""
     return blocks.from_blocks(decode_matrix(ranks, bits, scale), shape)
 

@@ -40,11 +40,7 @@ def resolve(compression: CompressionLike) -> Compressor:
         return parse("none")
     if compression is hvd.Compression.fp16:
         return parse("fp16")
-    if (
-        isinstance(compression, type)
-        and issubclass(compression, Compressor)
-        and compression is not Compressor
-    ):
+    if isinstance(compression, type) and issubclass(compression, Compressor) and compression is not Compressor:
         return _instance(compression)
     raise TypeError(
         f"compression must be a hvdc.Compressor, a spec string such as 'int8' or 'topk:ratio=0.01', or None; "

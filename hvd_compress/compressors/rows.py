@@ -82,9 +82,7 @@ class Rows:
         zero = tf.zeros_like(padded[:, :1])
         if isinstance(compressor, OneBit):
             _, block = blocks_of(self.columns, SIGN_BLOCK)
-            parts, new_residuals = _encode_signs(
-                self._to_blocks(padded, block, zero), self._block_sizes(block)
-            )
+            parts, new_residuals = _encode_signs(self._to_blocks(padded, block, zero), self._block_sizes(block))
         else:
             _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)

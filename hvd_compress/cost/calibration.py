@@ -29,9 +29,7 @@ class Measured:
 
     links: Mapping[str, Link]  # by collective
     ranks: int
-    inside: Measured | None = (
-        None  # between the workers of a host, if there are several hosts of several workers
-    )
+    inside: Measured | None = None  # between the workers of a host, if there are several hosts of several workers
     across: Measured | None = None  # between the workers in one place on all hosts, all places at once
 
     def reduce_scatter(self, nbytes: float) -> float:
@@ -127,9 +125,7 @@ class Calibration:
         """
 
         def refuse(why: str) -> ValueError:
-            return ValueError(
-                f"{path} is not a calibration: {why}; make one with hvdc.calibrate().save(path)"
-            )
+            return ValueError(f"{path} is not a calibration: {why}; make one with hvdc.calibrate().save(path)")
 
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -46,9 +46,7 @@ def measure_kernels(
     @tf.function(autograph=False)
     def encode(gradients: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> Any:
         encoded = [compressor.encode(g, no_seeds(), r, 1.0, keep) for g, r in zip(gradients, residuals)]
-        return _payload.join([part for e in encoded for part in e.parts]), [
-            e.residual for e in encoded if keep
-        ]
+        return _payload.join([part for e in encoded for part in e.parts]), [e.residual for e in encoded if keep]
 
     @tf.function(autograph=False)
     def decode(gradient: tf.Tensor, residual: tf.Tensor | None, payloads: int) -> Any:

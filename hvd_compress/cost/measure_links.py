@@ -76,9 +76,7 @@ def inside_host(name: str, size: int, group: Group) -> Callable[[], Any]:
     return run
 
 
-def measure_link(
-    name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks
-) -> tuple[Link, float]:
+def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
     """Measures one collective in all groups into which `everyone` is divided, at the same time.
 
     Returns:

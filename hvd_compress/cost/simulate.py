@@ -61,8 +61,7 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
             raise ValueError("simulate: the rounds wait for each other in a circle")
         rates = _fair_rates(graph, [flow for flow in active if flow.latency <= 0.0])
         step = min(
-            flow.latency if flow.latency > 0.0 else flow.left / rates[id(flow)] if flow.left else 0.0
-            for flow in active
+            flow.latency if flow.latency > 0.0 else flow.left / rates[id(flow)] if flow.left else 0.0 for flow in active
         )
         now += step
         unfinished = []
@@ -150,9 +149,7 @@ def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
     return graph
 
 
-def fat_tree(
-    nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float
-) -> networkx.DiGraph:
+def fat_tree(nodes: Sequence[Hashable], link: Link, per_leaf: int, oversubscription: float) -> networkx.DiGraph:
     """Leaf switches of `per_leaf` nodes each, as in `switch`, and a core to which each leaf has one wide link.
 
     See `hvdc.cost.FatTree`.
@@ -183,9 +180,7 @@ def ring_allgather(nodes: Sequence[Hashable], nbytes: float) -> list[list[Messag
 def pairwise_alltoall(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:
     """In round s of n - 1 each node sends m / n bytes to the node s places ahead."""
     n = len(nodes)
-    return [
-        [Message(nodes[i], nodes[(i + shift) % n], nbytes / n) for i in range(n)] for shift in range(1, n)
-    ]
+    return [[Message(nodes[i], nodes[(i + shift) % n], nbytes / n) for i in range(n)] for shift in range(1, n)]
 
 
 def tree_allreduce(nodes: Sequence[Hashable], nbytes: float) -> list[list[Message]]:

@@ -170,9 +170,7 @@ class TwoLevel:
                 f"TwoLevel: network must be a Ring, Star, Tree or FatTree between the hosts, got {self.network!r}"
             )
         if self.network.ranks != self.hosts:
-            raise ValueError(
-                f"TwoLevel: network is one between {self.network.ranks} hosts, not between {self.hosts}"
-            )
+            raise ValueError(f"TwoLevel: network is one between {self.network.ranks} hosts, not between {self.hosts}")
 
     @property
     def ranks(self) -> int:

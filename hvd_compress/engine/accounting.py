@@ -20,9 +20,7 @@ def report(plan: Plan) -> list[BucketReport]:
         for b, chosen in zip(layout.auto_buckets, plan.auto.report(int(plan.state.step))):
             reports[b] = chosen
     for i, table in zip(layout.sparse, layout.embeddings):
-        reports.append(
-            BucketReport(4 * math.prod(table.shape), table.compressor.spec, rows_of=layout.paths[i])
-        )
+        reports.append(BucketReport(4 * math.prod(table.shape), table.compressor.spec, rows_of=layout.paths[i]))
     return reports
 
 

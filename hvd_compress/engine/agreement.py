@@ -84,9 +84,7 @@ def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
     return None
 
 
-def on_all(
-    group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError
-) -> list[T]:
+def on_all(group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError) -> list[T]:
     """Runs `action` on all ranks and returns their results, in the order of ranks; costs one allgather.
 
     Args:

@@ -40,9 +40,7 @@ def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Te
     with tf.device("CPU"):
         inputs = [tf.identity(tensor) for tensor in (*tensors, *([] if after is None else [after]))]
         with tf.control_dependencies(inputs):
-            (now,) = tf.raw_ops.PartitionedCall(
-                args=[], Tout=[tf.float64], f=_timestamp.get_concrete_function()
-            )
+            (now,) = tf.raw_ops.PartitionedCall(args=[], Tout=[tf.float64], f=_timestamp.get_concrete_function())
     return now
 
 

@@ -126,9 +126,7 @@ class _Embedding:
         payload, new_residuals = self.table.rows.encode(rows, values, self.seeds)
         return payload, new_residuals, tf.stack([_norm(values), _norm(new_residuals)])
 
-    def in_rows(
-        self, gathered: tf.Tensor, residuals: tf.Tensor, norms_: tf.Tensor, counts: tf.Tensor
-    ) -> RowsReduction:
+    def in_rows(self, gathered: tf.Tensor, residuals: tf.Tensor, norms_: tf.Tensor, counts: tf.Tensor) -> RowsReduction:
         """The sum of the gathered rows, rank after rank."""
         payload = tf.ensure_shape(gathered, [None, self.table.rows.nbytes])
         rows, values = self.table.rows.decode(payload)
@@ -160,9 +158,7 @@ class _Embedding:
         if self.residual is not None:
             residuals = pack(layout, [self.residual.read_value()], everything)
         transforms = Transform() if predivide == 1.0 else Predivide(predivide)
-        step = StepContext(
-            self.scale, functools.partial(choice.choose, ranks=group.size), transforms, self.decay
-        )
+        step = StepContext(self.scale, functools.partial(choice.choose, ranks=group.size), transforms, self.decay)
         totals: list[tf.Tensor] = []
         new_residuals: list[tf.Tensor] = []
         for b, chunks in enumerate(layout.in_buckets(table.limit)):
@@ -233,10 +229,9 @@ class Embeddings:
         if not counts:
             return []
         settings = self._settings
-        averaged = settings.op == hvd.Average
         with tf.device(settings.device_sparse):
             with tf.device("CPU"):  # sizes, which TensorFlow needs there
-                of_ranks = unpack_counts(counts[0], len(self._tables), self._group, averaged)
+                of_ranks = unpack_counts(counts[0], len(self._tables), self._group, settings.averages)
             embeddings = [
                 _Embedding(
                     table,
@@ -257,9 +252,7 @@ class Embeddings:
 
     def _count(self, counts: tf.Tensor, seen: tf.Variable | None) -> None:
         dense = [tf.cast(t.is_dense(c), tf.int64) for t, c in zip(self._tables, tf.unstack(counts))]
-        now = tf.stack(
-            [tf.reduce_sum(counts, 1), tf.stack(dense), tf.stack([m.given for m in self._merged])], 1
-        )
+        now = tf.stack([tf.reduce_sum(counts, 1), tf.stack(dense), tf.stack([m.given for m in self._merged])], 1)
         assert seen is not None
         seen.assign(now)
         rows = zip(self._tables, tf.unstack(now))
@@ -294,10 +287,7 @@ def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -
         dense = [e.table.is_dense(count) for e, count in zip(embeddings, tf.unstack(counts))]
     encoded = [_either(d, e.table, e.nothing, e.encode) for d, e in zip(dense, embeddings)]
     gathered = hvd.grouped_allgather(
-        [
-            tf.ensure_shape(payload, [None, e.table.rows.nbytes])
-            for e, (payload, *_) in zip(embeddings, encoded)
-        ],
+        [tf.ensure_shape(payload, [None, e.table.rows.nbytes]) for e, (payload, *_) in zip(embeddings, encoded)],
         **group.keywords("_rows"),
     )
     reductions = []
@@ -309,9 +299,7 @@ def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -
     return reductions
 
 
-def _either(
-    dense: tf.Tensor, table: EmbeddingTable, as_dense: Callable[[], Any], in_rows: Callable[[], Any]
-) -> Any:
+def _either(dense: tf.Tensor, table: EmbeddingTable, as_dense: Callable[[], Any], in_rows: Callable[[], Any]) -> Any:
     """Calls `as_dense` or `in_rows`; no branch in the graph if the dense exchange can never send less."""
     # `merge` maps all missing rows to one row more than the table has.
     possible = table.most_rows < table.ranks * (table.shape[0] + 1)

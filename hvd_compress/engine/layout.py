@@ -106,9 +106,7 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         if self.alignment < 1:
-            raise ValueError(
-                f"a compressor's alignment must be a whole number from 1 on, got {self.alignment}"
-            )
+            raise ValueError(f"a compressor's alignment must be a whole number from 1 on, got {self.alignment}")
 
     @functools.cached_property
     def count(self) -> int:

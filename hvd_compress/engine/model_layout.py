@@ -128,9 +128,7 @@ def model_layout(
     ranks = settings.process_set.size()
 
     def limit_of(tensors: TensorGroup) -> int:
-        return (
-            sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, tensors.numel)
-        )
+        return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, tensors.numel)
 
     def is_sent_compressed(i: int, compressor: Compressor) -> bool:
         if compressor.uncompressed or not dtypes[i].is_floating:

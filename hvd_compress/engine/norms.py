@@ -57,15 +57,11 @@ def of_bucket(
     def take() -> tf.Tensor:
         summed = [local.sum(i) for i in range(len(local.chunks))]
         residual = tf.constant(0.0) if residuals is None else norm_of(residuals)
-        return tf.stack(
-            [norm_of(gradients), norm_of(summed), lost() if residuals is None else residual, residual]
-        )
+        return tf.stack([norm_of(gradients), norm_of(summed), lost() if residuals is None else residual, residual])
 
     return tf.cond(sample, take, not_sampled)
 
 
 def norm_of(tensors: Sequence[Any]) -> tf.Tensor:
     """The 2-norm over all of these tensors, a float32 scalar; 0 if there are none."""
-    return tf.sqrt(
-        2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tf.cast(t, tf.float32)) for t in tensors)])
-    )
+    return tf.sqrt(2.0 * tf.add_n([tf.constant(0.0), *(tf.nn.l2_loss(tf.cast(t, tf.float32)) for t in tensors)]))

@@ -97,9 +97,7 @@ def _(layout: FlatLayout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType
 
 def unpack_one(layout: FlatLayout, chunks: Sequence[Any], i: int) -> tf.Tensor:
     """The gradient at position `i` of the layout's members, out of all chunks (tensors or variables)."""
-    parts = [
-        _slice(tf.convert_to_tensor(chunks[span.chunk]), span.begin, span.end) for span in layout.spans[i]
-    ]
+    parts = [_slice(tf.convert_to_tensor(chunks[span.chunk]), span.begin, span.end) for span in layout.spans[i]]
     return tf.reshape(_concat(parts), layout.tensors.shapes[i])
 
 

@@ -59,9 +59,7 @@ class Plan:
     auto: ModelSelector | None = None
     observers: list[Observer] = dataclasses.field(default_factory=list)
     link: tuple[float, float] | None = None
-    trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def collective(self, compressor: Compressor, shapes: Sequence[Shape]) -> Collective:
         """The collective for tensors of these shapes."""

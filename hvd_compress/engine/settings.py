@@ -57,9 +57,7 @@ class Settings:
         checks.process_set(self.process_set)
         self._set_checked("gradient_predivide_factor", checks.number)
         if self.gradient_predivide_factor <= 0.0:
-            raise ValueError(
-                f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}"
-            )
+            raise ValueError(f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
         self._set_checked("groups", lambda _, groups: _checked_groups(groups))
@@ -73,9 +71,7 @@ class Settings:
             self._set_checked("error_feedback", checks.flag)
         self._set_checked("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
-            raise ValueError(
-                f"on_nonfinite must be one of {nonfinite.POLICIES}, got {error_text(self.on_nonfinite)}"
-            )
+            raise ValueError(f"on_nonfinite must be one of {nonfinite.POLICIES}, got {error_text(self.on_nonfinite)}")
         self._set_checked("hierarchical", lambda _, value: _checked_hierarchical(value))
         if self.hierarchical is True and self.process_set is not hvd.global_process_set:
             raise ValueError("hierarchical=True needs the global process set: leave process_set out")

@@ -78,9 +78,7 @@ class State:
         group = self.groups[bucket.group]
         chunks = slice(bucket.chunks.start, bucket.chunks.stop)
         foreign = [self.has_foreign_residual[b]] if b in self.has_foreign_residual else []
-        return BucketState(
-            group.residuals[chunks], group.velocities[chunks], self.factors[bucket.group], foreign
-        )
+        return BucketState(group.residuals[chunks], group.velocities[chunks], self.factors[bucket.group], foreign)
 
     @property
     def replicated(self) -> dict[str, tf.Variable]:
@@ -112,9 +110,7 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
         with tf.device(device):
             return [tracing.variable(tf.zeros(shape, dtype), f"{name}_{what}") for shape in shapes]
 
-    def group_state(
-        compressor: Compressor, shapes: Sequence[Shape], device: str, momentum: float
-    ) -> GroupState:
+    def group_state(compressor: Compressor, shapes: Sequence[Shape], device: str, momentum: float) -> GroupState:
         feeds_back, dtype = settings.feeds_back(compressor), settings.residual_dtype
         return GroupState(
             zeros(shapes, "residual", dtype, device) if feeds_back else [],
@@ -139,17 +135,13 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
         step=tracing.variable(tf.constant(0, tf.int64), f"{name}_step"),
         groups=groups,
         factors=[factors(g.compressor, g.layout.shapes) for g in layout.param_groups],
-        embeddings=[
-            group_state(e.compressor, [e.shape], settings.device_sparse, 0.0) for e in layout.embeddings
-        ],
+        embeddings=[group_state(e.compressor, [e.shape], settings.device_sparse, 0.0) for e in layout.embeddings],
         has_foreign_residual={
             b: variable(tf.constant(True), "has_foreign_residual", "CPU")
             for b, bucket in enumerate(layout.buckets)
             if layout.may_be_hierarchical and groups[bucket.group].residuals
         },
-        velocities={
-            i: variable(tf.zeros(layout.shapes[i]), "velocity", settings.device_dense) for i in floats
-        },
+        velocities={i: variable(tf.zeros(layout.shapes[i]), "velocity", settings.device_dense) for i in floats},
         progress=variable(tf.constant(0.0, tf.float64), "progress", "CPU") if staged else None,
         embedding_counts=variable(counts, "embedding_counts", "CPU") if layout.embeddings else None,
         model_wide_factors={

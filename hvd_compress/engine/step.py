@@ -138,9 +138,7 @@ class Step:
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
-        return uncompressed.reduce(
-            tensors, settings.op, settings.gradient_predivide_factor, self._group(name)
-        )
+        return uncompressed.reduce(tensors, settings.op, settings.gradient_predivide_factor, self._group(name))
 
     def _with_momentum(self, i: int, reduced: tf.Tensor) -> tf.Tensor:
         """The velocity in place of an uncompressed gradient, the same on all ranks; without momentum, the gradient."""
@@ -192,9 +190,7 @@ class Step:
             measured = [_Measured(*pair) for pair in zip(result.timestamps, result.norms)]
             return result.gradients, measured, committed, result.loss
 
-        reduced, measured, committed, loss = auto.switch_model(
-            per_bucket, without_compression, model_wide, step
-        )
+        reduced, measured, committed, loss = auto.switch_model(per_bucket, without_compression, model_wide, step)
         for b, of_bucket in zip(layout.auto_buckets, measured):
             results[b] = of_bucket
         return gradients | reduced, results, loss, committed, probe
@@ -296,9 +292,7 @@ class Step:
         tensors = [tensor for result in dense for tensor in result.incoming]
         return [all_finite(tensor) for tensor in tensors if tensor.dtype.is_floating]
 
-    def _commit(
-        self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()
-    ) -> tf.Tensor:
+    def _commit(self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()) -> tf.Tensor:
         """Assigns the new state if all gradients of all ranks were finite; returns whether they were, a bool scalar."""
         changes = [*self._changes, *more]
         for b, result in results.items():

@@ -38,9 +38,7 @@ class Allreduce(Collective):
         """One allreduce; the sum is decoded once."""
         return Phases([nbytes], [("allreduce", payload)], [(nbytes, 1)])
 
-    def reduce(
-        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
-    ) -> Reduction:
+    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""
         import tensorflow as tf
 

@@ -30,9 +30,7 @@ def collectives(hosts: Hosts | HostCounts | None = None) -> list[Collective]:
     return [*FLAT, *hierarchical]
 
 
-def choose(
-    compressor: Any, shapes: Sequence[Shape], ranks: int, hosts: Hosts | HostCounts | None = None
-) -> Collective:
+def choose(compressor: Any, shapes: Sequence[Shape], ranks: int, hosts: Hosts | HostCounts | None = None) -> Collective:
     """The collective for chunks of these shapes: a hierarchical one if possible; of several, the one that sends least.
 
     Args:

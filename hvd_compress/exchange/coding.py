@@ -37,12 +37,8 @@ def encode(compressor: Compressor, local_input: LocalInput) -> EncodedBucket:
         # It may keep something from call to call, so each bucket needs a trace of its own.
         return EncodedBucket(*_encode(compressor, local_input))
     shapes = tuple(tuple(chunk.shape.as_list()) for chunk in local_input.chunks)
-    residual_dtypes = tuple(
-        None if residual is None else residual.dtype for residual in local_input.residuals
-    )
-    function, structure, constants = _encoder(
-        compressor, shapes, residual_dtypes, local_input.decay, local_input.keep
-    )
+    residual_dtypes = tuple(None if residual is None else residual.dtype for residual in local_input.residuals)
+    function, structure, constants = _encoder(compressor, shapes, residual_dtypes, local_input.decay, local_input.keep)
     residuals = [residual for residual in local_input.residuals if residual is not None]
     seeds = local_input.seeds
     payload, new_residuals, tensors = function(list(local_input.chunks), residuals, seeds.shared, seeds.local)
@@ -80,9 +76,7 @@ def decode_sum(
     return total
 
 
-def _encode(
-    compressor: Compressor, local_input: LocalInput
-) -> tuple[tf.Tensor, list[tf.Tensor | None], list[Any]]:
+def _encode(compressor: Compressor, local_input: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None], list[Any]]:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
     finite = flags.all_of([e.finite for e in encoded])
     payload = flags.with_flag([part for e in encoded for part in e.parts], finite)
@@ -112,9 +106,7 @@ def _encoder(
     """The function, the structure of the contexts, and their constants: None where the function returns a tensor."""
     structure, constants = None, []
 
-    def run(
-        chunks: list[tf.Tensor], given_residuals: list[tf.Tensor], shared: tf.Tensor, local: tf.Tensor
-    ) -> Any:
+    def run(chunks: list[tf.Tensor], given_residuals: list[tf.Tensor], shared: tf.Tensor, local: tf.Tensor) -> Any:
         nonlocal structure, constants
         remaining = iter(given_residuals)
         residuals = [None if dtype is None else next(remaining) for dtype in residual_dtypes]

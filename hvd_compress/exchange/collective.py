@@ -37,9 +37,7 @@ class Reduction(NamedTuple):
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first: ready once the bucket is encoded
     incoming: tf.Tensor  # what this rank receives last
-    next_can_start: tf.Tensor | None = (
-        None  # ready before `outgoing`, if the next bucket can start that early
-    )
+    next_can_start: tf.Tensor | None = None  # ready before `outgoing`, if the next bucket can start that early
     factors: tf.Tensor | None = None  # the new ones, of `FactorAllreduce`
     # With two exchanges: what the first one receives, and what the second one sends.
     second_exchange: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -86,7 +84,5 @@ class Collective(abc.ABC):
         """The cost phases of a bucket of `nbytes` of float32 gradient, which is encoded to `payload` bytes."""
 
     @abc.abstractmethod
-    def reduce(
-        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
-    ) -> Reduction:
+    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks of the group, and multiplies the sums by `scale`."""

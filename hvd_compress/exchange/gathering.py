@@ -54,9 +54,7 @@ class GatheringCollective(Collective):
     ) -> list[tf.Tensor]:
         """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
 
-    def reduce(
-        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
-    ) -> Reduction:
+    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""
         from . import flags, transfers
 

@@ -87,9 +87,7 @@ class Hierarchical(Collective):
             inside=[("reduce_scatter", nbytes), ("allgather", payloads * share_payload)],
         )
 
-    def reduce(
-        self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group
-    ) -> Reduction:
+    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""
         from . import flags, transfers, within_host
 
@@ -106,9 +104,7 @@ class Hierarchical(Collective):
         )
         outgoing, residuals = within_host.pack_shares(others)
         own_chunks, own_residuals = local_input.chunks[first:last], local_input.residuals[first:last]
-        sums, received = within_host.reduce_scatter(
-            own_chunks, own_residuals, local_input.decay, outgoing, local
-        )
+        sums, received = within_host.reduce_scatter(own_chunks, own_residuals, local_input.decay, outgoing, local)
 
         # 2. Exchange the sums, which contain the residuals, between hosts.
         share = local_input._replace(chunks=sums, residuals=[None] * per_worker, decay=1.0)
@@ -118,8 +114,7 @@ class Hierarchical(Collective):
         # 3. Send the payloads to the other workers of the host.
         length = shard.payload.shape[0]
         payloads_of_shares = [
-            transfers.split(payloads, across.size, length)
-            for payloads in within_host.allgather(gathered, local)
+            transfers.split(payloads, across.size, length) for payloads in within_host.allgather(gathered, local)
         ]
 
         # 4. Decode. The contexts are those of this worker's share: they depend on the place in a share only.

@@ -46,9 +46,7 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
             same_shape.setdefault(tuple(tensors[i].shape), []).append(i)
         if small:
             # One operation for each shape, not for each tensor: TensorFlow takes minutes to prepare a graph of 10,000.
-            stacks = [
-                tf.reshape(tf.stack([tensors[i] for i in indices]), [-1]) for indices in same_shape.values()
-            ]
+            stacks = [tf.reshape(tf.stack([tensors[i] for i in indices]), [-1]) for indices in same_shape.values()]
             sent.append(tf.concat(stacks, 0))
         results = hvd.grouped_allreduce(
             sent,
@@ -61,9 +59,7 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         outgoing += sent
         incoming += results
         if small:
-            parts = tf.split(
-                results.pop(), [len(indices) * math.prod(shape) for shape, indices in same_shape.items()]
-            )
+            parts = tf.split(results.pop(), [len(indices) * math.prod(shape) for shape, indices in same_shape.items()])
             for part, (shape, indices) in zip(parts, same_shape.items()):
                 for i, tensor in zip(indices, tf.unstack(tf.reshape(part, [len(indices), *shape]))):
                     reduced[i] = tensor

@@ -25,9 +25,7 @@ def are_alike(shapes: Sequence[Shape]) -> bool:
 
 def are_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
     """Whether payloads of tensors of these shapes are summed as they are, see `formats.base.is_summed`."""
-    return bool(
-        compressor.summable and not compressor.model_wide and is_summed(compressor, list(set(shapes)))
-    )
+    return bool(compressor.summable and not compressor.model_wide and is_summed(compressor, list(set(shapes))))
 
 
 def payload_bytes(compressor: Any, shapes: Sequence[Shape]) -> int:

@@ -43,9 +43,7 @@ class DGC(TopK):
         if self.warmup_epochs is not None:
             self._set(warmup_epochs=checks.integer_or_float("dgc: warmup_epochs", self.warmup_epochs))
             if self.warmup_epochs < 0.0:
-                raise ValueError(
-                    f"dgc: warmup_epochs must be from 0 on or None, got {error_text(self.warmup_epochs)}"
-                )
+                raise ValueError(f"dgc: warmup_epochs must be from 0 on or None, got {error_text(self.warmup_epochs)}")
         if self.steps_per_epoch is not None:
             self._set(steps_per_epoch=checks.integer("dgc: steps_per_epoch", self.steps_per_epoch, 1))
 

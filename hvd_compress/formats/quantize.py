@@ -43,9 +43,7 @@ class Quantize(Format):
     def __post_init__(self) -> None:
         self._set(bits=checks.integer("quantize: bits", self.bits, 1, 8))
         if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(
-                f"quantize: rounding must be 'nearest' or 'stochastic', got {error_text(self.rounding)}"
-            )
+            raise ValueError(f"quantize: rounding must be 'nearest' or 'stochastic', got {error_text(self.rounding)}")
         if self.clip is not None:
             if not checks.is_number(self.clip) or not 0.0 < self.clip <= 100.0:
                 raise ValueError(

@@ -66,9 +66,7 @@ class Registry(Generic[T]):
         missing = [key for key in required if key not in arguments]
         if missing:
             example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
-            raise ValueError(
-                f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'"
-            )
+            raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
         parsed: T = self.classes[name](**arguments)
         return parsed
 
@@ -78,9 +76,7 @@ class Registry(Generic[T]):
 
     def _unknown(self, name: str) -> str:
         known = sorted({*self.classes, *self.instances})
-        word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[
-            0
-        ]  # "topk(0.01)" is close to "topk", too
+        word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[0]  # "topk(0.01)" is close to "topk", too
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         return f"unknown compressor {error_text(name)}: {hint}Known are {', '.join(known)}"

@@ -63,8 +63,6 @@ def _from_text(text: str) -> Any:
 def _to_text(value: Any) -> str:
     """The inverse of `_from_text`; pairs in a list become `first:second`."""
     if isinstance(value, tuple):
-        items = (
-            ":".join(map(_to_text, item)) if isinstance(item, tuple) else _to_text(item) for item in value
-        )
+        items = (":".join(map(_to_text, item)) if isinstance(item, tuple) else _to_text(item) for item in value)
         return f"({'|'.join(items)})"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -133,11 +133,7 @@ def grouped_allreduce(
     checks.process_set(process_set)
     hvd.size()  # raises Horovod's own error where hvd.init() was not called
     checks.registered(process_set)
-    if (
-        tf.is_tensor(tensors)
-        or isinstance(tensors, (str, bytes, Mapping))
-        or not isinstance(tensors, Iterable)
-    ):
+    if tf.is_tensor(tensors) or isinstance(tensors, (str, bytes, Mapping)) or not isinstance(tensors, Iterable):
         raise TypeError(f"tensors must be a list of tensors, got {error_text(tensors)}")
     tensors = [_tensor(tensor) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)

@@ -23,9 +23,7 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
         TypeError: An argument is of a wrong type.
         ValueError: An argument is not valid.
     """
-    fields = {
-        field.name: arguments[field.name] for field in dataclasses.fields(Settings) if field.name in arguments
-    }
+    fields = {field.name: arguments[field.name] for field in dataclasses.fields(Settings) if field.name in arguments}
     if fields["groups"] is None:
         fields["groups"] = arguments["num_groups"] or None
     fields |= {

@@ -33,9 +33,7 @@ def new_reducer(settings: Settings) -> Reducer:
     return Reducer(settings, new_plan)
 
 
-def new_plan(
-    reducer: Reducer, name: str, gradients: Sequence[Any], variables: Sequence[Any], watched: bool
-) -> Plan:
+def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: Sequence[Any], watched: bool) -> Plan:
     """The plan for a list of gradients. All ranks call it together.
 
     1. Layout: divides the gradients.
@@ -101,9 +99,7 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
         if not group.compressor.automatic:
             buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
             candidates.append((group.compressor, buckets))
-    candidates = [
-        (c, buckets) for c, buckets in candidates if flat_or_hierarchical.fits(c, buckets, used_hosts)
-    ]
+    candidates = [(c, buckets) for c, buckets in candidates if flat_or_hierarchical.fits(c, buckets, used_hosts)]
     if not candidates:
         return []
     chunk = candidates[0][1][0][0]

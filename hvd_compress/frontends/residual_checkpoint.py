@@ -43,9 +43,7 @@ class ResidualCheckpoint(Callback):
             ValueError: Another argument is not valid.
         """
         super().__init__()
-        if save_freq != "epoch" and (
-            isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1
-        ):
+        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"save_freq must be 'epoch' or a whole number from 1 on, got {save_freq!r}")
         self.directory = checks.path("directory", directory)
         self.save_freq = save_freq

@@ -65,9 +65,7 @@ def save_residuals(
     rank, ranks = group.rank(), group.size()
 
     # All ranks use rank 0's number and token. The token distinguishes this save's files from those of a killed job.
-    proposals = _on_all(
-        group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError
-    )
+    proposals = _on_all(group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError)
     _check_steps([rank_step for rank_step, *_ in proposals], directory)
     _, number, token = proposals[0]
     manifest = {

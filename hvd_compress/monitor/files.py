@@ -98,9 +98,7 @@ def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
         steps.gradient_norm, steps.residual_norm, steps.finite, np.full(len(steps), memory),
     ]  # fmt: skip
     epoch_cell = "" if epoch is None else epoch
-    return "".join(
-        _lines(f"%d,{epoch_cell},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g", columns)
-    )
+    return "".join(_lines(f"%d,{epoch_cell},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g", columns))
 
 
 def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:

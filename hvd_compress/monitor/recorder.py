@@ -165,23 +165,17 @@ def measure_link(process_set: Any) -> tuple[float, float] | None:
             times = []
             for _ in range(_REPEATS):
                 begin = time.perf_counter()
-                hvd.allreduce(
-                    tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set
-                ).numpy()
+                hvd.allreduce(tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set).numpy()
                 times.append(time.perf_counter() - begin)
             # The time of the slowest rank: all ranks must make the same calls.
             return float(
-                hvd.allreduce(
-                    tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set
-                )
+                hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set)
             )
 
         smallest, *larger = _LINK_BYTES
         latency = per_byte = fastest(smallest)
         for nbytes in larger:
-            per_byte = max(fastest(nbytes) - latency, 0.0) / uncompressed.bytes_sent(
-                nbytes, process_set.size()
-            )
+            per_byte = max(fastest(nbytes) - latency, 0.0) / uncompressed.bytes_sent(nbytes, process_set.size())
             if per_byte * max(larger) > _MAX_SECONDS:
                 break
         return latency, per_byte

@@ -176,9 +176,7 @@ class Session:
         """Reads the remaining steps and closes the files."""
         with self._lock:
             self.read()
-            self._describe(
-                finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            )
+            self._describe(finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
             if self._files is not None:
                 self._files.close()
 
@@ -203,9 +201,7 @@ def settings_of(settings: Any) -> dict[str, Any]:
             value = {pattern: compressor.spec for pattern, compressor in value}
         elif field.name == "op":
             value = settings.op_name
-        converted[field.name] = (
-            value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
-        )
+        converted[field.name] = value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
     return converted
 
 

@@ -111,9 +111,7 @@ class Steps:
         total = _known_sum(b.norm**2)
         relative = np.sqrt(_divided(_known_sum((b.error * b.norm) ** 2), total))
         lossless = np.isnan(b.norm).all(1) & (b.error == 0.0).all(1)
-        return np.where(
-            lossless, 0.0, np.where(total > 0.0, relative, np.where(np.isnan(total), np.nan, 0.0))
-        )
+        return np.where(lossless, 0.0, np.where(total > 0.0, relative, np.where(np.isnan(total), np.nan, 0.0)))
 
 
 class Reader:

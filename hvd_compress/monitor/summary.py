@@ -33,8 +33,7 @@ def means(steps: Sequence[Steps]) -> dict[str, float]:
 def bucket_means(steps: Sequence[Steps]) -> list[dict[str, float]]:
     """As `means`, for each bucket."""
     tables = {
-        name: _means(np.concatenate([getattr(part.buckets, name) for part in steps]))
-        * (1e3 if name in _TIMES else 1.0)
+        name: _means(np.concatenate([getattr(part.buckets, name) for part in steps])) * (1e3 if name in _TIMES else 1.0)
         for name in (*_BUCKET, "uncompressed_bytes")
     }
     uncompressed = tables.pop("uncompressed_bytes")
@@ -76,9 +75,7 @@ def table(steps: Sequence[Steps], first_step_seconds: float | None) -> str:
     for name, row in stats(steps).items():
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    first = (
-        "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
-    )
+    first = "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
     lines = [f"{sum(map(len, steps))} steps{first}"]
     for name, *numbers in cells:
         lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))

@@ -26,16 +26,10 @@ Examples:
   {EXAMPLE} --plot bench.png
   horovodrun -np 4 -H one:1,two:1,three:1,four:1 hvd-compress bench --params 110M -c none -c int8 --json"""
 )
-@click.option(
-    "--model", type=click.Choice(sorted(MODELS)), help="Whose gradients cross.  [default: resnet50]"
-)
-@click.option(
-    "--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead."
-)
+@click.option("--model", type=click.Choice(sorted(MODELS)), help="Whose gradients cross.  [default: resnet50]")
+@click.option("--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead.")
 @options.compressors
-@click.option(
-    "--rounds", type=click.IntRange(3), default=9, show_default=True, help="How often each is timed."
-)
+@click.option("--rounds", type=click.IntRange(3), default=9, show_default=True, help="How often each is timed.")
 @options.bucket_bytes
 @options.output("Write it there as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), callback=plots.plot_file, help="Draw the times.")

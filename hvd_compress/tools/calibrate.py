@@ -19,17 +19,13 @@ if TYPE_CHECKING:
 EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
 
 
-@click.command(
-    epilog=f"\b\nExample:\n  {EXAMPLE} --rate 1gbit\n  HVD_COMPRESS_CALIBRATION=link.json horovodrun ..."
-)
+@click.command(epilog=f"\b\nExample:\n  {EXAMPLE} --rate 1gbit\n  HVD_COMPRESS_CALIBRATION=link.json horovodrun ...")
 @options.output("Where to write it.")
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
 @options.compressors
 @click.option("--elements", type=units.COUNT, default=LARGEST, help="Of a chunk of gradient.  [default: 1M]")
 @console.json_option
-def calibrate(
-    output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int, as_json: bool
-) -> None:
+def calibrate(output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int, as_json: bool) -> None:
     """Measure the link between the workers and the compressors' kernels.
 
     Runs under horovodrun; rank 0 prints and writes. `hvd-compress plan --calibration` reads the file, and so does
@@ -59,9 +55,7 @@ def calibrate(
     out.print(_kernels(calibration))
     out.print(_advice(calibration, rate), soft_wrap=True)
     if output is not None:
-        out.print(
-            f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.", soft_wrap=True
-        )
+        out.print(f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.", soft_wrap=True)
 
 
 def as_fields(calibration: Calibration, rate: float | None) -> dict[str, Any]:

@@ -104,9 +104,7 @@ class Steps:
         console = errors()
         self._prints_lines = show and not console.is_terminal
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._bar = Progress(
-            *columns, console=console, transient=True, disable=not (show and console.is_terminal)
-        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
         self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> Steps:

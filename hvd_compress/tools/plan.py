@@ -28,9 +28,7 @@ Examples:
 )
 @click.option("--params", type=units.PARAMETERS, help="Parameters of the model, such as 25.6M.")
 @click.option("--model", type=click.Choice(sorted(MODELS)), help="The layers of a known model, instead.")
-@click.option(
-    "--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]"
-)
+@click.option("--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]")
 @click.option("--bandwidth", type=units.RATE, help="Of a link, such as 10gbit.  [default: the calibration's]")
 @click.option(
     "--latency",
@@ -50,9 +48,7 @@ Examples:
 @click.option(
     "--ranks-per-leaf", type=units.COUNT, default=32, help="With --topology fat-tree: ranks at a leaf switch."
 )
-@click.option(
-    "--workers-per-host", type=units.COUNT, help="With --topology two-level: workers that share a link."
-)
+@click.option("--workers-per-host", type=units.COUNT, help="With --topology two-level: workers that share a link.")
 @click.option(
     "--hierarchical",
     is_flag=True,
@@ -158,7 +154,5 @@ def network_of(
         if measured is None:
             raise click.UsageError("Give --bandwidth, such as --bandwidth 10gbit, or --calibration.")
         if topology != "ring":
-            raise click.UsageError(
-                "--topology needs --bandwidth: a calibration holds what was measured, as a ring."
-            )
+            raise click.UsageError("--topology needs --bandwidth: a calibration holds what was measured, as a ring.")
         return calibrated(measured, None), measured

@@ -86,9 +86,7 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", ylabel="ms per step")
     for axes in rest:
-        axes.set(
-            xscale="log", xlabel="ranks", title="efficiency", ylim=(0, 102), ylabel="% of its speed alone"
-        )
+        axes.set(xscale="log", xlabel="ranks", title="efficiency", ylim=(0, 102), ylabel="% of its speed alone")
     for axes in (right, *rest):
         axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
         axes.xaxis.minorticks_off()
@@ -110,9 +108,7 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
     plt = _pyplot()
     rows = result["compressors"]
     names = [row["compressor"] for row in rows]
-    low, totals, high = (
-        np.array([1e3 * row["total"][key] for row in rows]) for key in ("low", "median", "high")
-    )
+    low, totals, high = (np.array([1e3 * row["total"][key] for row in rows]) for key in ("low", "median", "high"))
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
     colors = ["gray" if name == "none" else "tab:blue" for name in names]
     bars = axes.barh(names, totals, xerr=[totals - low, high - totals], color=colors)

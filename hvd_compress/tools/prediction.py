@@ -125,9 +125,7 @@ def _exchange(bucket: Bucket, compressor: Format, ranks: int, workers: int) -> _
 
 
 @functools.lru_cache(maxsize=4096)  # most buckets of a large model are alike
-def _exchange_of(
-    nbytes: int, shapes: tuple[Shape, ...], compressor: Format, ranks: int, workers: int
-) -> _Exchange:
+def _exchange_of(nbytes: int, shapes: tuple[Shape, ...], compressor: Format, ranks: int, workers: int) -> _Exchange:
     hosts = HostCounts(ranks // workers, workers) if workers > 1 else None
     collective = choice.choose(compressor, shapes, ranks, hosts)
     if compressor.uncompressed:
@@ -138,9 +136,7 @@ def _exchange_of(
 
 
 def _model(network: Network, ranks: int, rate: float | None) -> CostModel:
-    return CostModel(
-        network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels
-    )
+    return CostModel(network.link(rate or network.rate), ranks, network.topology(ranks, rate), network.kernels)
 
 
 def _cost(model: CostModel, exchange: _Exchange) -> Prediction:
@@ -158,9 +154,7 @@ def _forecast(
     exchanges = [_exchange(bucket, c, model.ranks, workers) for bucket, c in zip(buckets, compressors)]
     cost_of = {exchange: _cost(model, exchange) for exchange in set(exchanges)}
     # Only the first exchange begins after a pause.
-    costs = [
-        _sustained(cost_of[exchange]) if i else cost_of[exchange] for i, exchange in enumerate(exchanges)
-    ]
+    costs = [_sustained(cost_of[exchange]) if i else cost_of[exchange] for i, exchange in enumerate(exchanges)]
     encode = np.array([cost.encode for cost in costs])
     # The encoding that passes while messages of the bucket before are on their way.
     hidden = np.minimum(encode, [0.0, *(cost.latency for cost in costs[:-1])])

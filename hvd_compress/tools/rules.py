@@ -129,9 +129,7 @@ def to_and_fro(run: Run) -> str | None:
     """`auto` switches a bucket back to what it had before, again and again; trials of two steps do not count."""
     unsteady: list[tuple[int, str, list[str], int]] = []  # times back, bucket, compressors in turn, steps
     for name, columns in run.first.buckets.items():
-        stays = [
-            (spec, len(list(steps))) for spec, steps in itertools.groupby(columns["compressor"].tolist())
-        ]
+        stays = [(spec, len(list(steps))) for spec, steps in itertools.groupby(columns["compressor"].tolist())]
         turns = [spec for spec, _ in itertools.groupby(spec for spec, steps in stays if steps > _TRIAL)]
         returns = sum(turns[i] in turns[max(0, i - 3) : i] for i in range(1, len(turns)))
         steps = len(columns["step"])

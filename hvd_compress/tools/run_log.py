@@ -114,9 +114,7 @@ def load(path: str) -> Run:
     if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
     if not run.of_all("step").size:
-        raise NoRun(
-            f"{path} is damaged: its ranks' files have no step in common; were they copied from other runs?"
-        )
+        raise NoRun(f"{path} is damaged: its ranks' files have no step in common; were they copied from other runs?")
     return run
 
 
@@ -126,9 +124,7 @@ def _meta(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise NoRun(f"{file} cannot be read: {error}") from None
     if not isinstance(meta, dict) or "format" not in meta:
-        raise NoRun(
-            f"{file} is not of hvd_compress: it has no format; give the log_dir of CompressionMonitor"
-        )
+        raise NoRun(f"{file} is not of hvd_compress: it has no format; give the log_dir of CompressionMonitor")
     if meta["format"] != FORMAT:
         raise NoRun(
             f"{file} has format {meta['format']!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
@@ -140,8 +136,7 @@ def _meta(file: Path) -> dict[str, Any]:
         "settings": isinstance(meta.get("settings", {}), dict),
         "buckets": isinstance(buckets, list)
         and all(isinstance(b, dict) and "name" in b and _is_number(b.get("nbytes")) for b in buckets),
-        "link": isinstance(link, dict)
-        and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
+        "link": isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
         "memory_total_mb": _is_number(meta.get("memory_total_mb") or 0),
         "first_step_seconds": _is_number(meta.get("first_step_seconds") or 0),
     }

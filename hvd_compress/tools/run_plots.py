@@ -46,9 +46,7 @@ def _svg(plot: Callable[[Axes, Run], None], run: Run) -> str:
     return re.sub(r'(href="|url\()#', rf"\1#{plot.__name__}-", svg)
 
 
-def _line(
-    axes: Axes, step: np.ndarray, values: np.ndarray, label: str | None = None, marker: str = ""
-) -> None:
+def _line(axes: Axes, step: np.ndarray, values: np.ndarray, label: str | None = None, marker: str = "") -> None:
     """Draws the known values, as medians of neighbors where there are too many."""
     known = np.flatnonzero(np.isfinite(values))
     parts = np.array_split(known, min(_POINTS, len(known))) if len(known) else []

@@ -24,8 +24,7 @@ VALUES: dict[str, tuple[float, ...]] = {
     "rank": (1, 2, 4, 8),
 }
 ARGUMENTS = {
-    kind: [field.name for field in dataclasses.fields(FORMATS.classes[kind]) if field.name in VALUES]
-    for kind in KINDS
+    kind: [field.name for field in dataclasses.fields(FORMATS.classes[kind]) if field.name in VALUES] for kind in KINDS
 }
 # The opening: parameters that are tried first, strong and mild ones of each idea.
 OPENING: tuple[dict[str, Any], ...] = tuple(
@@ -167,9 +166,7 @@ def outcomes(study: Any, allowed: float) -> list[Outcome]:
     for setting, trials in trials_of.items():
         step, metric, loss_increase = (_mean(trials, key) for key in ("step", "metric", "loss_increase"))
         step, status = math.inf if step is None else step, _STATUS[trials[0].state.name]
-        tried.append(
-            Outcome(setting, trials[0].params, status, step, metric, loss_increase, allowed, len(trials))
-        )
+        tried.append(Outcome(setting, trials[0].params, status, step, metric, loss_increase, allowed, len(trials)))
     return sorted(tried, key=lambda outcome: outcome.step)
 
 
@@ -197,9 +194,7 @@ def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
     return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes)
 
 
-def next_parameters(
-    tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool
-) -> dict[str, Any] | None:
+def next_parameters(tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
     Args:
@@ -242,9 +237,7 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] 
             "bucket_bytes": BUCKET_BYTES,
         }
         known = {
-            outcome.parameters[argument]: outcome
-            for outcome in tried
-            if family.items() <= outcome.parameters.items()
+            outcome.parameters[argument]: outcome for outcome in tried if family.items() <= outcome.parameters.items()
         }
         steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}
         lossy = [value for value in steps if known[value].verdict == "loses too much"]

@@ -20,9 +20,7 @@ from ..frontends.build import new_reducer
 def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
     """Values distributed as gradients are: heavy-tailed, with a magnitude per layer. They differ between ranks."""
     random = np.random.default_rng(rank)
-    return [
-        (random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes
-    ]
+    return [(random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes]
 
 
 def barrier() -> None:
@@ -54,9 +52,7 @@ class Method:
             Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES, hierarchical=hierarchical
         )
         self._reducer = new_reducer(settings)
-        self.run = tf.function(
-            lambda: self._reducer([v.value() for v in variables], variables), autograph=False
-        )
+        self.run = tf.function(lambda: self._reducer([v.value() for v in variables], variables), autograph=False)
 
     @property
     def plan(self) -> Plan:

@@ -36,9 +36,7 @@ def loss_diverges(run: Run) -> str | None:
     rise, fall = last - best, max(first - best, 0.0)
     if rise > max(0.5 * fall, 6.0 * noise, 0.2 * abs(best)) and last > best:
         least = min(best, first)
-        return (
-            f"the loss rises: {first:.4g} in the first steps, {least:.4g} at its best, {last:.4g} at the end"
-        )
+        return f"the loss rises: {first:.4g} in the first steps, {least:.4g} at its best, {last:.4g} at the end"
     near = np.median(np.lib.stride_tricks.sliding_window_view(loss, 3), 1)
     peak, scale = near.max(), abs(first) + 1e-12
     if peak > first + max(_JUMP * scale, 6.0 * spread(loss)) and last > first - _LOWER * scale:

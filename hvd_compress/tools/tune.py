@@ -79,9 +79,7 @@ Examples:
     "--metric-regex", "pattern", callback=_pattern,
     help="Find the metric in the output: the last match's first group.",
 )  # fmt: skip
-@click.option(
-    "--time-limit", type=units.DURATION, help="Of a run.  [default: 1.5 times the first one, and 1 min]"
-)
+@click.option("--time-limit", type=units.DURATION, help="Of a run.  [default: 1.5 times the first one, and 1 min]")
 @click.option(
     "--compressor", "-c", "kinds", multiple=True, type=click.Choice(search.KINDS),
     help="Try these only; may be repeated.",

@@ -173,9 +173,7 @@ class Tuner:
     def _metric_of(self, run: Run) -> float:
         if self.pattern is not None:
             if run.printed is None:
-                raise click.ClickException(
-                    f"--metric-regex {self.pattern.pattern!r} matches no number in the output"
-                )
+                raise click.ClickException(f"--metric-regex {self.pattern.pattern!r} matches no number in the output")
             return run.printed
         name = self.metric or self.study.user_attrs.get("metric")
         if name is None:

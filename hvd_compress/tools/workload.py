@@ -85,11 +85,7 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
         workers: The workers of each host, if the exchange is hierarchical.
     """
     compress = not all(candidate.uncompressed for candidate in candidates)
-    chosen = [
-        i
-        for i, shape in enumerate(work.shapes)
-        if compress and geometry.is_compressed(shape, MIN_COMPRESS_SIZE)
-    ]
+    chosen = [i for i, shape in enumerate(work.shapes) if compress and geometry.is_compressed(shape, MIN_COMPRESS_SIZE)]
     dense = _dense_buckets(work, sorted(set(range(len(work.shapes))).difference(chosen)))
     if not chosen:
         return dense
@@ -106,9 +102,7 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
     gradient_ends = np.cumsum(gradients.sizes)
     compressed = []
     for chunks in layout.in_buckets(limit):
-        last = int(
-            np.searchsorted(gradient_ends, chunk_ends[chunks[-1]])
-        )  # the gradient in which the bucket ends
+        last = int(np.searchsorted(gradient_ends, chunk_ends[chunks[-1]]))  # the gradient in which the bucket ends
         last = min(last, len(gradient_ends) - 1)
         shapes = tuple(layout.shapes[chunks.start : chunks.stop])
         nbytes = 4 * sum(chunk_sizes[chunks.start : chunks.stop])

@@ -57,9 +57,7 @@ def test_each_host_has_an_address_and_its_workers(tmp_path):
     process = start("--hosts", "2", "--workers-per-host", "2", "--", sys.executable, str(script))
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err[-3000:]
-    lines = sorted(
-        line.partition("went well ")[2].split() for line in out.splitlines() if "went well" in line
-    )
+    lines = sorted(line.partition("went well ")[2].split() for line in out.splitlines() if "went well" in line)
     expected = [[str(r), "4", "2", "10.0", f"10.77.0.{r // 2 + 1}"] for r in range(4)]
     assert lines == expected, out
     assert not left_over(process.pid)
@@ -72,9 +70,7 @@ def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
 
     def shaping(lab):
         names = [lab._host(0), lab._host(1), lab._switch]
-        error_text = [
-            subprocess.run(["tc", "-n", n, "qdisc", "show"], capture_output=True, text=True) for n in names
-        ]
+        error_text = [subprocess.run(["tc", "-n", n, "qdisc", "show"], capture_output=True, text=True) for n in names]
         return [line for text in error_text for line in text.stdout.splitlines() if "tbf" in line]
 
     with netlab.Netlab(2, "100mbit") as lab:

@@ -102,9 +102,7 @@ def test_a_gradient_that_only_some_ranks_have(rank):
     slices = tf.IndexedSlices(tf.zeros([1, 50]), tf.constant([0]), tf.constant([40, 50]))
     gradients = [tf.zeros([40, 50]), slices if rank == 0 else tf.zeros([40, 50])]
     text = error_on_all_ranks(lambda: reduce(gradients, variables))
-    assert (
-        "gradient 1: rank 0 has b IndexedSlices of float32 (40, 50), rank 1 has b float32 (40, 50);" in text
-    )
+    assert "gradient 1: rank 0 has b IndexedSlices of float32 (40, 50), rank 1 has b float32 (40, 50);" in text
 
 
 def test_layers_of_one_class_may_be_numbered_otherwise(rank):
@@ -113,9 +111,7 @@ def test_layers_of_one_class_may_be_numbered_otherwise(rank):
     reduce(variables=[variable])
 
 
-@pytest.mark.parametrize(
-    ("package", "where"), [("hvd_compress", agreement), ("TensorFlow", tf), ("Horovod", horovod)]
-)
+@pytest.mark.parametrize(("package", "where"), [("hvd_compress", agreement), ("TensorFlow", tf), ("Horovod", horovod)])
 def test_versions(package, where, rank, monkeypatch):
     version = where.__version__
     with monkeypatch.context() as patch:
@@ -151,9 +147,7 @@ def test_what_was_trained_before(rank):
     made = introspect.reducers_made()
     introspect.set_reducers_made(1000 + min(rank, 1))
     try:
-        with pytest.raises(
-            ValueError, match="disagree on how many optimizers and models.*hvdc_1000_.*hvdc_1001_"
-        ):
+        with pytest.raises(ValueError, match="disagree on how many optimizers and models.*hvdc_1000_.*hvdc_1001_"):
             reduce()
     finally:
         introspect.set_reducers_made(made)
@@ -208,9 +202,7 @@ def test_agreeing_ranks_ask_once_per_list_of_variables(rank, size, monkeypatch):
 
     monkeypatch.setattr(agreement.hvd, "allgather", counted)
     weights = [tf.Variable(tf.zeros([40, 50])), tf.Variable(tf.zeros([30, 60]))]
-    optimizers = [
-        hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=spec) for spec in ("int8", "none")
-    ]
+    optimizers = [hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=spec) for spec in ("int8", "none")]
 
     def step(pull):
         for opt, weight in zip(optimizers, weights):

@@ -74,9 +74,7 @@ def test_casts_are_the_mean_of_what_numpy_casts(rank, size):
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "spec,select", [("topk:ratio=0.01", np_topk), ("block_topk:ratio=0.01", np_strided_top1)]
-)
+@pytest.mark.parametrize("spec,select", [("topk:ratio=0.01", np_topk), ("block_topk:ratio=0.01", np_strided_top1)])
 def test_sparse_is_the_mean_of_what_numpy_selects(spec, select, rank, size):
     result = hvdc.allreduce(tf.constant(data(rank)), compression=spec, name="sparse").numpy()
     k = -(-SHAPE[0] * SHAPE[1] // 100)
@@ -100,9 +98,7 @@ def test_sum_is_size_times_average(spec, rank, size):
     np.testing.assert_allclose(total, average * size, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "spec", ["none", "int4", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1", "powersgd:rank=2"]
-)
+@pytest.mark.parametrize("spec", ["none", "int4", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1", "powersgd:rank=2"])
 def test_inside_a_function_as_eagerly(spec, rank):
     x = tf.constant(data(rank))
     eager = hvdc.allreduce(x, compression=spec, name="eager").numpy()
@@ -114,9 +110,7 @@ def test_inside_a_function_as_eagerly(spec, rank):
 def test_prescale_and_postscale(spec, rank):
     x = tf.constant(data(rank))
     plain = hvdc.allreduce(x, compression=spec, name="plain").numpy()
-    scaled = hvdc.allreduce(
-        x, compression=spec, prescale_factor=0.5, postscale_factor=8.0, name="scaled"
-    ).numpy()
+    scaled = hvdc.allreduce(x, compression=spec, prescale_factor=0.5, postscale_factor=8.0, name="scaled").numpy()
     np.testing.assert_allclose(scaled, plain * 4.0, rtol=1e-5, atol=1e-6)
 
 
@@ -131,9 +125,7 @@ def test_dtypes_come_back(spec, dtype, rank, size):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (3, 5, 7)])
-@pytest.mark.parametrize(
-    "spec", ["int8", "onebit", "hybrid:ratio=0.5,bits=4", "randomk:ratio=0.5", "powersgd:rank=1"]
-)
+@pytest.mark.parametrize("spec", ["int8", "onebit", "hybrid:ratio=0.5,bits=4", "randomk:ratio=0.5", "powersgd:rank=1"])
 def test_odd_shapes(spec, shape, rank):
     result = hvdc.allreduce(tf.constant(data(rank, shape)), compression=spec, name="odd")
     assert result.shape == shape

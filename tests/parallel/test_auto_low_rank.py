@@ -120,9 +120,7 @@ def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather):
             brought = np.array([draw(r, step)[i] for r in range(size)]) + decay * old[i]
             np.testing.assert_array_equal(gather(outputs[i]), [outputs[i]] * size)
             scale = np.abs(brought).max() + np.abs(new[i]).max()
-            np.testing.assert_allclose(
-                size * outputs[i] + new[i].sum(0), brought.sum(0), atol=4 * rounding * scale
-            )
+            np.testing.assert_allclose(size * outputs[i] + new[i].sum(0), brought.sum(0), atol=4 * rounding * scale)
             if candidate == LOW_RANK and i in SIDES:
                 output, left, right = powersgd(brought.reshape(size, *SIDES[i]), factors[i])
                 close(outputs[i].reshape(SIDES[i]), output)
@@ -147,10 +145,7 @@ def test_alone_it_is_powersgd_to_the_bit(rank):
         for mine, theirs in zip(auto.step(), fixed.step()):
             np.testing.assert_array_equal(mine, theirs)
     assert introspect.bytes_sent(auto.plan) == introspect.bytes_sent(fixed.plan)
-    kinds = [
-        op.type
-        for op in auto._step.get_concrete_function(*map(tf.constant, draw(0, 0))).graph.get_operations()
-    ]
+    kinds = [op.type for op in auto._step.get_concrete_function(*map(tf.constant, draw(0, 0))).graph.get_operations()]
     assert kinds.count("HorovodAllreduce") == 2
     assert not {"Case", "StatelessCase"} & set(kinds)  # there is nothing to switch
 
@@ -358,9 +353,7 @@ def test_training_converges(candidates, rank, size):
     layers = [keras.layers.Dense(48, activation="relu"), keras.layers.Dense(10)]
     model = keras.Sequential([keras.Input((64,)), *layers])
     spec = f"auto:candidates=({candidates}),target=0.001,probe_every=5"
-    optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.Adam(3e-3), compression=spec, min_compress_size=100
-    )
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.Adam(3e-3), compression=spec, min_compress_size=100)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
     callbacks = [hvdc.callbacks.BroadcastGlobalVariablesCallback(0)]

@@ -47,13 +47,9 @@ def ones(rank):
 @pytest.mark.parametrize("spec", ["none", "int8", "topk:ratio=0.5"])
 def test_dtypes(spec, run, rank, size):
     for dtype in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"):
-        total = run(
-            lambda: hvdc.allreduce(tf.cast(tf.fill([8], rank + 1), dtype), compression=spec, op=hvd.Sum)
-        )
+        total = run(lambda: hvdc.allreduce(tf.cast(tf.fill([8], rank + 1), dtype), compression=spec, op=hvd.Sum))
         assert total.dtype == dtype
-        expected = (
-            np.where(np.arange(8) < 4, 3, 0) if spec.startswith("topk") and total.dtype.is_floating else 3
-        )
+        expected = np.where(np.arange(8) < 4, 3, 0) if spec.startswith("topk") and total.dtype.is_floating else 3
         np.testing.assert_array_equal(tf.cast(total, tf.float32), expected)
     for dtype in ("complex64", "complex128"):
         refused(
@@ -72,9 +68,7 @@ def test_what_is_no_tensor(spec, rank):
     for value in (None, "text", object(), [[1.0], [2.0, 3.0]], {"a": 1.0}):
         refused("tensor", lambda: hvdc.allreduce(value, compression=spec))
     for value in (None, 5, "ab", ones(rank), {"a": ones(rank)}):
-        refused(
-            "tensors must be a list of tensors, got", lambda: hvdc.grouped_allreduce(value, compression=spec)
-        )
+        refused("tensors must be a list of tensors, got", lambda: hvdc.grouped_allreduce(value, compression=spec))
     refused(
         "tensor must be a tensor, got None",
         lambda: hvdc.grouped_allreduce([ones(rank), None], compression=spec),
@@ -86,9 +80,7 @@ def test_what_is_no_tensor(spec, rank):
     for value in (1.5, [1.0, 2.0], np.ones((3, 4)), tf.Variable([1.0, 2.0]), tf.zeros([0, 3]), 3):
         result = hvdc.allreduce(value, compression=spec)
         np.testing.assert_allclose(result, np.asarray(value), rtol=1e-6)
-    shapes = [
-        r.shape for r in hvdc.grouped_allreduce([ones(rank), tf.constant(1), tf.zeros([0])], compression=spec)
-    ]
+    shapes = [r.shape for r in hvdc.grouped_allreduce([ones(rank), tf.constant(1), tf.zeros([0])], compression=spec)]
     assert shapes == [[40, 50], [], [0]] and hvdc.grouped_allreduce([], compression=spec) == []
 
 
@@ -125,9 +117,7 @@ def test_compressors_of_allreduce(run, rank, monkeypatch):
 def test_shapes_unknown_to_allreduce(signature, rank, size):
     def traced(spec):
         spec_of = tf.TensorSpec(signature, tf.float32)
-        return tf.function(lambda x: hvdc.allreduce(x, compression=spec), input_signature=[spec_of])(
-            ones(rank)
-        )
+        return tf.function(lambda x: hvdc.allreduce(x, compression=spec), input_signature=[spec_of])(ones(rank))
 
     np.testing.assert_allclose(traced("none"), (size - 1) / 2)
     refused("int8 needs a tensor of static shape", lambda: traced("int8"))
@@ -157,9 +147,7 @@ def test_gradients_without_a_size(spec, run, rank, size):
     variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
     for least in (0, 1024):
         reduced = run(
-            lambda: reduce(
-                [tf.fill(s, float(rank)) for s in shapes], variables, spec, min_compress_size=least
-            )
+            lambda: reduce([tf.fill(s, float(rank)) for s in shapes], variables, spec, min_compress_size=least)
         )
         assert [tuple(r.shape) for r in reduced] == shapes
         np.testing.assert_allclose(reduced[0], (size - 1) / 2, rtol=1e-6)
@@ -190,9 +178,7 @@ def test_gradients_of_a_wrong_kind(keras, run, rank):
     refused("No gradients provided for any variable: the loss depends on none", lambda: step(None))
     refused(r"kernel has shape \(3, 3\), the variable \(40, 50\)", lambda: step(tf.ones([3, 3])))
     refused("the gradient of kernel must be a tensor, got 'x'", lambda: step("x"))
-    np.testing.assert_allclose(
-        step(np.full((40, 50), rank, np.float32)), [np.full((40, 50), -0.5)], rtol=1e-5
-    )
+    np.testing.assert_allclose(step(np.full((40, 50), rank, np.float32)), [np.full((40, 50), -0.5)], rtol=1e-5)
 
 
 def test_one_rank_without_gradients(keras, run, rank):

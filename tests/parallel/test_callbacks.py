@@ -151,9 +151,7 @@ def state_of(optimizer):
     if inner is not optimizer:
         scale = getattr(optimizer, "_loss_scale", None)
         held += (
-            [scale.current_loss_scale, scale.counter]
-            if scale
-            else [optimizer.dynamic_scale, optimizer.step_counter]
+            [scale.current_loss_scale, scale.counter] if scale else [optimizer.dynamic_scale, optimizer.step_counter]
         )
     return held
 

@@ -69,9 +69,7 @@ def plans(model):
 
 def state_bytes(model):
     """Everything that a rank keeps, as it is in memory."""
-    return [
-        variable.numpy().tobytes() for plan in plans(model) for variable in introspect.state_variables(plan)
-    ]
+    return [variable.numpy().tobytes() for plan in plans(model) for variable in introspect.state_variables(plan)]
 
 
 def restart(keras, model, **options):
@@ -347,9 +345,7 @@ def write_as(directory, ranks, states, manifest):
 
 
 @pytest.mark.parametrize(("name", "old"), [("int8", 1), ("momentum", 3), ("bfloat16", 4)])
-def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
-    name, old, rank, size, shared, tmp_path, gather
-):
+def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(name, old, rank, size, shared, tmp_path, gather):
     keras, options = KERASES["keras"], CONFIGURATIONS[name]
     model = make_model(keras, **options)
     fit(model, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(tmp_path)])
@@ -378,9 +374,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(
     for field in template.tensors:
         for mine, *theirs in zip(kernels(loaded, field), *[kernels(of(q), field) for q in range(old)]):
             np.testing.assert_allclose(gather(mine).sum(0), np.sum(theirs, 0), atol=rounding)
-            np.testing.assert_allclose(
-                mine, np.sum([np.zeros_like(mine), *theirs[rank::size]], 0), atol=rounding
-            )
+            np.testing.assert_allclose(mine, np.sum([np.zeros_like(mine), *theirs[rank::size]], 0), atol=rounding)
     # Nothing of it lies where no gradient does.
     for free in loaded.padding.values():
         assert all((part == 0).all() for part in free)
@@ -439,9 +433,7 @@ def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared,
         weights = [tf.Variable(np.ones(shape, np.float32), name="w") for shape in [(40, 50), (30,)]]
         if name == "dgc":
             dgc = hvdc.Compression.dgc(0.01, clipnorm=1.0, steps_per_epoch=2 * steps)
-            optimizer = hvdc.DistributedOptimizer(
-                keras.optimizers.SGD(0.1), compression=dgc, process_set=group
-            )
+            optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=dgc, process_set=group)
         else:
             optimizer = hvdc.optimizers.OneBitAdam(0.01, freeze_step=3, process_set=group)
         optimizer.build(weights)
@@ -523,9 +515,7 @@ def test_residuals_of_a_tape(rank, size, shared):
             pull = np.random.default_rng([rank, step]).standard_normal((40, 50)).astype(np.float32)
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(weight * pull)
-            gradient = hvdc.DistributedGradientTape(tape, compression="topk:ratio=0.1").gradient(
-                loss, [weight]
-            )
+            gradient = hvdc.DistributedGradientTape(tape, compression="topk:ratio=0.1").gradient(loss, [weight])
             weight.assign_sub(gradient[0])
         return weight.numpy()
 
@@ -563,9 +553,7 @@ def test_the_saved_model_and_the_broadcast_have_no_residuals(rank, size, shared,
     plain.compile(optimizer=keras.optimizers.SGD(0.02, momentum=0.5), loss="mse")
     plain.optimizer.build(plain.trainable_variables)
     plain.save(tmp_path / "plain.keras")
-    sizes = [
-        zipfile.ZipFile(p).getinfo("model.weights.h5").file_size for p in (path, tmp_path / "plain.keras")
-    ]
+    sizes = [zipfile.ZipFile(p).getinfo("model.weights.h5").file_size for p in (path, tmp_path / "plain.keras")]
     assert sizes[0] == sizes[1]
 
     loaded = keras.models.load_model(path)

@@ -180,9 +180,7 @@ def fit(model, rank, epochs, start=0, callbacks=(), tell=True):
 
 
 def densities_of(model):
-    return [
-        hvdc.Compression.parse(bucket.chosen).ratio for bucket in model.optimizer.compression_report().buckets
-    ]
+    return [hvdc.Compression.parse(bucket.chosen).ratio for bucket in model.optimizer.compression_report().buckets]
 
 
 class Seen:

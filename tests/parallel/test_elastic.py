@@ -123,9 +123,7 @@ def test_residuals_of_a_rank_that_is_gone(job, rank, gather, copied):
     if copied or rank == 1:
         state.sync()
     else:
-        with pytest.warns(
-            UserWarning, match="the residuals of rank 1 of 3 are lost: there are no copies of them"
-        ):
+        with pytest.warns(UserWarning, match="the residuals of rank 1 of 3 are lost: there are no copies of them"):
             state.sync()
     for then, now, copy in zip(before, total(optimizer, gather), of_rank_0):
         np.testing.assert_allclose(now, then + copied * copy, rtol=1e-6, atol=1e-6)
@@ -160,9 +158,7 @@ def test_a_rank_that_joins(make, job, rank, gather):
 
 
 ALGORITHMS = {
-    "dgc": lambda: hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(0.01), compression="dgc:ratio=0.02,clipnorm=1"
-    ),
+    "dgc": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="dgc:ratio=0.02,clipnorm=1"),
     "powersgd": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="powersgd:rank=2"),
     "rows": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"),
     "frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=3),
@@ -263,9 +259,7 @@ def test_a_commit_that_not_all_have(job, rank, gather):
 
 def test_process_sets_do_not_outlive_a_reset(process_sets, rank):
     model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
-    model.compile(
-        hvdc.DistributedOptimizer(keras.optimizers.SGD(), process_set=process_sets[rank % 2]), "mse"
-    )
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(), process_set=process_sets[rank % 2]), "mse")
     with pytest.raises(ValueError, match="process set must be the global one"):
         hvdc.elastic.KerasState(model)
     assert hvd.size() > 1

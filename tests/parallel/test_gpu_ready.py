@@ -120,9 +120,7 @@ def test_watched(spec):
     check(graph, "ResourceScatterNdUpdate")
     # Clocks wait for what they time, and not for each other.
     clocks = [
-        op
-        for op in graph.get_operations()
-        if op.type == "PartitionedCall" and "_timestamp" in op.get_attr("f").name
+        op for op in graph.get_operations() if op.type == "PartitionedCall" and "_timestamp" in op.get_attr("f").name
     ]
     assert clocks and not any(c in clocks for op in clocks for c in op.control_inputs)
 

@@ -268,9 +268,7 @@ def test_a_rank_alone_sends_nothing(process_sets, rank, size):
 def test_other_compressors_for_some_variables(rank, size):
     """A policy: two matrices with powersgd, the others with int8; and the other way round from the environment."""
     variables = [tf.Variable(tf.zeros((40, 30)), name=name) for name in ("a", "b", "c")]
-    gradients = [
-        tf.constant(np.random.default_rng([rank, i]).standard_normal((40, 30)), tf.float32) for i in range(3)
-    ]
+    gradients = [tf.constant(np.random.default_rng([rank, i]).standard_normal((40, 30)), tf.float32) for i in range(3)]
     policy = (("[ab]*", hvdc.Compression.powersgd(rank=1)),)
     reducer = introspect.new_reducer("int8", policy=policy, min_compress_size=0)
     outputs = reducer(gradients, variables)
@@ -282,9 +280,7 @@ def test_other_compressors_for_some_variables(rank, size):
 def test_stateless_allreduce_is_one_step_from_the_start(rank, size):
     compressor = hvdc.Compression.powersgd(2)
     gradients = [draw(r, 0) for r in range(size)]
-    outputs = hvdc.grouped_allreduce(
-        [tf.constant(g) for g in gradients[rank]], compression=compressor, name="low"
-    )
+    outputs = hvdc.grouped_allreduce([tf.constant(g) for g in gradients[rank]], compression=compressor, name="low")
     start = compressor.initial_factors(SHAPES).numpy().astype(np.float64)
     for i in (0, 1, 2, 5):
         rows, columns = SIDES[i]

@@ -195,9 +195,7 @@ def test_backward_passes_per_step(way, rank, size, gather):
 @pytest.mark.parametrize("way", WAYS)
 def test_slices_stay_slices(way, rank, size):
     keras = KERASES["keras"]
-    opt, _ = scaled(
-        way, keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0), {"initial_scale": 8.0}
-    )
+    opt, _ = scaled(way, keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0), {"initial_scale": 8.0})
     table = keras.Variable(np.zeros((size + 1, 3), np.float32))
     opt.build([table])
     slices = tf.IndexedSlices(8.0 * tf.ones([1, 3]), tf.constant([rank]), tf.constant([size + 1, 3]))
@@ -269,14 +267,10 @@ def test_keras2_backward_passes_per_step(name, rank, size, gather):
     keras = KERASES[name]
     scaler = keras.mixed_precision.LossScaleOptimizer
     weight = tf.Variable(np.zeros(3, np.float32))
-    opt, _ = scaled(
-        "around", scaler, keras.optimizers.SGD(1.0), {"initial_scale": 8.0}, backward_passes_per_step=2
-    )
+    opt, _ = scaled("around", scaler, keras.optimizers.SGD(1.0), {"initial_scale": 8.0}, backward_passes_per_step=2)
     with pytest.raises(RuntimeError, match="wrap the other way round"):
         opt.minimize(lambda: tf.reduce_sum(weight), [weight])
-    opt, _ = scaled(
-        "inside", scaler, keras.optimizers.SGD(1.0), {"initial_scale": 8.0}, backward_passes_per_step=2
-    )
+    opt, _ = scaled("inside", scaler, keras.optimizers.SGD(1.0), {"initial_scale": 8.0}, backward_passes_per_step=2)
 
     @tf.function
     def step(pull):

@@ -140,9 +140,7 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
 
     def fit(callbacks):
         kernel.utils.set_random_seed(3)
-        model = kernel.Sequential(
-            [kernel.layers.Input([40]), kernel.layers.Dense(50), kernel.layers.Dense(1)]
-        )
+        model = kernel.Sequential([kernel.layers.Input([40]), kernel.layers.Dense(50), kernel.layers.Dense(1)])
         optimizer = hvdc.DistributedOptimizer(kernel.optimizers.SGD(0.01), compression="int8")
         model.compile(optimizer, "mse", jit_compile=False)
         losses = []
@@ -153,9 +151,7 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
 
         random = np.random.default_rng(rank)
         x, y = random.standard_normal((64, 40)), random.standard_normal((64, 1))
-        history = model.fit(
-            x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks, Losses()]
-        )
+        history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks, Losses()])
         return model.get_weights(), history.history, np.array(losses)
 
     plain, _, running = fit([])
@@ -215,9 +211,7 @@ def scalars(directory):
 
 def test_a_model_that_was_traced_before_is_traced_again(rank, tmp_path):
     model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50), keras.layers.Dense(1)])
-    model.compile(
-        hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), "mse", jit_compile=False
-    )
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), "mse", jit_compile=False)
     x, y = np.ones((32, 40)), np.ones((32, 1))
     model.fit(x, y, batch_size=16, verbose=0)
     # On one rank only: its function is traced again, with the same collectives.
@@ -262,9 +256,7 @@ def test_errors_say_what_is_wrong(tmp_path):
     for make in (hvdc.callbacks.CompressionMonitor, lambda log_dir: hvdc.profile(log_dir or 0)):
         with pytest.raises(TypeError, match="^log_dir must be the path of a directory, got (None|0)$"):
             make(None)
-    with pytest.raises(
-        ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"
-    ):
+    with pytest.raises(ValueError, match="update_freq must be 'batch', 'epoch' or a whole number from 1 on, got 0"):
         hvdc.callbacks.CompressionMonitor(tmp_path, update_freq=0)
     model = keras.Sequential([keras.layers.Input([4]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

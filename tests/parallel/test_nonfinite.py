@@ -40,9 +40,7 @@ class Training:
 
     def state(self):
         """Everything that a step changes."""
-        residuals = [
-            r for plan in introspect.plans_of(self.optimizer) for r in introspect.residual_variables(plan)
-        ]
+        residuals = [r for plan in introspect.plans_of(self.optimizer) for r in introspect.residual_variables(plan)]
         return [np.array(v) for v in (*self.variables, *self.optimizer.variables, *residuals)]
 
 
@@ -117,9 +115,7 @@ def test_propagate_is_the_default(spec, keras, rank, size):
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 def test_bad_slices_leave_the_residuals_alone(policy, keras, rank, size):
     """The residuals are of another gradient than the one that is bad."""
-    opt = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), compression="topk:ratio=0.1", on_nonfinite=policy
-    )
+    opt = hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="topk:ratio=0.1", on_nonfinite=policy)
     weight, table = tf.Variable(tf.zeros([40, 50])), tf.Variable(tf.zeros([size, 3]))
 
     def step(i, value):
@@ -150,9 +146,7 @@ def test_skip_in_fit(spec, keras, rank, size, gather):
 
 def test_skip_with_backward_passes_per_step(keras, rank, size):
     """The whole step is left out, and nothing of it is in the next one's sums."""
-    opt = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), backward_passes_per_step=2, on_nonfinite="skip"
-    )
+    opt = hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2, on_nonfinite="skip")
     weight = tf.Variable(tf.zeros([3]))
     opt.build([weight])
 

@@ -26,9 +26,7 @@ def gradients_of(rank, shapes):
     """A rank's gradients of each step: noise of the rank's own around what all have in common."""
     own, common = np.random.default_rng([rank, 1]), np.random.default_rng(5)
     centre = [common.standard_normal(shape) for shape in shapes]
-    return [
-        [(c * np.cos(i / 9) + own.standard_normal(c.shape)).astype(F) for c in centre] for i in range(STEPS)
-    ]
+    return [[(c * np.cos(i / 9) + own.standard_normal(c.shape)).astype(F) for c in centre] for i in range(STEPS)]
 
 
 def signs(x):
@@ -312,9 +310,7 @@ def test_a_fixed_loss_scale_changes_nothing(on_nonfinite, rank):
     weights = []
     for scale in (None, 1024.0):
         weight = keras.Variable(np.zeros((32, 64), F))
-        optimizer = hvdc.optimizers.OneBitAdam(
-            RATE, freeze_step=2, loss_scale_factor=scale, on_nonfinite=on_nonfinite
-        )
+        optimizer = hvdc.optimizers.OneBitAdam(RATE, freeze_step=2, loss_scale_factor=scale, on_nonfinite=on_nonfinite)
         for gradients in gradients_of(rank, SHAPES)[:8]:
             optimizer.apply([tf.constant(gradients[0] * F(scale or 1.0))], [weight])
         assert optimizer.frozen_at == 2

@@ -131,9 +131,7 @@ def test_mass_is_conserved_every_step(spec, op, rank, size, gather):
         factor = size if op == hvd.Average else 1
         went_out = factor * np.pad(output.ravel(), (0, 48)) + residuals.sum(0)
         np.testing.assert_allclose(went_out[:2000], came_in[:2000], atol=2e-5)
-        np.testing.assert_allclose(
-            residuals[:, 2000:].sum(0), came_in[2000:], atol=2e-5
-        ) if spec != "onebit" else None
+        np.testing.assert_allclose(residuals[:, 2000:].sum(0), came_in[2000:], atol=2e-5) if spec != "onebit" else None
         assert np.abs(residuals).max() > 0
         old_residuals = residuals
 
@@ -159,9 +157,7 @@ def test_residual_decay_against_numpy(rank, size, gather):
 def test_momentum_correction_against_numpy(rank, size, gather):
     """DGC: u = m u + g, v = v + u, send top-k of v, zero both where sent."""
     keras = KERASES["keras"]
-    optimizer, weight, gradients = quadratic(
-        keras, rank, compression="topk:ratio=0.1", momentum_correction=0.9
-    )
+    optimizer, weight, gradients = quadratic(keras, rank, compression="topk:ratio=0.1", momentum_correction=0.9)
     u, v, expected = np.zeros((size, 2000)), np.zeros((size, 2000)), np.zeros(2000)
     for gradient in gradients:
         descend(keras, optimizer, [weight], [tf.constant(gradient)])
@@ -273,9 +269,7 @@ def test_backward_passes_per_step(keras, rank, size, gather):
 def test_keras3_gradient_accumulation_sends_no_micro_batch(rank, size):
     from tensorflow import keras
 
-    optimizer = hvdc.DistributedOptimizer(
-        keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), compression="int8"
-    )
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), compression="int8")
     weight = keras.Variable(np.zeros((40, 50), np.float32))
 
     @tf.function
@@ -320,13 +314,9 @@ def test_groups(groups, keras, rank):
     results, start = [], model.get_weights()
     for g in (None, chosen):
         model.set_weights(start)
-        opt = hvdc.DistributedOptimizer(
-            keras.optimizers.SGD(0.1), compression="none", groups=g, min_compress_size=0
-        )
+        opt = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="none", groups=g, min_compress_size=0)
         rng = np.random.default_rng(rank)
-        descend(
-            keras, opt, variables, [tf.constant(rng.standard_normal(v.shape), tf.float32) for v in variables]
-        )
+        descend(keras, opt, variables, [tf.constant(rng.standard_normal(v.shape), tf.float32) for v in variables])
         results.append(flat_weights(model))
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6, atol=1e-7)
     uncompressed = introspect.uncompressed_buckets(introspect.plan_of(opt))
@@ -450,10 +440,7 @@ def test_a_saved_model_loads_without_this_package(keras, extension, rank, tmp_pa
     path = tmp_path / f"model.{extension}"
     model.save(path)
     loaded = keras.models.load_model(path)
-    assert (
-        type(loaded.optimizer) is keras.optimizers.Adam
-        or type(loaded.optimizer).__mro__[0].__name__ == "Adam"
-    )
+    assert type(loaded.optimizer) is keras.optimizers.Adam or type(loaded.optimizer).__mro__[0].__name__ == "Adam"
     assert not isinstance(loaded.optimizer, DistributedMixin)
     assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations)
     if extension == "h5" and IS_KERAS3 and keras is tf_dot_keras:
@@ -488,9 +475,7 @@ def test_jit_compile_gets_a_clear_error():
     from tensorflow import keras
 
     model = make_model(keras, seed=0)
-    model.compile(
-        optimizer=hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=True
-    )
+    model.compile(optimizer=hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=True)
     with pytest.raises(RuntimeError, match="jit_compile=False"):
         model.fit(*make_data(0), verbose=0)
 

@@ -271,9 +271,7 @@ def test_several_tables_cross_at_once(rank, size, monkeypatch):
         rng = np.random.default_rng(rank)
         picked = {name: rng.integers(0, shape[0], 60) for name, shape in shapes.items()}
         picked["places"] = np.tile(np.arange(10), 6)
-        return [
-            (i, rng.standard_normal((60, *shapes[name][1:])).astype(np.float32)) for name, i in picked.items()
-        ]
+        return [(i, rng.standard_normal((60, *shapes[name][1:])).astype(np.float32)) for name, i in picked.items()]
 
     slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i)) for i, v in gradients(rank)]
     found = reducer(slices, variables)
@@ -325,7 +323,5 @@ def test_other_ranks_are_not_asked(rank, size, process_sets):
 def test_rows_of_another_length_are_refused(rank):
     reducer = introspect.new_reducer("int8")
     slices = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]))
-    with pytest.raises(
-        ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"
-    ):
+    with pytest.raises(ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"):
         reducer([slices], [tf.Variable(tf.zeros([40, 16]), name="table")])

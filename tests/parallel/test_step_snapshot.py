@@ -143,9 +143,7 @@ def description(graph):
             name = re.sub(r"hvdc_\d+_DistributedGradientTape", "tape", op.name.rpartition("/")[2])
             tensors = ", ".join(f"{t.dtype.name}{shape}" for t, shape in zip(op.inputs, shapes))
             collectives.append(f"{op.type.removeprefix('Horovod')} {name}: {tensors}")
-            nbytes += sum(
-                math.prod(shape) * t.dtype.size for t, shape in zip(op.inputs, shapes) if None not in shape
-            )
+            nbytes += sum(math.prod(shape) * t.dtype.size for t, shape in zip(op.inputs, shapes) if None not in shape)
     return {"bytes": nbytes, "operations": dict(sorted(types.items())), "collectives": collectives}
 
 
@@ -162,9 +160,7 @@ def differences(name, before, after):
     ]
     lines += [
         f"{name}: collective {line}"
-        for line in difflib.unified_diff(
-            before["collectives"], after["collectives"], "before", "now", lineterm=""
-        )
+        for line in difflib.unified_diff(before["collectives"], after["collectives"], "before", "now", lineterm="")
     ]
     return lines
 
@@ -175,9 +171,7 @@ def as_text(param_groups):
     for param_group, steps in param_groups.items():
         entries = []
         for name, step in steps.items():
-            numbers = ", ".join(
-                f"{json.dumps(key)}: {json.dumps(step[key])}" for key in step if key != "collectives"
-            )
+            numbers = ", ".join(f"{json.dumps(key)}: {json.dumps(step[key])}" for key in step if key != "collectives")
             collectives = ",\n".join(f"   {json.dumps(line)}" for line in step["collectives"])
             entries.append(f' {json.dumps(name)}: {{\n  {numbers},\n  "collectives": [\n{collectives}]}}')
         lines.append(f"{json.dumps(param_group)}: {{\n" + ",\n".join(entries) + "}")

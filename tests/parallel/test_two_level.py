@@ -301,8 +301,7 @@ def test_what_has_no_second_level_stays_flat(spec, two_hosts, gather, size):
     check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
     plan = introspect.plan_of(reducer)
     assert not any(
-        introspect.crosses_in_two_levels(plan, group.compressor, group.shapes)
-        for group in introspect.groups(plan)
+        introspect.crosses_in_two_levels(plan, group.compressor, group.shapes) for group in introspect.groups(plan)
     )
 
 
@@ -347,9 +346,7 @@ def test_the_faster_way_is_chosen(inside, across, two, two_hosts, rank, capfd):
     # Whatever the others believe, rank 0's numbers decide.
     own = calibration(inside, across) if rank == 0 else calibration(1.0, 1.0)
     buckets = [[(2**20,)] * 4] * 2
-    flat = levels.flat_compressors(
-        [(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts
-    )
+    flat = levels.flat_compressors([(c, buckets) for c in (int8, topk, summed)], own, Settings(int8), two_hosts)
     assert {"int8", "topk:ratio=0.01"} - {c.spec for c in flat} == two
     line = [line for line in capfd.readouterr().err.splitlines() if "between 2 hosts of 2 workers" in line]
     assert len(line) == (rank == 0)
@@ -363,9 +360,7 @@ def test_auto_mixes_both(two_hosts, tmp_path, monkeypatch, gather):
     check_mass(reducer, gather, 4, [np.zeros(shape) for shape in SHAPES])
     plan = introspect.plan_of(reducer)
     group = introspect.groups(plan)[0]
-    chosen = {
-        c.spec for c in group.compressor.candidates if introspect.crosses_in_two_levels(plan, c, group.shapes)
-    }
+    chosen = {c.spec for c in group.compressor.candidates if introspect.crosses_in_two_levels(plan, c, group.shapes)}
     assert chosen == {"int8"}
 
 
@@ -392,9 +387,7 @@ def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, m
     texts = hvd.allgather_object(str(found))
     assert texts == [str(found)] * size
     assert (found.levels.hosts, found.levels.workers) == (2, 2)
-    assert all(
-        link.alpha + link.beta > 0 for link in [*found.levels.inside.values(), *found.levels.across.values()]
-    )
+    assert all(link.alpha + link.beta > 0 for link in [*found.levels.inside.values(), *found.levels.across.values()])
     found.save(tmp_path / "link.json")
     assert Calibration.load(tmp_path / "link.json") == found
     predicted = [found.model().predict("int8", size, "two_level").total for size in (2**16, 2**20, 2**24)]

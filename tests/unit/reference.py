@@ -184,11 +184,7 @@ def mix(x):
 
 def usable(flat, step):
     """Where levels so far apart can be computed with in float32; other blocks decode to zero."""
-    return (
-        ((step > 2.0**-119) | (step == 0))
-        & (step < 2.0**126)
-        & (largest_per_block(flat) + step < FLOAT32_MAX)
-    )
+    return ((step > 2.0**-119) | (step == 0)) & (step < 2.0**126) & (largest_per_block(flat) + step < FLOAT32_MAX)
 
 
 def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):

@@ -64,9 +64,7 @@ def test_best_compares_the_whole_with_mixed_choices(seed):
         0.0,
         WHOLES,
     )
-    options = [
-        (picks, reference.queue_after(waits, seconds[range(4), picks])) for picks in ([NONE] * 4, [FLAT] * 4)
-    ]
+    options = [(picks, reference.queue_after(waits, seconds[range(4), picks])) for picks in ([NONE] * 4, [FLAT] * 4)]
     options.append(([WHOLE] * 4, waits.sum() + total))
     assert found.numpy().tolist() == min(options, key=lambda option: option[1])[0]
 
@@ -82,9 +80,7 @@ def test_what_is_not_admitted_is_not_chosen():
         assert found.numpy().tolist() == [expected] * 3
     # Two flat ones, neither of which is admitted everywhere.
     admitted = tf.constant([[True, False, False], [False, True, False]])
-    found = policy.best(
-        admitted, [False] * 3, *(x[:2] if isinstance(x, tf.Tensor) else x for x in args), WHOLES
-    )
+    found = policy.best(admitted, [False] * 3, *(x[:2] if isinstance(x, tf.Tensor) else x for x in args), WHOLES)
     assert found.numpy().tolist() == [0, 1]
 
 
@@ -118,9 +114,7 @@ def test_admitted_is_what_reaches_the_target_or_else_loses_least(seed):
     nbytes = random.uniform(1, 10, 3).astype(np.float32)
     target = random.uniform(0.2, 1.0)
     lost = all_at_once.averaged(1.0 - constant(through), constant(nbytes), WHOLES)
-    np.testing.assert_allclose(
-        lost[:, WHOLE], [1 - np.average(through[:, WHOLE], weights=nbytes)] * 3, rtol=1e-5
-    )
+    np.testing.assert_allclose(lost[:, WHOLE], [1 - np.average(through[:, WHOLE], weights=nbytes)] * 3, rtol=1e-5)
     np.testing.assert_array_equal(lost[:, :WHOLE], 1.0 - through[:, :WHOLE])
     not_in_use = tf.fill([3], 99)
     reached = policy.reached(lost, not_in_use, constant(target))
@@ -194,9 +188,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
     return np.array(chosen), np.array(in_force)
 
 
-@pytest.mark.parametrize(
-    "truth, predicted", [((100, 90, 60), (100, 90, 100)), ((100, 60, 90), (100, 80, 70))]
-)
+@pytest.mark.parametrize("truth, predicted", [((100, 90, 60), (100, 90, 100)), ((100, 60, 90), (100, 80, 70))])
 def test_the_whole_is_tried_chosen_and_given_up_as_any_other(truth, predicted):
     """As a candidate for each bucket that takes as long for all of them."""
     predicted = [seconds * 1e-3 for seconds in predicted]
@@ -216,9 +208,7 @@ def test_what_is_far_slower_is_not_tried():
 
 
 def test_candidates_that_share_no_buckets_are_refused():
-    with pytest.raises(
-        ValueError, match=r"block_sparse:ratio=0.1,block=8 needs each gradient in its own shape"
-    ):
+    with pytest.raises(ValueError, match=r"block_sparse:ratio=0.1,block=8 needs each gradient in its own shape"):
         hvdc.Compression.auto(candidates=["none", "block_sparse:ratio=0.1,block=8"])
     auto = hvdc.Compression.parse("auto:candidates=(none|powersgd:rank=2)")
     assert auto == hvdc.Compression.auto(candidates=["none", hvdc.Compression.powersgd(2)])

@@ -89,9 +89,7 @@ def test_best_is_the_cheapest_division_that_is_allowed(seed):
     allowed[:, 0] = True  # no compression
     factors = constant([1.5, 0.7])
     seconds = policy.predicted(costs, factors)
-    found = policy.best(
-        tf.constant(allowed), [True, False, False], waits, seconds, lost, nbytes, 0.05
-    ).numpy()
+    found = policy.best(tf.constant(allowed), [True, False, False], waits, seconds, lost, nbytes, 0.05).numpy()
     wire = 1.5 * costs.messages.numpy() + 0.7 * costs.transfer.numpy()
     encode, decode = costs.encode.numpy(), costs.decode.numpy()
 
@@ -202,9 +200,7 @@ def costs_of(seconds, buckets=4):
     """Half of it encoding, half wire."""
     table = np.broadcast_to(np.asarray(seconds, np.float32), (buckets, len(seconds)))
     plain = np.array([0.0] + [1.0] * (len(seconds) - 1), np.float32)
-    return policy.Costs(
-        *map(constant, (table * 0.5 * plain, 0 * table, table * (1 - 0.5 * plain), 0 * table))
-    )
+    return policy.Costs(*map(constant, (table * 0.5 * plain, 0 * table, table * (1 - 0.5 * plain), 0 * table)))
 
 
 @pytest.mark.parametrize("truth", [(100, 80, 60), (50, 80, 60), (70, 52, 60), (52, 70, 58)])

@@ -68,9 +68,7 @@ def test_numbers_that_are_none(value):
     refused("clip must be None or a percentile", Compression.quantize, 4, clip=value, kind=ValueError)
     refused("seed must be a whole number", Compression.randomk, 0.1, seed=value, kind=ValueError)
     refused("auto: target must be a number from 0 to 1", Compression.auto, target=value, kind=ValueError)
-    refused(
-        "rounding must be 'nearest' or 'stochastic'", Compression.quantize, 4, rounding=value, kind=ValueError
-    )
+    refused("rounding must be 'nearest' or 'stochastic'", Compression.quantize, 4, rounding=value, kind=ValueError)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +203,7 @@ def test_payloads_of_a_wrong_length(spec):
     packed, ctx = compressor.compress(tf.ones([64, 32]))
     data = packed.tensor
     for wrong in (data[:-1], tf.concat([data, data[:1]], 0), data[:0]):
-        refused(
-            "bytes cannot be decoded: .* are expected", compressor.decompress, hvdc.Payload(wrong, spec), ctx
-        )
+        refused("bytes cannot be decoded: .* are expected", compressor.decompress, hvdc.Payload(wrong, spec), ctx)
     for wrong in (data[None], tf.cast(data, tf.int32), None, "bytes", data.numpy()):
         refused(r"must hold a vector of bytes \(uint8\), got", compressor.decompress, wrong, ctx)
 

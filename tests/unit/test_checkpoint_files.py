@@ -236,9 +236,7 @@ def test_the_save_of_the_models_step_is_found(directory):
         save(directory, step, [state(step)], keep=9)
     for step, number in {10: 1, 20: 4, 30: 3, None: 4}.items():
         assert resume.find(directory, step)[0] == number
-    refused(
-        r"has residuals of steps \[10, 20, 20, 30\], and the model is at step 15", resume.find, directory, 15
-    )
+    refused(r"has residuals of steps \[10, 20, 20, 30\], and the model is at step 15", resume.find, directory, 15)
 
 
 def variables(*specs):
@@ -251,9 +249,7 @@ def test_another_model_is_refused(directory):
     load(directory, 1, variables=variables(*own))  # Keras has counted on, and that is all
     load(directory, 1, variables=variables(("m/more/kernel", (9,)), *own))
     for other in (own[1:], [("m/dense/kernel", (2, 3)), *own[1:]], [("m/head/kernel", (3, 2)), *own[1:]]):
-        refused(
-            "belongs to another model: it has m/dense/kernel", load, directory, 1, variables=variables(*other)
-        )
+        refused("belongs to another model: it has m/dense/kernel", load, directory, 1, variables=variables(*other))
 
 
 def test_other_settings_are_refused():

@@ -77,9 +77,7 @@ keys = st.sampled_from(
         "probe_every",
     ]
 )
-values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(
-    ["none", "nan", "inf", "true", "(int8|"]
-)
+values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(["none", "nan", "inf", "true", "(int8|"])
 arguments = st.lists(st.builds("{}={}".format, keys, values), max_size=3).map(",".join)
 GARBAGE = st.text(max_size=30) | st.builds("{}:{}".format, names, arguments | st.text(max_size=20))
 

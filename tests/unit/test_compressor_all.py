@@ -135,9 +135,7 @@ def test_the_new_residual_is_what_the_decoded_tensor_lacks(spec, dtype):
         if dtype is not None:
             old, decay = tf.cast(data(shape, seed=1), dtype), 0.5
             x = gradient.astype(np.float64) + 0.5 * tf.cast(old, tf.float64).numpy()
-        parts, ctx, residual, finite = compressor.encode(
-            tf.constant(gradient), seeds(3, 4), old, decay, keep=True
-        )
+        parts, ctx, residual, finite = compressor.encode(tf.constant(gradient), seeds(3, 4), old, decay, keep=True)
         assert residual.shape == shape and residual.dtype == tf.float32 and finite
         expected = x - compressor.decode(parts, ctx).numpy().astype(np.float64)
         np.testing.assert_allclose(residual, expected, rtol=1e-6, atol=1e-6 * np.abs(x).max())

@@ -10,9 +10,7 @@ import hvd_compress as hvdc
 onebit = hvdc.Compression.onebit
 
 
-@pytest.mark.parametrize(
-    "kind", ["normal", "heavy", "sparse", "ties", "layers", "negative", "huge", "mixed scale"]
-)
+@pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "ties", "layers", "negative", "huge", "mixed scale"])
 @pytest.mark.parametrize("n", [1, 2, 7, 1000, 1024, 100001])
 def test_signs_and_means_of_blocks(kind, n):
     x = reference.vector(kind, n)

@@ -66,9 +66,7 @@ def test_nearest_rounding_draws_from_none():
 def test_stochastic_rounding_averages_to_the_input_over_steps(bits):
     x = reference.vector("normal", 1000)
     draws = 300
-    mean = np.mean(
-        [encoded(quantize(bits, "stochastic"), x, local=s)[1] for s in range(draws)], axis=0, dtype=float
-    )
+    mean = np.mean([encoded(quantize(bits, "stochastic"), x, local=s)[1] for s in range(draws)], axis=0, dtype=float)
     step = reference.steps(x, bits, stochastic=True)
     # Deviation of the mean is half a step over sqrt(draws) at most; 1000 elements stay within 5 of these.
     assert (np.abs(mean - x) <= step * (5 * 0.5 / np.sqrt(draws) + 2.0**-16)).all()
@@ -80,14 +78,9 @@ def test_stochastic_rounding_averages_to_the_input_over_steps(bits):
 @pytest.mark.parametrize("kind", ["normal", "sparse", "spike"])
 def test_qsgd_variance_bound_of_a_block(bits, kind):
     """QSGD, Lemma 3.1, over blocks of b = 128: min(b / s^2, sqrt(b) / s) ||x||^2."""
-    x = (
-        np.float32(np.arange(128) == 77) + np.float32(1e-3)
-        if kind == "spike"
-        else reference.vector(kind, 128)
-    )
+    x = np.float32(np.arange(128) == 77) + np.float32(1e-3) if kind == "spike" else reference.vector(kind, 128)
     squares = [
-        np.sum((encoded(quantize(bits, "stochastic"), x, local=s)[1].astype(np.float64) - x) ** 2)
-        for s in range(40)
+        np.sum((encoded(quantize(bits, "stochastic"), x, local=s)[1].astype(np.float64) - x) ** 2) for s in range(40)
     ]
     s = 2 ** (bits - 1) - 1
     bound = min(128 / s**2, np.sqrt(128) / s) * np.sum(x.astype(np.float64) ** 2)

@@ -30,9 +30,7 @@ def round_trip(code, x, numbers=None, seeds=SEEDS):
     """What rows decode to, and what `encode` says that they leave out."""
     numbers = np.arange(len(x)) if numbers is None else numbers
 
-    @tf.function(
-        input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, x.shape[1]], x.dtype)]
-    )
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, x.shape[1]], x.dtype)])
     def run(numbers, x):
         payload, left = code.encode(numbers, x, seeds)
         return payload, left, *code.decode(payload)

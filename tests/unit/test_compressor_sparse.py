@@ -70,9 +70,7 @@ def test_block_topk_error_bound_holds_in_each_block(kind):
     x = reference.vector(kind, n)
     error = (x - round_trip(block_topk(k / n), x)).astype(np.float64)
     for j in range(k):
-        assert np.sum(error[j::k] ** 2) <= (1 - (1 - 2.0**-15) / 128) * np.sum(
-            x[j::k].astype(np.float64) ** 2
-        )
+        assert np.sum(error[j::k] ** 2) <= (1 - (1 - 2.0**-15) / 128) * np.sum(x[j::k].astype(np.float64) ** 2)
 
 
 # randomk
@@ -105,9 +103,7 @@ def test_randomk_payloads_may_be_summed():
     compressor = randomk(0.1)
     (a, ctx), (b, _), (c, _) = (compressor.compress(tf.constant(t)) for t in (x, y, x + y))
     np.testing.assert_allclose(a + b, c, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        compressor.decompress(a + b, ctx), choice(compressor, x) + choice(compressor, y)
-    )
+    np.testing.assert_allclose(compressor.decompress(a + b, ctx), choice(compressor, x) + choice(compressor, y))
 
 
 DRAWS = 300

@@ -42,9 +42,7 @@ def test_fit_finds_a_burst():
 
 
 def test_the_usual_time_does_not_jump():
-    assert (
-        midmean(np.array([4.0, 4.0, 4.0, 6.0, 6.0, 6.0, 4.0, 6.0])) == 5.0
-    )  # the median: 4 or 6 of one more
+    assert midmean(np.array([4.0, 4.0, 4.0, 6.0, 6.0, 6.0, 4.0, 6.0])) == 5.0  # the median: 4 or 6 of one more
     assert midmean(np.array([1.0, 5.0, 4.0, 900.0])) == 4.5
     assert midmean(np.array([900.0, 4.0, 5.0])) == 5.0
     assert midmean(np.array([3.0])) == 3.0
@@ -133,9 +131,7 @@ def test_links_inside_and_across_are_kept(tmp_path):
     both = Calibration(4, LINKS, KERNELS, {}, Levels(2, 2, inside, across))
     both.save(file)
     assert Calibration.load(file) == both
-    assert "2 hosts of 2 workers" in str(
-        both
-    ) and "allgather across hosts: 100 us per message, 0.5 Gbit/s" in str(both)
+    assert "2 hosts of 2 workers" in str(both) and "allgather across hosts: 100 us per message, 0.5 Gbit/s" in str(both)
     size, payload = 2**20, hvdc.Compression.int8.wire_bytes(2**18)
     found = both.model().predict("int8", size, "two_level")
     assert found.wire == pytest.approx(Ring(across["allgather"], 2).allgather(payload / 2))

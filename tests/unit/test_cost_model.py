@@ -150,9 +150,7 @@ def test_a_users_own_compressor():
 def test_more_bandwidth_favours_less_compression():
     def best(rate):
         model = CostModel(Link.of_rate(rate, 5e-5), 4)
-        return min(
-            ("none", "int8", "hybrid:ratio=0.01,bits=4"), key=lambda spec: model.predict(spec, SIZE).total
-        )
+        return min(("none", "int8", "hybrid:ratio=0.01,bits=4"), key=lambda spec: model.predict(spec, SIZE).total)
 
     assert best(1e8) == "hybrid:ratio=0.01,bits=4"
     assert best(1e12) == "none"

@@ -103,9 +103,7 @@ def test_two_levels_over_another_network():
     with pytest.raises(ValueError, match="TwoLevel: network is one between 8 hosts, not between 4"):
         TwoLevel(SLOW, FAST, 4, 4, tree)
     for wrong in ("ring", both, 8):
-        with pytest.raises(
-            ValueError, match="TwoLevel: network must be a Ring, Star, Tree or FatTree between"
-        ):
+        with pytest.raises(ValueError, match="TwoLevel: network must be a Ring, Star, Tree or FatTree between"):
             TwoLevel(SLOW, FAST, 32, 4, wrong)
 
 

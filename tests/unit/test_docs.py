@@ -46,9 +46,7 @@ def commands():
 
 
 COMMANDS = commands()
-OURS = [
-    (page, words[words.index("hvd-compress") + 1 :]) for page, words in COMMANDS if "hvd-compress" in words
-]
+OURS = [(page, words[words.index("hvd-compress") + 1 :]) for page, words in COMMANDS if "hvd-compress" in words]
 PLANS = sorted({tuple(words[1:]) for _, words in OURS if words[:1] == ["plan"] and "--params" in words})
 
 

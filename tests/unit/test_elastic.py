@@ -61,9 +61,7 @@ def test_copies_are_exact(dtype):
         assert found.tensors["residuals"][i].dtype == dtype
         np.testing.assert_array_equal(found.tensors["residuals"][i], tensor)
     (total,) = takeover.merged([own, [found]])
-    expected = own[0].tensors["residuals"][0].astype(np.float32) + sent[0].tensors["residuals"][0].astype(
-        np.float32
-    )
+    expected = own[0].tensors["residuals"][0].astype(np.float32) + sent[0].tensors["residuals"][0].astype(np.float32)
     np.testing.assert_array_equal(total.tensors["residuals"][0], expected.astype(dtype))
     assert takeover.merged([own])[0] is own[0]
 
@@ -142,9 +140,7 @@ def test_callbacks_count_and_commit_over_resets(package):
                 raise KeyboardInterrupt
 
     def fit(epochs, extra=()):
-        return model.fit(
-            np.ones([10, 2]), np.ones([10, 1]), 2, epochs, verbose=0, callbacks=[*callbacks, *extra]
-        )
+        return model.fit(np.ones([10, 2]), np.ones([10, 1]), 2, epochs, verbose=0, callbacks=[*callbacks, *extra])
 
     with pytest.raises(KeyboardInterrupt):
         fit(3, [Stop()])

@@ -87,8 +87,6 @@ def test_residuals_stay_bounded(spec):
 
     e, norms = tf.zeros([64, 32]), []
     for t in range(150):
-        e = step(
-            tf.constant(reference.vector("normal", 2048, seed=t % 10).reshape(64, 32)), e, tf.constant(t)
-        )
+        e = step(tf.constant(reference.vector("normal", 2048, seed=t % 10).reshape(64, 32)), e, tf.constant(t))
         norms.append(np.linalg.norm(e))
     assert np.mean(norms[-30:]) < 1.5 * np.mean(norms[-80:-50]) + 1e-3

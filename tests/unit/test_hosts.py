@@ -29,9 +29,7 @@ def test_two_levels_only_where_all_hosts_have_as_many_workers(workers, random):
     even = len(set(workers)) == 1
     assert (not hosts._obstacle(found)) == (even and len(workers) > 1 and workers[0] > 1)
     if even:
-        expected = [
-            [slots.index((host, local)) for local in range(workers[0])] for host in range(len(workers))
-        ]
+        expected = [[slots.index((host, local)) for local in range(workers[0])] for host in range(len(workers))]
         assert found == expected
 
 

@@ -63,9 +63,7 @@ def test_what_is_damaged_keeps_its_shape_and_bounds_and_is_noticed(n, k):
     packed = indices.pack(tf.range(k, dtype=tf.int64), n)
     for value in (0, 255):
         for part, i in zip(packed, range(len(packed))):
-            filled = tf.bitcast(
-                tf.fill([part.shape[0] * part.dtype.size], tf.constant(value, tf.uint8)), tf.uint8
-            )
+            filled = tf.bitcast(tf.fill([part.shape[0] * part.dtype.size], tf.constant(value, tf.uint8)), tf.uint8)
             spec = [tf.TensorSpec(part.shape, part.dtype)]
             damaged = [*packed[:i], payload.split(filled, spec)[0], *packed[i + 1 :]]
             unpacked, good = indices.unpack(damaged, n, k)

@@ -30,9 +30,7 @@ def test_top_k_of_small_vectors(kind, n, k):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in reference.KINDS if kind != "denormal"])
-@pytest.mark.parametrize(
-    ("n", "k"), [(65537, 65), (200000, 1), (200000, 200), (200000, 20000), (200000, 60000)]
-)
+@pytest.mark.parametrize(("n", "k"), [(65537, 65), (200000, 1), (200000, 200), (200000, 20000), (200000, 60000)])
 def test_top_k_of_large_vectors_from_a_sampled_threshold(kind, n, k):
     assert_is_top_k(reference.vector(kind, n), k)
 

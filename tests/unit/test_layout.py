@@ -31,9 +31,7 @@ def assert_round_trip(layout, tensors, dtypes):
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
         np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(tensor, tf.float64))
     total = sum(np.abs(tf.cast(t, tf.float64).numpy()).sum() for t in tensors)
-    assert (
-        sum(np.abs(chunk.numpy().astype(np.float64)).sum() for chunk in chunks) == total
-    )  # all else is zero
+    assert sum(np.abs(chunk.numpy().astype(np.float64)).sum() for chunk in chunks) == total  # all else is zero
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,9 +93,7 @@ def test_pieces_suit_all_candidates():
     """4096 elements for the quantizers, or else a multiple of their blocks of 256; 100 for 1% of them."""
     auto = "auto:candidates=(none|int8|int4|hybrid:ratio=0.01,bits=4)"
     candidates = hvdc.Compression.parse(auto).candidates
-    alignment = geometry.flat_layout(
-        TensorGroup((0,), ((100,),)), candidates, geometry.BUCKET_BYTES, 2
-    ).alignment
+    alignment = geometry.flat_layout(TensorGroup((0,), ((100,),)), candidates, geometry.BUCKET_BYTES, 2).alignment
     assert alignment == math.lcm(4096, 400)
     for numel, multiple, expected in (
         (25_500_000, 1, 102_400),

@@ -51,9 +51,7 @@ def test_times_bytes_and_errors():
 
 def test_losses_are_taken_out_of_the_running_mean():
     reader, idle = Reader(BUCKETS), (cell(0, 0, 0, 0), cell(0, 0, 0, 0, DENSE, 0))
-    steps = steps_of(
-        row(0, 0, *idle, 20.0, 10), row(1, 0, *idle, 60.0, 20), row(2, 0, *idle, 65.0, 25), reader=reader
-    )
+    steps = steps_of(row(0, 0, *idle, 20.0, 10), row(1, 0, *idle, 60.0, 20), row(2, 0, *idle, 65.0, 25), reader=reader)
     np.testing.assert_allclose(steps.loss, [2.0, 4.0, 1.0])
     reader.new_epoch()
     np.testing.assert_allclose(steps_of(row(3, 0, *idle, 50.0, 25), reader=reader).loss, [2.0])
@@ -94,9 +92,7 @@ def test_means_are_over_what_is_known():
     found = summary.means(some)
     assert found["gradient_norm"] == 6.0 and found["residual_norm"] == 5.0
     assert found["relative_error"] == (0.8 + 0.25) / 2
-    assert (
-        found["loss"] == np.inf and found["step_ms"] == 0.0
-    )  # since the step before, of which the first has none
+    assert found["loss"] == np.inf and found["step_ms"] == 0.0  # since the step before, of which the first has none
     first, second = summary.bucket_means(some)
     assert first["gradient_norm"] == 6.0 and first["relative_error"] == (0.8 + 0.25) / 2
     assert np.isnan(second["gradient_norm"]) and second["wire_ms"] == 3000.0 and second["ratio"] == 1.0

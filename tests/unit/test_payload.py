@@ -26,9 +26,7 @@ DTYPES = [
 def tensors(seed=0, shapes=((3,), (), (2, 3), (0,), (1,))):
     rng = np.random.default_rng(seed)
     return [
-        tf.cast(rng.integers(0, 2 if dtype == tf.bool else 100, shape), dtype)
-        for dtype in DTYPES
-        for shape in shapes
+        tf.cast(rng.integers(0, 2 if dtype == tf.bool else 100, shape), dtype) for dtype in DTYPES for shape in shapes
     ]
 
 
@@ -80,10 +78,7 @@ def test_take_keeps_every_bit(more):
         ((8,), np.int64),
     ]
     kinds += [((64,), np.int8), ((16, 4), np.bool_), ((3, 16), np.uint32), *more]
-    arrays = [
-        np.frombuffer(random.bytes(np.prod(shape) * np.dtype(kind).itemsize), np.uint8)
-        for shape, kind in kinds
-    ]
+    arrays = [np.frombuffer(random.bytes(np.prod(shape) * np.dtype(kind).itemsize), np.uint8) for shape, kind in kinds]
     arrays = [
         (raw % 2).astype(kind).reshape(shape) if kind == np.bool_ else raw.view(kind).reshape(shape)
         for raw, (shape, kind) in zip(arrays, kinds)

@@ -27,9 +27,7 @@ numbers = st.integers(0, 10**6)
 ratios = st.sampled_from([0.01, 0.3, 1.0])
 MAKERS = {
     "casts": st.sampled_from([Compression.parse(spec) for spec in CASTS]),
-    "quantize": st.sampled_from(
-        [Compression.parse(spec) for spec in ALL if "quant" in spec or "int" in spec]
-    ),
+    "quantize": st.sampled_from([Compression.parse(spec) for spec in ALL if "quant" in spec or "int" in spec]),
     "onebit": st.just(Compression.onebit),
     "topk": st.builds(Compression.topk, ratio=ratios),
     "randomk": st.builds(Compression.randomk, ratio=ratios, unbiased=st.booleans()),
@@ -81,13 +79,9 @@ def test_nothing_is_lost_among_any_number_of_ranks(name):
                 compressor.encode(tf.constant(g), seeds(number + step, r), o, keep=True)
                 for r, (g, o) in enumerate(zip(gradients, old))
             ]
-            total = coding.decode_sum(
-                compressor, [e.parts for e in encoded], encoded[0].ctx, tf.constant(1.0)
-            )
+            total = coding.decode_sum(compressor, [e.parts for e in encoded], encoded[0].ctx, tf.constant(1.0))
             kept = [e.residual.numpy() for e in encoded]
-            brought = np.array(gradients, np.float64) + np.array(
-                [tf.cast(o, tf.float32) for o in old], np.float64
-            )
+            brought = np.array(gradients, np.float64) + np.array([tf.cast(o, tf.float32) for o in old], np.float64)
             left = np.sum(kept, axis=0, dtype=np.float64)
             size = np.abs(brought).sum(0) + np.abs(np.array(kept)).sum(0) + np.abs(total)
             assert (np.abs(brought.sum(0) - total - left) <= 2.0**-21 * size + ranks * 1e-37).all()
@@ -108,9 +102,7 @@ def test_damage_never_gets_further_than_an_error_or_a_tensor_of_the_right_shape(
         st.data(),
     )
     def check(compressor, shape, changes, data):
-        payload, ctx = compressor.compress(
-            tf.constant(reference.vector("normal", int(np.prod(shape))).reshape(shape))
-        )
+        payload, ctx = compressor.compress(tf.constant(reference.vector("normal", int(np.prod(shape))).reshape(shape)))
         if not isinstance(payload, hvdc.Payload):
             return
         damaged = payload.tensor.numpy().copy()

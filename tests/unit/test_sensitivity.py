@@ -152,9 +152,7 @@ def test_what_is_missing_after_many_steps(feeds_back):
 def test_randomness_differs_from_step_to_step():
     """Over T steps the variance of an unbiased choice of k of n, (n / k - 1) ||g||^2, falls to a T-th."""
     batches = [*least_squares_data(1) * 16, *least_squares_data(4)]
-    report = hvdc.sensitivity(
-        linear(), batches, "randomk:ratio=0.1,unbiased=true", steps=16, learning_rate=1e-3
-    )
+    report = hvdc.sensitivity(linear(), batches, "randomk:ratio=0.1,unbiased=true", steps=16, learning_rate=1e-3)
     for row in report.rows:
         assert row.relative_error == pytest.approx(math.sqrt(9 / 16), rel=0.15)
 

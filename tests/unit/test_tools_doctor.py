@@ -76,9 +76,7 @@ def test_a_slow_rank_is_slow_throughout(late, is_slow):
     run = run_log.load(str(RUNS / "healthy"))
     where = np.array([late(i) for i in range(150)])
     more = np.where(where, 40.0 / max(where.mean(), 0.01) ** 0.5, 0.0)
-    for (
-        rank
-    ) in run.ranks:  # both wait for the same: what they do by themselves is 5 ms each, and rank 1 is late
+    for rank in run.ranks:  # both wait for the same: what they do by themselves is 5 ms each, and rank 1 is late
         rank.steps["step_ms"] = 20.0 + more
         rank.steps["exposed_ms"] = 15.0 + (more if rank.number == 0 else 0.0 * more)
     assert (rules.slow_rank(run) is not None) == is_slow
@@ -90,9 +88,7 @@ def test_trials_of_auto_are_no_switching():
     tried = ["none"] * 10 + ["hybrid"] * 2 + ["none"] * 7 + ["int8"] * 2 + ["none"] * 7 + ["int4"] * 2
     columns["compressor"] = np.array([*tried, *["none"] * (len(columns["compressor"]) - len(tried))])
     assert rules.to_and_fro(run) is None
-    columns["compressor"] = np.array(
-        [["none", "int8"][i // 6 % 2] for i in range(len(columns["compressor"]))]
-    )
+    columns["compressor"] = np.array([["none", "int8"][i // 6 % 2] for i in range(len(columns["compressor"]))])
     assert "switched" in rules.to_and_fro(run)
 
 

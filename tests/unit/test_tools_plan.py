@@ -95,9 +95,7 @@ def test_buckets_are_those_of_training():
             layout = model_layout(settings, variables, variables)
             selectors = [FixedSelector(layout.group_of(b).compressor) for b in range(len(layout.buckets))]
             plan = Plan("p", settings, layout, new_state("p", settings, layout), selectors, Transform())
-            found = prediction.forecast(
-                spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks
-            )
+            found = prediction.forecast(spec, Workload(tuple(shapes), bucket_bytes=2**22), Network(1e9), ranks)
             assert found.sent == accounting.bytes_sent(plan)[0]
             assert found.plain == accounting.bytes_sent(plan)[1]
             expected = [4 * tensors.numel for tensors in layout.uncompressed] + [
@@ -269,9 +267,7 @@ def test_a_calibration_brings_links_and_kernels(tmp_path):
     path = tmp_path / "link.json"
     links = {"allreduce": Link(1e-3, 8e-9), "allgather": Link(2e-3, 16e-9), "alltoall": Link(1e-3, 8e-9)}
     Calibration(2, links, {"none": KernelCost(), "int8": KernelCost(0.0, 1e-9, 0.0, 0.0)}).save(path)
-    result = invoke(
-        "plan", "--params", "4M", "--calibration", str(path), "-c", "int8", "-c", "int4", "--json"
-    )
+    result = invoke("plan", "--params", "4M", "--calibration", str(path), "-c", "int8", "-c", "int4", "--json")
     found = json.loads(result.output)
     assert found["bandwidth"] == pytest.approx(1e9) and found["topology"] == "measured"
     assert found["kernels_by_default"] == ["int4"]
@@ -316,9 +312,7 @@ def test_a_large_model_is_worked_out_in_seconds():
     result = invoke("plan", "--params", "3G", "--ranks", "64", "--bandwidth", "10gbit", "--json")
     found = json.loads(result.stdout)
     # A ring of 64 sends 63/32 of the gradient.
-    assert found["cases"][0]["compressors"][0]["sent"] == pytest.approx(
-        4 * found["params"] * 63 / 32, rel=1e-6
-    )
+    assert found["cases"][0]["compressors"][0]["sent"] == pytest.approx(4 * found["params"] * 63 / 32, rel=1e-6)
     assert found["params"] == pytest.approx(3e9, rel=1e-6)
 
 

@@ -76,9 +76,7 @@ def test_the_command_writes_it(tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.output) == {"run": str(RUNS / "healthy"), "page": str(path), "findings": 0}
     Page(path.read_text())
-    missing = CliRunner().invoke(
-        main, ["report", str(RUNS / "healthy"), "-o", str(tmp_path / "no" / "x.html")]
-    )
+    missing = CliRunner().invoke(main, ["report", str(RUNS / "healthy"), "-o", str(tmp_path / "no" / "x.html")])
     assert missing.exit_code == 2 and "cannot be written" in missing.output
 
 

@@ -108,9 +108,7 @@ def test_more_may_be_better(tune):
     found = json.loads(result.stdout)
     assert found["best"]["compression"] == "hybrid:ratio=0.01,bits=4"
     assert [row["metric"] for row in found["trials"]] == pytest.approx([0.9, 0.895, 0.65])
-    strict = tune(
-        "--trials", "3", "--metric", "val_accuracy", "--json", "--max-loss-increase", "0.1", study="2"
-    )
+    strict = tune("--trials", "3", "--metric", "val_accuracy", "--json", "--max-loss-increase", "0.1", study="2")
     assert json.loads(strict.stdout)["best"]["compression"] == "int8"
 
 

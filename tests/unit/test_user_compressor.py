@@ -66,9 +66,7 @@ def test_decode_sum():
     encoded = [compressor.encode(tf.constant(x), seeds()) for x in ranks]
     ranks_parts = [e.parts for e in encoded]
     total = compressor.decode_sum(ranks_parts, encoded[0].ctx, tf.constant(0.25))
-    np.testing.assert_allclose(
-        total, np.mean([numpy_ternary(x) for x in ranks], axis=0), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(total, np.mean([numpy_ternary(x) for x in ranks], axis=0), rtol=1e-5, atol=1e-6)
     assert np.isnan(compressor.decode_sum(ranks_parts, encoded[0].ctx, tf.constant(np.nan, tf.float32))).all()
 
 

@@ -76,9 +76,7 @@ class KerasState(ObjectState):
     The optimizer must use the global process set: Horovod's others do not survive a reset.
     """
 
-    def __init__(
-        self, model: Any, optimizer: Any = None, *, copy_residuals: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Any = None, *, copy_residuals: bool = True, **kwargs: Any) -> None:
         """Creates the state. It communicates nothing; create it with the same arguments on all ranks.
 
         Args:
@@ -151,9 +149,7 @@ class KerasState(ObjectState):
         with horovod_errors():
             name = "" if self._reducer is None else self._reducer.name
             commits = {c.number: (c.rank, c.ranks) for c in self._commits if c.number != _UNSHARED}
-            statuses = hvd.allgather_object(
-                _Status(commits, reducers.made(), name), name="hvdc_elastic_hello"
-            )
+            statuses = hvd.allgather_object(_Status(commits, reducers.made(), name), name="hvdc_elastic_hello")
             # The last commit that is complete on all ranks with commits, and these ranks.
             agreed = min((max(status.commits) for status in statuses if status.commits), default=_UNSHARED)
             old = [rank for rank, status in enumerate(statuses) if agreed in status.commits]
@@ -183,9 +179,7 @@ class KerasState(ObjectState):
         """Copies model, optimizer and attributes from the root rank to all ranks."""
         broadcast(self._shared_variables(), root, "hvdc_elastic")
         attributes = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state: dict[str, Any] = hvd.broadcast_object(
-            attributes, root, name="hvdc_elastic_attributes"
-        )
+        self._saved_state: dict[str, Any] = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
         self._set_attrs()
 
     def _take_over(self, old: dict[int, tuple[int, int]], root: int) -> None:

@@ -87,9 +87,7 @@ def zeros(outlines: Sequence[PlanState]) -> list[PlanState]:
             field: {i: np.zeros(state.members[i].shape, empty.dtype) for i, empty in by_index.items()}
             for field, by_index in state.tensors.items()
         }
-        states.append(
-            PlanState(state.members, tensors, state.padding, state.chunk_layouts, state.replicated_state)
-        )
+        states.append(PlanState(state.members, tensors, state.padding, state.chunk_layouts, state.replicated_state))
     return states
 
 
@@ -107,22 +105,16 @@ def _serialized(states: Sequence[PlanState]) -> np.ndarray:
 def _deserialized(words: np.ndarray, like: Sequence[PlanState]) -> list[PlanState]:
     """The inverse of `_serialized`: states with the shapes and dtypes of `like`."""
     if len(words) != -(-_nbytes(like) // _WORD):
-        raise RuntimeError(
-            "elastic: the rank before has other residuals: commit on all ranks, after the same step"
-        )
+        raise RuntimeError("elastic: the rank before has other residuals: commit on all ranks, after the same step")
     raw, start, states = words.tobytes(), 0, []
     for state, outer in zip(like, outline(like)):
         tensors: dict[str, dict[int, Any]] = {}
         for field, by_index in state.tensors.items():
             tensors[field] = {}
             for i, template in by_index.items():
-                tensors[field][i] = np.frombuffer(raw, template.dtype, template.size, start).reshape(
-                    template.shape
-                )
+                tensors[field][i] = np.frombuffer(raw, template.dtype, template.size, start).reshape(template.shape)
                 start += template.nbytes
-        states.append(
-            PlanState(state.members, tensors, outer.padding, outer.chunk_layouts, state.replicated_state)
-        )
+        states.append(PlanState(state.members, tensors, outer.padding, outer.chunk_layouts, state.replicated_state))
     return states
 
 

@@ -92,9 +92,7 @@ class BroadcastGlobalVariablesCallback(Callback):
     def _broadcast(self, stepped: bool) -> None:
         size = hvd.size()  # raises Horovod's own error where hvd.init() was not called
         if self.root_rank >= size:
-            raise ValueError(
-                f"root_rank must be one of the {size} ranks, 0 to {size - 1}, got {self.root_rank}"
-            )
+            raise ValueError(f"root_rank must be one of the {size} ranks, 0 to {size - 1}, got {self.root_rank}")
         model = self.model
         optimizer = getattr(model, "optimizer", None)
         ready = stepped or (model.built and all(layer.built for layer in model.layers))

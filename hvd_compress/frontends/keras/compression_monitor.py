@@ -60,9 +60,7 @@ class CompressionMonitor(Callback):
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
         if update_freq not in ("epoch", "batch") and not whole:
-            raise ValueError(
-                f"update_freq must be 'batch', 'epoch' or a whole number from 1 on, got {update_freq!r}"
-            )
+            raise ValueError(f"update_freq must be 'batch', 'epoch' or a whole number from 1 on, got {update_freq!r}")
         self.log_dir = checks.path("log_dir", log_dir)
         self.update_freq = 1 if update_freq == "batch" else update_freq
         self._session: Session | None = None
@@ -151,9 +149,7 @@ class CompressionMonitor(Callback):
             return
         assert self._session is not None
         steps, self._unwritten = self._unwritten, []
-        values: dict[str, Any] = {
-            f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)
-        }
+        values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)}
         for bucket, row in zip(self._session.buckets, bucket_means(steps)):
             tag = f"hvd_compress/bucket_{bucket.name}"
             values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}

@@ -55,9 +55,7 @@ class Distribution:
         """Keeps the gradient of `variable` local to this rank."""
         self._local.add(id(variable))
 
-    def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
-    ) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
         """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`."""
         return reduce_shared(self.reducer, gradients, variables, self._local, so_far)
 
@@ -126,9 +124,7 @@ class Distribution:
         """
         return nonfinite.all_finite([g for g, v in zip(reduced, variables) if id(v) not in self._local])
 
-    def raise_if_nonfinite(
-        self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any
-    ) -> list[Any]:
+    def raise_if_nonfinite(self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
         """Returns the reduced gradients; with `on_nonfinite="raise"`, raises if they are not finite.
 
         Raises:

@@ -22,9 +22,7 @@ from .mixin import DistributedMixin
 class Keras2Mixin(DistributedMixin):
     """Reduces gradients when they are computed, or else when they are applied."""
 
-    def compute_gradients(
-        self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any
-    ) -> list[tuple[Any, Any]]:
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Pairs of (gradient, variable) of `loss`; reduced, unless a LossScaleOptimizer has yet to unscale them."""
         pairs = super().compute_gradients(loss, var_list, tape=tape, **kwargs)  # type: ignore[misc]
         return pairs if self._is_scaled else self._reduced_pairs(pairs)

@@ -54,9 +54,7 @@ class LearningRateScheduleCallback(Callback):
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
         self.initial_lr = initial_lr
-        self.multiplier = (
-            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
-        )
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch = start_epoch
         self.end_epoch = float("inf") if end_epoch is None else end_epoch
         self.staircase = staircase

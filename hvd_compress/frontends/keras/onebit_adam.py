@@ -38,9 +38,7 @@ class _MomentumDistribution(Distribution):
         super().__init__(settings)
         self._optimizer = optimizer  # a OneBitAdam
 
-    def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
-    ) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
         """Returns the averaged gradients, or the new momentum of all ranks once the variance is frozen."""
         del so_far
         if not self.reducer.plans:
@@ -169,9 +167,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
             on_nonfinite=on_nonfinite,
         )
         # Written into __dict__: see `DistributedMixin`.
-        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(
-            OptimizerSettings(reduction, 1, False), self
-        )
+        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(OptimizerSettings(reduction, 1, False), self)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates momentum, variance and the state of freezing for `variables`."""
@@ -270,9 +266,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
     def _is_stable(self, step: tf.Tensor) -> tf.Tensor:
         """Whether the variance's norm is as at the last check; a bool scalar, the same on all ranks."""
         group = self._hvdc.settings.process_set
-        norm = tf.add_n(
-            [tf.cast(tf.reduce_sum(tf.convert_to_tensor(v)), tf.float32) for v in self._velocities]
-        )
+        norm = tf.add_n([tf.cast(tf.reduce_sum(tf.convert_to_tensor(v)), tf.float32) for v in self._velocities])
         norm /= 1.0 - self.beta_2 ** tf.cast(step, tf.float32)
         if group.included() and group.size() > 1:
             # Processors may round sums differently. If only one rank froze the variance, it would wait for ever.

@@ -117,9 +117,7 @@ def DistributedOptimizer(
     """
     arguments = dict(locals())  # before there are other local variables
     if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     base = type(optimizer)
     mixin = _mixin(optimizer)
     backward_passes_per_step = checks.integer("backward_passes_per_step", backward_passes_per_step, 0)
@@ -153,9 +151,7 @@ def DistributedOptimizer(
         "__doc__": base.__doc__,
     }
     cls: Any = type(base.__name__, (mixin, base), namespace)
-    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(
-        optimizer, "_weights", None
-    ):
+    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None):
         # The configuration does not include the optimizer's state, so the object itself becomes distributed.
         optimizer.__class__ = cls
         return optimizer
