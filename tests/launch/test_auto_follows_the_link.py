@@ -12,7 +12,7 @@ from test_netlab import needs_root
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 TRAINING = """
-import sys
+import os, sys, time
 import horovod.tensorflow as hvd, tensorflow as tf
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
@@ -28,6 +28,10 @@ def step():
     return tape.gradient(loss, [variable])[0]
 
 for i in range(60):
+    if i == 31:  # all ranks wait until the link is slow
+        while hvd.rank() == 0 and not os.path.exists(sys.argv[1]):
+            time.sleep(0.02)
+        hvd.barrier()
     step()
     if hvd.rank() == 0:
         print("step", i, flush=True)
@@ -40,7 +44,7 @@ for i in range(60):
 def test_a_slower_link_is_followed_within_20_steps(tmp_path):
     from netlab import Netlab
 
-    script, log = tmp_path / "training.py", tmp_path / "log"
+    script, log, slow = tmp_path / "training.py", tmp_path / "log", tmp_path / "slow"
     script.write_text(TRAINING)
     with Netlab(2, "unshaped") as net:
 
@@ -48,10 +52,11 @@ def test_a_slower_link_is_followed_within_20_steps(tmp_path):
             while not (log.exists() and "step 30\n" in log.read_text().replace("\r", "")):
                 time.sleep(0.02)
             net.set_rate("100mbit")
+            slow.touch()
 
         threading.Thread(target=slow_down, daemon=True).start()
         with log.open("w") as out:
-            result = net.run([sys.executable, str(script)], stdout=out, stderr=out, timeout=600, cwd=ROOT)
+            result = net.run([sys.executable, str(script), str(slow)], stdout=out, stderr=out, timeout=600, cwd=ROOT)
     text = log.read_text()
     assert result.returncode == 0, text[-3000:]
     lines = [line for line in text.splitlines() if re.search(r">:(step \d+$|hvd_compress: bucket)", line)]
