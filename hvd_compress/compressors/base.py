@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
 
 from ..formats.base import Shape, Traits, as_shape
+from ..kernels.compile import Terms
 from . import error_feedback as feedback
 from .payload import nbytes
 from .registry import parse
@@ -26,6 +27,30 @@ class Seeds(NamedTuple):
 def no_seeds() -> Seeds:
     """The seeds of a round trip outside training: fixed, so that it can be repeated."""
     return Seeds(tf.constant(0, tf.int32), tf.constant(0, tf.int32))
+
+
+class ChunkInput(NamedTuple):
+    """What `Compressor.encode` takes."""
+
+    gradient: tf.Tensor
+    seeds: Seeds
+    residual: tf.Tensor | None = None
+    decay: float = 1.0
+    keep: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """The gradient's shape."""
+        return tuple(self.gradient.shape.as_list())
+
+    def sum(self) -> tf.Tensor:
+        """Gradient + decay * residual."""
+        return feedback.add(*self.terms())
+
+    def terms(self, reshape: Callable[[tf.Tensor], tf.Tensor] = lambda x: x) -> Terms:
+        """The terms of `sum`, for kernels that add them, with both tensors reshaped."""
+        residual = None if self.residual is None else reshape(self.residual)
+        return reshape(self.gradient), residual, self.decay
 
 
 class MomentumSettings(NamedTuple):
@@ -156,13 +181,15 @@ class Compressor(Traits, horovod_compression.Compressor):
             decay: The residual's factor.
             keep: Whether to compute the new residual.
         """
-        del seeds  # a user's `compress` draws its own random numbers
-        x = feedback.add(gradient, residual, decay)
+        return self._encode_chunk(ChunkInput(gradient, seeds, residual, decay, keep))
+
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = chunk.sum()
         payload, ctx = self.compress(x)
         structure = tf.nest.map_structure(lambda _: 0, payload)
         parts = [tf.convert_to_tensor(part) for part in tf.nest.flatten(payload)]
         ctx = (structure, ctx)
-        new_residual = x - tf.reshape(self.decode(parts, ctx), x.shape) if keep else None
+        new_residual = x - tf.reshape(self.decode(parts, ctx), x.shape) if chunk.keep else None
         return Encoded(parts, ctx, new_residual, feedback.all_finite(x))
 
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,14 +11,13 @@ from .. import formats
 from ..formats.base import Shape, num_kept
 from ..kernels import select
 from . import error_feedback as feedback
-from .base import Encoded, Seeds
+from .base import ChunkInput, Encoded
 from .builtin import BuiltinCompressor
 from .registry import register
 from .sparse import TopK, gather_parts, scatter_sum, zero_rows
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class BlockSparse(formats.BlockSparse, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * m)) of the m blocks of `block` x `block` with the largest norms.
 
@@ -37,20 +35,11 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         block: The side of a block, at least 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects blocks by their norms; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        grid = self.grid(shape)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        grid = self.grid(chunk.shape)
         if grid is None:
-            return TopK(self.ratio).encode(gradient, seeds, residual, decay, keep)
-        x = feedback.add(gradient, residual, decay)
+            return TopK(self.ratio).encode(*chunk)
+        x = chunk.sum()
         num_blocks = math.prod(grid)
         tiles = tf.reshape(x, [grid[0], self.block, grid[1], self.block])
         tiles = tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), [num_blocks, self.block * self.block])
@@ -59,8 +48,8 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
         selected = select.top_k(norms, num_kept(self.ratio, num_blocks))
-        new_residual = self._untile(zero_rows(tiles, selected), shape) if keep else None
-        return Encoded(gather_parts(tiles, selected), shape, new_residual, feedback.all_finite(x))
+        new_residual = self._untile(zero_rows(tiles, selected), chunk.shape) if chunk.keep else None
+        return Encoded(gather_parts(tiles, selected), chunk.shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the blocks to zeros, one rank after another."""

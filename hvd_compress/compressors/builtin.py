@@ -17,8 +17,8 @@ from .payload import Payload, join, split
 class BuiltinCompressor(Format, Compressor):
     """A compressor whose format states its arguments and sizes.
 
-    A subclass defines `encode` and `decode_sum`. The context that `encode` returns is the tensor's shape, or a tuple
-    that begins with it.
+    A subclass defines `_encode_chunk`, which `encode` calls, and `decode_sum`. The context of what it encodes is the
+    tensor's shape, or a tuple that begins with it.
     """
 
     pure = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -10,7 +9,7 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
-from .base import Compressor, Encoded, Seeds
+from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .quantize import Quantize, decode_blocks, encode_blocks
 from .registry import register
@@ -18,7 +17,6 @@ from .sparse import select_strided
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Hybrid(formats.Hybrid, BuiltinCompressor):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
@@ -39,19 +37,11 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
         """`quantize` with as many bits: the gradient of an embedding is already sparse, by rows."""
         return Quantize(self.bits)
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects, then quantizes; see `Compressor.encode`."""
-        rows, values, residual_of, finite = select_strided(gradient, residual, decay, self.ratio)
-        parts, error, _ = encode_blocks(values, None, 1.0, self.bits, None, keep)
-        shape = tuple(gradient.shape.as_list())
-        return Encoded([rows, *parts], shape, residual_of(values - error) if keep else None, finite)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        rows, values, residual_of, finite = select_strided(chunk, self.ratio)
+        encoded = encode_blocks(chunk._replace(gradient=values, residual=None), self.bits)
+        new_residual = residual_of(values - encoded.residual) if chunk.keep else None
+        return Encoded([rows, *encoded.parts], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then places and sums them in one pass."""

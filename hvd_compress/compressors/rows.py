@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ..formats.quantize import BLOCK, SIGN_BLOCK
 from ..formats.rows import blocks_of, index_bytes, row_bytes
-from ..kernels import bitpack, blocks, noise
+from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled
 from .base import Seeds
 from .onebit import OneBit
@@ -86,12 +86,10 @@ class Rows:
         else:
             _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
-            seed = None
-            if compressor.rounding == "stochastic":
-                seed = noise.fold(noise.fold(seeds.local, seeds.chunk), compressor.seed)
             # Padded with the last column, which does not change minimum and maximum.
             matrix = self._to_blocks(clipped, block, clipped[:, -1:])
-            (step, *others), new_residuals, _ = encode_matrix(matrix, None, 1.0, compressor.bits, seed, True)
+            seed = compressor.noise_seed(seeds)
+            (step, *others), new_residuals, _ = encode_matrix((matrix, None, 1.0), compressor.bits, seed, True)
             finite = tf.reduce_all(tf.math.is_finite(self._to_blocks(padded, block, zero)), 1, keepdims=True)
             parts = [tf.where(finite, step, float("nan")), *others]
             if clipped is not padded:

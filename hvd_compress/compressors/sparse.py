@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Callable
@@ -14,13 +13,12 @@ from ..formats.base import Shape, num_kept, size_of
 from ..kernels import indices, noise, select
 from ..kernels.compile import compiled
 from . import error_feedback as feedback
-from .base import Encoded, Seeds
+from .base import ChunkInput, Encoded
 from .builtin import BuiltinCompressor
 from .registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class TopK(formats.TopK, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * n)) elements of largest magnitude, exactly.
 
@@ -33,21 +31,12 @@ class TopK(formats.TopK, BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        x = feedback.add(gradient, residual, decay)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = chunk.sum()
         flat = tf.reshape(x, [-1])
         selected = select.top_k(flat, num_kept(self.ratio, flat.shape[0]))
-        new_residual = tf.reshape(zero_rows(flat, selected), shape) if keep else None
-        return Encoded(gather_parts(flat, selected), shape, new_residual, feedback.all_finite(x))
+        new_residual = tf.reshape(zero_rows(flat, selected), chunk.shape) if chunk.keep else None
+        return Encoded(gather_parts(flat, selected), chunk.shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the elements to zeros, one rank after another."""
@@ -55,7 +44,6 @@ class TopK(formats.TopK, BuiltinCompressor):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
@@ -72,18 +60,9 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; see `Compressor.encode`."""
-        rows, values, residual_of, finite = select_strided(gradient, residual, decay, self.ratio)
-        shape = tuple(gradient.shape.as_list())
-        return Encoded([values, rows], shape, residual_of(values) if keep else None, finite)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        rows, values, residual_of, finite = select_strided(chunk, self.ratio)
+        return Encoded([values, rows], chunk.shape, residual_of(values) if chunk.keep else None, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Places and sums the values in one pass."""
@@ -92,7 +71,6 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class RandomK(formats.RandomK, BuiltinCompressor):
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
@@ -117,26 +95,18 @@ class RandomK(formats.RandomK, BuiltinCompressor):
         """False when unbiased."""
         return not self.unbiased
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; the context holds the selected rows. See `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        x = tf.reshape(feedback.add(gradient, residual, decay), [-1])
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = tf.reshape(chunk.sum(), [-1])
         n = x.shape[0]
         k = num_kept(self.ratio, n)
+        seeds = chunk.seeds
         rows = select.strided_random(n, k, noise.fold(noise.fold(seeds.shared, seeds.chunk), self.seed))
         values = _take(x, rows, self.unbiased)
         new_residual = None
-        if keep:
+        if chunk.keep:
             rest = select.strided_rest(select.strided(x, k), None, 1.0, rows, values)
-            new_residual = tf.reshape(select.unstrided(rest, n), shape)
-        return Encoded([values], (shape, rows), new_residual, feedback.all_finite(x))
+            new_residual = tf.reshape(select.unstrided(rest, n), chunk.shape)
+        return Encoded([values], (chunk.shape, rows), new_residual, feedback.all_finite(x))
 
     def decode_sum(
         self, ranks: Sequence[Sequence[tf.Tensor]], ctx: tuple[Shape, tf.Tensor], scale: tf.Tensor
@@ -183,7 +153,7 @@ def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) 
 
 
 def select_strided(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, ratio: float
+    chunk: ChunkInput, ratio: float
 ) -> tuple[tf.Tensor, tf.Tensor, Callable[[tf.Tensor], tf.Tensor], tf.Tensor]:
     """The largest element of each strided block of gradient + decay * residual.
 
@@ -191,14 +161,12 @@ def select_strided(
         The row of each element ([k]); its value (float32 [k]); a function from the values that are sent to the
         new residual (float32 in the gradient's shape); and whether all of the sum is finite.
     """
-    n = gradient.shape.num_elements()
+    n = size_of(chunk.shape)
     k = num_kept(ratio, n)
-    grid = select.strided(tf.reshape(gradient, [-1]), k)
-    residual_grid = None if residual is None else select.strided(tf.reshape(residual, [-1]), k)
-    rows, values, finite = select.strided_top1(grid, residual_grid, decay)
+    terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
+    rows, values, finite = select.strided_top1(*terms)
 
     def residual_of(sent: tf.Tensor) -> tf.Tensor:
-        rest = select.unstrided(select.strided_rest(grid, residual_grid, decay, rows, sent), n)
-        return tf.reshape(rest, gradient.shape)
+        return tf.reshape(select.unstrided(select.strided_rest(*terms, rows, sent), n), chunk.shape)
 
     return rows, values, residual_of, finite
