@@ -49,8 +49,8 @@ class ChunkInput(NamedTuple):
 
     def terms(self, reshape: Callable[[tf.Tensor], tf.Tensor] = lambda x: x) -> Terms:
         """The terms of `sum`, for kernels that add them, with both tensors reshaped."""
-        residual = None if self.residual is None else reshape(self.residual)
-        return reshape(self.gradient), residual, self.decay
+        gradient = reshape(self.gradient)
+        return gradient, None if self.residual is None else reshape(self.residual), self.decay
 
 
 class MomentumSettings(NamedTuple):
@@ -123,10 +123,9 @@ class Compressor(Traits, horovod_compression.Compressor):
         return self
 
     def initial_factors(self, shapes: Sequence[Shape]) -> tf.Tensor | None:
-        """State that is the same on all ranks and that the collective takes and returns; None for most compressors.
+        """State for tensors of these shapes, which the collective takes and returns; None for most compressors.
 
-        Args:
-            shapes: Shapes of the tensors that are exchanged together.
+        It is the same on all ranks.
         """
         del shapes
         return None
@@ -134,8 +133,7 @@ class Compressor(Traits, horovod_compression.Compressor):
     def noise_loss(self, shapes: Sequence[Shape]) -> float:
         """The share of the energy of white noise that is lost. Gradients lose less.
 
-        Args:
-            shapes: Shapes of the tensors that are exchanged together; flat chunks are all alike, and the first counts.
+        Of `shapes`, those of the tensors that are exchanged together, the first counts: flat chunks are all alike.
         """
         if self.uncompressed:
             return 0.0
@@ -224,13 +222,10 @@ class Compressor(Traits, horovod_compression.Compressor):
 
 @functools.lru_cache(maxsize=1024)
 def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
-    def parts_of(x: tf.Tensor) -> list[tf.Tensor]:
-        return compressor.encode(x, no_seeds()).parts
-
     # A tf.function: unlike a bare tf.Graph, it may use tensors and variables from outside.
     with tf.init_scope():
-        traced = tf.function(parts_of, autograph=False).get_concrete_function(tf.TensorSpec(shape, tf.float32))
-    parts = traced.outputs
+        encode = tf.function(lambda x: compressor.encode(x, no_seeds()).parts, autograph=False)
+        parts = encode.get_concrete_function(tf.TensorSpec(shape, tf.float32)).outputs
     for part in parts:
         if not part.shape.is_fully_defined():
             raise ValueError(

@@ -111,18 +111,13 @@ class Format(Traits):
 
 
 def is_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
-    """Whether the payloads of tensors of these shapes are summed without decompression.
+    """Whether a compressor's or a format's payloads of tensors of these shapes are summed without decompression.
 
     Payloads of 16 bits are not, although they may be: the sum would be rounded at every rank.
-
-    Args:
-        compressor: A `Format` or a `hvdc.Compressor`.
-        shapes: Shapes of the tensors.
     """
     if not compressor.summable:
         return False
-    parts_of = compressor.parts if isinstance(compressor, Format) else compressor.layout
-    layouts = [parts_of(shape) for shape in shapes]
+    layouts = map(compressor.parts if isinstance(compressor, Format) else compressor.layout, shapes)
     return all(len(parts) == 1 and parts[0].dtype == "float32" for parts in layouts)
 
 

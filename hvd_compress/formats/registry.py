@@ -30,10 +30,7 @@ class Registry(Generic[T]):
         self.instances: dict[str, T] = {}
 
     def register(self, cls: Class) -> Class:
-        """Adds a dataclass; used as a decorator.
-
-        Its `name`, `short_names` and `examples` are those of a `Format`.
-        """
+        """Adds a dataclass with the `name`, `short_names` and `examples` of a `Format`; used as a decorator."""
         added: Any = cls
         self.classes[added.name] = added
         if not dataclasses.fields(added):
@@ -55,11 +52,8 @@ class Registry(Generic[T]):
         if name in self.instances and not text:
             return self.instances[name]
         if name not in self.classes:
-            raise ValueError(
-                f"compressor {name!r} takes no arguments, got {error_text(text)}"
-                if name in self.instances
-                else self._unknown(name)
-            )
+            no_arguments = f"compressor {name!r} takes no arguments, got {error_text(text)}"
+            raise ValueError(no_arguments if name in self.instances else self._unknown(name))
         fields = dataclasses.fields(self.classes[name])
         arguments = parse_arguments(spec, [field.name for field in fields])
         required = [field.name for field in fields if field.default is dataclasses.MISSING]

@@ -21,20 +21,15 @@ def blocks_of(columns: int, largest: int) -> tuple[int, int]:
 
 
 def row_bytes(form: Format, table: int, columns: int, itemsize: int = 4) -> int:
-    """The bytes of one row, including its number.
+    """The bytes of one row of a table of `table` rows, including its number.
 
-    Args:
-        form: none, fp16, bf16, quantize or onebit.
-        table: How many rows the table has.
-        columns: Elements of a row.
-        itemsize: Bytes of an element that is not compressed.
+    `form` is none, with elements of `itemsize` bytes, fp16, bf16, quantize or onebit.
 
     Raises:
         TypeError: Rows are not sent in another form.
     """
     if isinstance(form, Cast):
-        size = itemsize if form.uncompressed else 2
-        return index_bytes(table) + columns * size
+        return index_bytes(table) + columns * (itemsize if form.uncompressed else 2)
     if isinstance(form, Quantize):
         count, block = blocks_of(columns, BLOCK)
         return index_bytes(table) + count * (8 + block * form.bits // 8)

@@ -34,6 +34,7 @@ class TopK(Format):
         return [Part((k,), "float32"), *index_parts(n, k)]
 
 
+@dataclasses.dataclass(frozen=True)
 class Strided(Format):
     """One element of each of k = max(1, ceil(ratio * n)) strided blocks."""
 
@@ -61,7 +62,6 @@ class BlockTopK(Strided):
 
     name = "block_topk"
     examples = ("block_topk:ratio=0.05",)
-    ratio: float
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values, then the row of each."""
@@ -77,16 +77,13 @@ class RandomK(Strided):
     name = "randomk"
     examples = ("randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true")
     summable = True
-    ratio: float
     unbiased: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(
-            unbiased=checks.true_or_false("randomk: unbiased", self.unbiased),
-            seed=checks.seed("randomk: seed", self.seed),
-        )
+        self._set(unbiased=checks.true_or_false("randomk: unbiased", self.unbiased))
+        self._set(seed=checks.seed("randomk: seed", self.seed))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values."""
@@ -100,7 +97,6 @@ class Hybrid(Strided):
 
     name = "hybrid"
     examples = ("hybrid:ratio=0.05,bits=4",)
-    ratio: float
     bits: int
 
     def __post_init__(self) -> None:
@@ -131,10 +127,8 @@ class BlockSparse(Format):
     block: int
 
     def __post_init__(self) -> None:
-        self._set(
-            ratio=checks.ratio("block_sparse: ratio", self.ratio),
-            block=checks.integer("block_sparse: block", self.block, 1),
-        )
+        self._set(ratio=checks.ratio("block_sparse: ratio", self.ratio))
+        self._set(block=checks.integer("block_sparse: block", self.block, 1))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The blocks' values, then their indices."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ..formats.sizes import block_count as block_count
-from ..formats.sizes import block_size
+from ..formats.sizes import block_shape
 
 
 def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
@@ -21,7 +20,7 @@ def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
     The last block is padded with the last element, which changes neither its minimum nor its maximum.
     """
     flat = tf.reshape(tensor, [-1])
-    block = block_size(flat.shape[0], largest)
+    _, block = block_shape(flat.shape[0], largest)
     missing = -flat.shape[0] % block
     if missing:
         flat = tf.concat([flat, tf.fill([missing], flat[-1])], 0)
