@@ -115,8 +115,7 @@ class Compressor(Traits, horovod_compression.Compressor):
 
     def for_rows(self) -> Compressor:
         """The compressor for single rows of embeddings when dense gradients get this one; by default none."""
-        compressor: Compressor = parse("none")
-        return compressor
+        return parse("none")
 
     def stateless(self) -> Compressor:
         """The compressor to use where neither residuals nor velocities can be stored."""

@@ -83,11 +83,16 @@ def _signs(terms: Terms, mean: tf.Tensor, keep: bool) -> tuple[tf.Tensor, tf.Ten
     return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], new_residual
 
 
+def decode_signs(mean: tf.Tensor, signs: tf.Tensor) -> tf.Tensor:
+    """The values that one rank's parts stand for; float32 [blocks, a, b], blocks of a * b elements."""
+    magnitude = mean[:, None]
+    return tf.where(bitpack.unpack([signs], 1) > 0, -magnitude, magnitude)
+
+
 @compiled
 def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
     total = None
-    for mean, signs in ranks:
-        magnitude = mean[:, None]
-        values = tf.where(bitpack.unpack([signs], 1) > 0, -magnitude, magnitude)
+    for parts in ranks:
+        values = decode_signs(*parts)
         total = values if total is None else total + values
     return total * scale

@@ -25,14 +25,12 @@ class Quantize(formats.Quantize, BuiltinCompressor):
     round(x / step) - round(m / step), decoded as (code + round(m / step)) * step. Zero is always a
     level, so that zero gradients stay zero. See `kernels.linear`.
 
-    Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
-    bytes.
+    Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8) bytes.
 
-    Error: |error| <= step / 2 and |error| <= |x| with nearest rounding; |error| < step with stochastic
-    rounding, for which step = (M - m) / (2**bits - 2) (M - m for one bit). Constant and zero blocks are
-    exact. Stochastic rounding is unbiased, and for two bits or more E||error||^2 <=
-    min(b / s^2, sqrt(b) / s) ||x||^2 per block, s = 2**(bits - 1) - 1 (QSGD, Alistarh et al. 2017,
-    Lemma 3.1).
+    Error: |error| <= step / 2 and |error| <= |x| with nearest rounding; |error| < step with stochastic rounding, for
+    which step = (M - m) / (2**bits - 2) (M - m for one bit). Constant and zero blocks are exact. Stochastic rounding is
+    unbiased, and for two bits or more E||error||^2 <= min(b / s^2, sqrt(b) / s) ||x||^2 per block, with
+    s = 2**(bits - 1) - 1 (QSGD, Alistarh et al. 2017, Lemma 3.1).
 
     Nearest rounding uses error feedback. Stochastic rounding does not: its error is zero on average, and
     with few bits it is not a contraction (GRACE, Xu et al. 2021, section V).
@@ -118,16 +116,12 @@ def _quantize(
 
 def decode_blocks(ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor) -> tf.Tensor:
     """The scaled sum of the parts that `encode_blocks` made of a tensor of this shape on each rank."""
-    return blocks.from_blocks(decode_matrix(ranks, bits, scale), shape)
-
-
-def decode_matrix(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum of the parts of `encode_matrix` of each rank, float32 [blocks, a, b]: blocks of a * b elements."""
-    return _decode_sum([list(parts) for parts in ranks], bits, scale)
+    return blocks.from_blocks(decode_matrix([list(parts) for parts in ranks], bits, scale), shape)
 
 
 @compiled
-def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
+def decode_matrix(ranks: Sequence[list[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
+    """The scaled sum of the parts of `encode_matrix` of each rank, float32 [blocks, a, b]: blocks of a * b elements."""
     total = None
     for step, base, *packed in ranks:
         values = linear.dequantize(bitpack.unpack(packed, bits), step[:, None], base[:, None])

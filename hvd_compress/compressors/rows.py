@@ -17,7 +17,7 @@ from ..formats.rows import blocks_of, index_bytes, row_bytes
 from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled
 from .base import Seeds
-from .onebit import OneBit
+from .onebit import OneBit, decode_signs
 from .quantize import Quantize, clip_to_percentile, decode_matrix, encode_matrix
 
 # Kernels are compiled for each number of rows, so rows are padded to one of these numbers.
@@ -81,8 +81,10 @@ class Rows:
         padded = _pad_rows(x)
         zero = tf.zeros_like(padded[:, :1])
         if isinstance(compressor, OneBit):
-            _, block = blocks_of(self.columns, SIGN_BLOCK)
-            parts, new_residuals = _encode_signs(self._to_blocks(padded, block, zero), self._block_sizes(block))
+            num_blocks, block = blocks_of(self.columns, SIGN_BLOCK)
+            # Elements of each block of a row that are not padding.
+            sizes = tf.constant([[float(min(block, self.columns - i * block))] for i in range(num_blocks)])
+            parts, new_residuals = _encode_signs(self._to_blocks(padded, block, zero), sizes)
         else:
             _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
@@ -131,11 +133,6 @@ class Rows:
             x = tf.concat([x, *[column] * missing], 1)
         return tf.reshape(x, [-1, block])
 
-    def _block_sizes(self, block: int) -> tf.Tensor:
-        """How many elements of each block of a row are not padding, float32 [blocks, 1]."""
-        count, _ = blocks_of(self.columns, SIGN_BLOCK)
-        return tf.constant([[float(min(block, self.columns - i * block))] for i in range(count)])
-
 
 def _pad_rows(x: tf.Tensor) -> tf.Tensor:
     """`x` [n, m] padded with rows of zeros to the next of `_PADDED_COUNTS`."""
@@ -164,7 +161,4 @@ def _encode_signs(x: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], tf.T
     return [mean, packed], tf.ensure_shape(x - tf.where(negative, -mean, mean), [None, width])
 
 
-@compiled
-def _decode_signs(mean: tf.Tensor, packed: tf.Tensor) -> tf.Tensor:
-    magnitude = mean[:, None]
-    return tf.where(bitpack.unpack([packed], 1) > 0, -magnitude, magnitude)
+_decode_signs = compiled(decode_signs)

@@ -61,8 +61,7 @@ class Registry(Generic[T]):
         if missing:
             example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
             raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
-        parsed: T = self.classes[name](**arguments)
-        return parsed
+        return self.classes[name](**arguments)
 
     def example_specs(self) -> list[str]:
         """The `examples` of all classes."""

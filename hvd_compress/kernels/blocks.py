@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Callable
 
 import tensorflow as tf
 
@@ -33,15 +34,14 @@ def from_blocks(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(flat if flat.shape[0] == n else flat[:n], shape)
 
 
-def halving(blocks: tf.Tensor, reduce_pair: object) -> tf.Tensor:
+def halving(blocks: tf.Tensor, reduce_pair: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """Reduces each row of `blocks` [rows, columns] to one value, [rows, 1], by halving the row.
 
-    XLA vectorizes this form about twice as well as a reduction along the last axis, and the order
-    of a sum is the same everywhere.
+    XLA vectorizes this form about twice as well as a reduction along the last axis, and the order of a sum is the same
+    everywhere.
     """
     while blocks.shape[1] > 1:
-        width = blocks.shape[1]
-        half = width // 2
-        folded = reduce_pair(blocks[:, :half], blocks[:, half : 2 * half])  # type: ignore[operator]
-        blocks = tf.concat([folded, blocks[:, 2 * half :]], 1) if width % 2 else folded
+        half, odd = divmod(blocks.shape[1], 2)
+        folded = reduce_pair(blocks[:, :half], blocks[:, half : 2 * half])
+        blocks = tf.concat([folded, blocks[:, 2 * half :]], 1) if odd else folded
     return blocks
