@@ -34,9 +34,9 @@ class TopK(formats.TopK, BuiltinCompressor):
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         x = chunk.sum()
         flat = tf.reshape(x, [-1])
-        selected = select.top_k(flat, num_kept(self.ratio, flat.shape[0]))
-        new_residual = tf.reshape(zero_rows(flat, selected), chunk.shape) if chunk.keep else None
-        return Encoded(gather_parts(flat, selected), chunk.shape, new_residual, feedback.all_finite(x))
+        parts, rest = encode_rows(flat, flat, self.ratio, chunk.keep)
+        new_residual = None if rest is None else tf.reshape(rest, chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the elements to zeros, one rank after another."""
@@ -124,19 +124,24 @@ def _take(flat: tf.Tensor, rows: tf.Tensor, unbiased: bool) -> tf.Tensor:
     return values * tf.cast(counts, tf.float32) if unbiased else values
 
 
-def gather_parts(rows: tf.Tensor, selected: tf.Tensor) -> list[tf.Tensor]:
-    """The `selected` (int64 [k], ascending) of `rows` [n, ...], then their packed indices."""
-    return [tf.gather(rows, selected), *indices.pack(selected, rows.shape[0])]
+def encode_rows(
+    rows: tf.Tensor, scores: tf.Tensor, ratio: float, keep: bool
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """Those of `rows` [n, ...] whose scores [n] are of largest magnitude, and their packed indices.
 
-
-def zero_rows(rows: tf.Tensor, selected: tf.Tensor) -> tf.Tensor:
-    """`rows` [n, ...] with zeros in place of the `selected` ones."""
-    zeros = tf.zeros([*selected.shape, *rows.shape[1:]])
-    return tf.tensor_scatter_nd_update(rows, selected[:, None], zeros)
+    Also returns `rows` with zeros in place of these, if wanted (`keep`).
+    """
+    n = rows.shape[0]
+    selected = select.top_k(scores, num_kept(ratio, n))
+    rest = None
+    if keep:
+        zeros = tf.zeros([*selected.shape, *rows.shape[1:]])
+        rest = tf.tensor_scatter_nd_update(rows, selected[:, None], zeros)
+    return [tf.gather(rows, selected), *indices.pack(selected, n)], rest
 
 
 def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum, [n, ...], of the parts that `gather_parts` made of `n` rows on each rank.
+    """The scaled sum, [n, ...], of the parts that `encode_rows` made of `n` rows on each rank.
 
     All elements are NaN if any indices are damaged. Ranks are added one after another: the indices of each are
     distinct, so that the order of additions is fixed.

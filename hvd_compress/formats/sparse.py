@@ -116,25 +116,23 @@ class Hybrid(Strided):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class BlockSparse(Format):
-    """The blocks of matrices with the largest norms."""
+class BlockSparse(TopK):
+    """The blocks of matrices with the largest norms; elements where blocks do not fit."""
 
     name = "block_sparse"
     examples = ("block_sparse:ratio=0.1,block=4",)
-    sparse = True
     per_tensor = True
-    ratio: float
     block: int
 
     def __post_init__(self) -> None:
-        self._set(ratio=checks.ratio("block_sparse: ratio", self.ratio))
+        super().__post_init__()
         self._set(block=checks.integer("block_sparse: block", self.block, 1))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The blocks' values, then their indices."""
         grid = self.grid(shape)
         if grid is None:
-            return TopK(self.ratio).parts(shape)
+            return super().parts(shape)
         num_blocks = math.prod(grid)
         k = num_kept(self.ratio, num_blocks)
         return [Part((k, self.block * self.block), "float32"), *index_parts(num_blocks, k)]
