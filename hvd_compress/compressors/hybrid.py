@@ -45,7 +45,6 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then places and sums them in one pass."""
-        n = size_of(ctx)
-        k = num_kept(self.ratio, n)
-        pairs = [(decode_blocks([parts], self.bits, (k,), tf.constant(1.0)), rows) for rows, *parts in ranks]
-        return tf.reshape(select.spread(pairs, n, scale), ctx)
+        shape = (num_kept(self.ratio, size_of(ctx)),)
+        pairs = [(decode_blocks([parts], self.bits, shape, tf.constant(1.0)), rows) for rows, *parts in ranks]
+        return select.spread(pairs, ctx, scale)

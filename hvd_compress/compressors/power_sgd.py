@@ -51,13 +51,8 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
         which is r m of m n. The rest of M is independent of M Q, whose span holds r of its m dimensions: r (n - r) of
         it are sent.
         """
-        sent = 0
-        for shape in shapes:
-            matrix = self.matrix(shape)
-            if matrix is None:
-                sent += math.prod(shape)
-            else:
-                sent += self.rank * (matrix.rows + matrix.columns - self.rank)
+        matrices = map(self.matrix, shapes)
+        sent = sum(math.prod(s) if m is None else self.rank * (sum(m) - self.rank) for s, m in zip(shapes, matrices))
         return 1.0 - sent / sum(map(math.prod, shapes))
 
     def lost_share(self, x: tf.Tensor) -> tf.Tensor:

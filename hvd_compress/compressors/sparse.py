@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
-from ..kernels import indices, noise, select
+from ..kernels import blocks, indices, noise, select
 from ..kernels.compile import compiled
 from . import error_feedback as feedback
 from .base import ChunkInput, Encoded
@@ -67,7 +67,7 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Places and sums the values in one pass."""
         pairs = [(values, rows) for values, rows in ranks]
-        return tf.reshape(select.spread(pairs, size_of(ctx), scale), ctx)
+        return select.spread(pairs, ctx, scale)
 
 
 @register
@@ -105,7 +105,7 @@ class RandomK(formats.RandomK, BuiltinCompressor):
         new_residual = None
         if chunk.keep:
             rest = select.strided_rest(select.strided(x, k), None, 1.0, rows, values)
-            new_residual = tf.reshape(select.unstrided(rest, n), chunk.shape)
+            new_residual = blocks.from_blocks(rest, chunk.shape)
         return Encoded([values], (chunk.shape, rows), new_residual, feedback.all_finite(x))
 
     def decode_sum(
@@ -114,7 +114,7 @@ class RandomK(formats.RandomK, BuiltinCompressor):
         """Places and sums the values in one pass."""
         shape, rows = ctx
         pairs = [(values, rows) for (values,) in ranks]
-        return tf.reshape(select.spread(pairs, size_of(shape), scale), shape)
+        return select.spread(pairs, shape, scale)
 
 
 @compiled
@@ -166,12 +166,11 @@ def select_strided(
         The row of each element ([k]); its value (float32 [k]); a function from the values that are sent to the
         new residual (float32 in the gradient's shape); and whether all of the sum is finite.
     """
-    n = size_of(chunk.shape)
-    k = num_kept(ratio, n)
+    k = num_kept(ratio, size_of(chunk.shape))
     terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
     rows, values, finite = select.strided_top1(*terms)
 
     def residual_of(sent: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(select.unstrided(select.strided_rest(*terms, rows, sent), n), chunk.shape)
+        return blocks.from_blocks(select.strided_rest(*terms, rows, sent), chunk.shape)
 
     return rows, values, residual_of, finite

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..formats.base import Shape, size_of
 from ..formats.sizes import row_dtype, stride_blocks
-from . import noise
+from . import blocks, noise
 from .compile import compiled, fed_back
 
 # Up to this size, preselecting candidates costs more than it saves.
@@ -55,18 +56,15 @@ def _first_largest(values: tf.Tensor, labels: tf.Tensor | None, k: int) -> tf.Te
 
 
 def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
-    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; the last row is padded with zeros."""
+    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; the last row is padded with zeros.
+
+    The inverse is `blocks.from_blocks`.
+    """
     missing = stride_blocks(flat.shape[0], k) * k - flat.shape[0]
     if missing:
         # Outside compiled kernels: inside, padding costs twice as much as the whole selection.
         flat = tf.concat([flat, tf.zeros([missing], flat.dtype)], 0)
     return tf.reshape(flat, [-1, k])
-
-
-def unstrided(grid: tf.Tensor, n: int) -> tf.Tensor:
-    """The inverse of `strided`: the first `n` elements, flat."""
-    flat = tf.reshape(grid, [-1])
-    return flat if flat.shape[0] == n else flat[:n]
 
 
 @compiled
@@ -123,13 +121,13 @@ def strided_indices(rows: tf.Tensor) -> tf.Tensor:
     return rows * k + tf.range(k, dtype=tf.int32)
 
 
-def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
+def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], shape: Shape, scale: tf.Tensor) -> tf.Tensor:
     """Places each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, among zeros.
 
-    Returns the sum over the ranks, in their order, times `scale`; float32 [n]. If a block does not have the row, its
-    value is not written, and all of the result is NaN.
+    Returns the sum over the ranks, in their order, times `scale`; float32 of this shape. If a block does not have the
+    row, its value is not written, and all of the result is NaN.
     """
-    return unstrided(_spread([tuple(pair) for pair in ranks], n, scale), n)
+    return blocks.from_blocks(_spread([tuple(pair) for pair in ranks], size_of(shape), scale), shape)
 
 
 @compiled

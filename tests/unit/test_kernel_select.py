@@ -5,7 +5,7 @@ import pytest
 import reference
 import tensorflow as tf
 
-from hvd_compress.kernels import select
+from hvd_compress.kernels import blocks, select
 
 
 def assert_is_top_k(flat, k):
@@ -92,7 +92,7 @@ def test_strided_top1_and_rest_of_a_gradient_with_residual(n, k, decay):
     np.testing.assert_array_equal(rows, expected)
     where = expected * k + np.arange(k)
     np.testing.assert_array_equal(values, x[where])
-    rest = select.unstrided(select.strided_rest(*grids, decay, rows, values - 1.0), n)
+    rest = blocks.from_blocks(select.strided_rest(*grids, decay, rows, values - 1.0), [n])
     left = x.copy()
     left[where] = 1.0
     np.testing.assert_array_equal(rest, left)
@@ -172,10 +172,10 @@ def test_spread_puts_and_sums(n, k, ranks):
         for j in range(k):
             expected[rows[rank, j] * k + j] += values[rank, j]
     pairs = [(tf.constant(v), tf.constant(r)) for v, r in zip(values, rows)]
-    spread = select.spread(pairs, n, tf.constant(0.5))
+    spread = select.spread(pairs, (n,), tf.constant(0.5))
     np.testing.assert_array_equal(spread, 0.5 * expected)
 
 
 def test_spread_passes_nan_to_every_element():
-    spread = select.spread([(tf.ones([3]), tf.constant([0, 1, 1]))], 7, tf.constant(np.nan, tf.float32))
+    spread = select.spread([(tf.ones([3]), tf.constant([0, 1, 1]))], (7,), tf.constant(np.nan, tf.float32))
     assert np.isnan(spread).all()
