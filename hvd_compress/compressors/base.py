@@ -84,18 +84,18 @@ class Compressor(Traits, horovod_compression.Compressor):
                 codes, scale = payload
                 return tf.reshape(tf.cast(codes, tf.float32) * scale, ctx)
 
-    `compress` takes a float32 tensor of static shape (in training, a flat bucket of many gradients)
-    and returns `(payload, ctx)`. The payload is a tensor or a nest of tensors. Only the payload is sent;
-    its shapes must depend on the tensor's shape alone, never on its values. `ctx` is whatever else
-    `decompress` needs. It is not sent, so it must be the same on every rank. `decompress(payload, ctx)`
-    returns the tensor that other ranks use in place of the original.
+    `compress` takes a float32 tensor of static shape (in training, a flat chunk of many gradients) and returns
+    `(payload, ctx)`. The payload is a tensor or a nest of tensors. Only the payload is sent; its shapes must depend on
+    the tensor's shape alone, never on its values. `ctx` is whatever else `decompress` needs. It is not sent, so it must
+    be the same on every rank. `decompress(payload, ctx)` returns the tensor that other ranks use in place of the
+    original.
 
     Attributes:
-        error_feedback: Whether the error of a step is stored in a residual and added to the next step's
-            gradient. This requires a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to
-            False for an unbiased compressor with large variance.
-        summable: Whether the payload is one tensor of floats that may be summed before it is
-            decompressed; it is then exchanged in a plain allreduce.
+        error_feedback: Whether the error of a step is stored in a residual and added to the next step's gradient. This
+            requires a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to False for an unbiased compressor
+            with large variance.
+        summable: Whether the payload is one tensor of floats that may be summed before it is decompressed; it is then
+            exchanged in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
         per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
         alignment: Chunks whose size is a multiple of this are encoded without padding; others are padded.

@@ -42,9 +42,6 @@ class Registry(Generic[T]):
     def parse(self, spec: str) -> T:
         """Makes what a spec string names.
 
-        Args:
-            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
-
         Raises:
             ValueError: The name, an argument or a value is not known or not valid, or an argument is missing.
         """
