@@ -9,15 +9,14 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
-from .base import ChunkInput, Compressor, Encoded
-from .builtin import BuiltinCompressor
+from .base import ChunkInput, Compressor
 from .quantize import Quantize, decode_blocks, encode_blocks
 from .registry import register
-from .sparse import select_strided
+from .sparse import BlockTopK
 
 
 @register
-class Hybrid(formats.Hybrid, BuiltinCompressor):
+class Hybrid(formats.Hybrid, BlockTopK):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
     Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
@@ -37,11 +36,11 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
         """`quantize` with as many bits: the gradient of an embedding is already sparse, by rows."""
         return Quantize(self.bits)
 
-    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        rows, values, residual_of, finite = select_strided(chunk, self.ratio)
+    def _encode_selected(
+        self, values: tf.Tensor, rows: tf.Tensor, chunk: ChunkInput
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         encoded = encode_blocks(chunk._replace(gradient=values, residual=None), self.bits)
-        new_residual = residual_of(values - encoded.residual) if chunk.keep else None
-        return Encoded([rows, *encoded.parts], chunk.shape, new_residual, finite)
+        return [rows, *encoded.parts], values - encoded.residual if chunk.keep else None
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then places and sums them in one pass."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Callable
 
 import tensorflow as tf
 
@@ -61,13 +60,24 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     """
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        rows, values, residual_of, finite = select_strided(chunk, self.ratio)
-        return Encoded([values, rows], chunk.shape, residual_of(values) if chunk.keep else None, finite)
+        k = num_kept(self.ratio, size_of(chunk.shape))
+        terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
+        rows, values, finite = select.strided_top1(*terms)
+        parts, sent = self._encode_selected(values, rows, chunk)
+        new_residual = None
+        if chunk.keep:
+            new_residual = blocks.from_blocks(select.strided_rest(*terms, rows, sent), chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, finite)
+
+    def _encode_selected(
+        self, values: tf.Tensor, rows: tf.Tensor, chunk: ChunkInput
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The parts for the selected values and their rows, and what the values are decoded to (if wanted)."""
+        return [values, rows], values
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Places and sums the values in one pass."""
-        pairs = [(values, rows) for values, rows in ranks]
-        return select.spread(pairs, ctx, scale)
+        return select.spread([(values, rows) for values, rows in ranks], ctx, scale)
 
 
 @register
@@ -113,8 +123,7 @@ class RandomK(formats.RandomK, BuiltinCompressor):
     ) -> tf.Tensor:
         """Places and sums the values in one pass."""
         shape, rows = ctx
-        pairs = [(values, rows) for (values,) in ranks]
-        return select.spread(pairs, shape, scale)
+        return select.spread([(values, rows) for (values,) in ranks], shape, scale)
 
 
 @compiled
@@ -155,22 +164,3 @@ def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) 
     for (values, *_), (selected, _) in zip(ranks, unpacked):
         total = tf.tensor_scatter_nd_add(total, selected[:, None], values * scale)
     return total
-
-
-def select_strided(
-    chunk: ChunkInput, ratio: float
-) -> tuple[tf.Tensor, tf.Tensor, Callable[[tf.Tensor], tf.Tensor], tf.Tensor]:
-    """The largest element of each strided block of gradient + decay * residual.
-
-    Returns:
-        The row of each element ([k]); its value (float32 [k]); a function from the values that are sent to the
-        new residual (float32 in the gradient's shape); and whether all of the sum is finite.
-    """
-    k = num_kept(ratio, size_of(chunk.shape))
-    terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
-    rows, values, finite = select.strided_top1(*terms)
-
-    def residual_of(sent: tf.Tensor) -> tf.Tensor:
-        return blocks.from_blocks(select.strided_rest(*terms, rows, sent), chunk.shape)
-
-    return rows, values, residual_of, finite
