@@ -17,7 +17,7 @@ from .registry import register
 
 
 class _Cast(formats.cast.Cast, BuiltinCompressor):
-    """Sends each value as `wire_dtype`, without error feedback."""
+    """Sends each value as `wire_type`, without error feedback."""
 
     error_feedback = False
 
@@ -25,22 +25,17 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
         """The same: rows are cast like dense gradients."""
         return self
 
-    @property
-    def wire_dtype(self) -> tf.DType:
-        """The dtype of the values that are sent."""
-        return tf.as_dtype(self.wire_type)
-
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Casts a floating point tensor of any shape, as Horovod's do; others pass unchanged."""
         tensor = tf.convert_to_tensor(tensor)
-        return (tf.cast(tensor, self.wire_dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
+        return (tf.cast(tensor, self.wire_type) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
         """Casts back to the original dtype."""
         return tf.cast(payload, ctx)
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        part, new_residual, finite = _cast(chunk.terms(), self.wire_dtype, chunk.keep)
+        part, new_residual, finite = _cast(chunk.terms(), self.wire_type, chunk.keep)
         return Encoded([part], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
@@ -49,7 +44,7 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
 
 
 @compiled
-def _cast(terms: Terms, dtype: tf.DType, keep: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
+def _cast(terms: Terms, dtype: str, keep: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
     x = fed_back(*terms)
     part = tf.cast(x, dtype)
     new_residual = x - tf.cast(part, tf.float32) if keep else None

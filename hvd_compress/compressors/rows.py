@@ -30,8 +30,8 @@ _PADDED_COUNTS = [64 * 2**i for i in range(40)]
 class Rows:
     """Encodes rows of a table.
 
-    Wire size: the row's number; a step and a base for each block of up to 256 columns (for
-    `onebit` a magnitude for each block of up to 1024); and the codes.
+    Wire size: the row's number; a step and a base for each block of up to 256 columns (for `onebit` a magnitude for
+    each block of up to 1024); and the codes.
 
     Error: that of the compressor, applied to the blocks of a row.
 
@@ -124,7 +124,7 @@ class Rows:
 
     @property
     def _wire(self) -> tf.DType:
-        return self.dtype if self.compressor.uncompressed else self.compressor.wire_dtype
+        return self.dtype if self.compressor.uncompressed else tf.as_dtype(self.compressor.wire_type)
 
     @property
     def _index_bytes(self) -> int:

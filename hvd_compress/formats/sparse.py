@@ -49,11 +49,6 @@ class Strided(Format):
         size = round(1.0 / self.ratio)
         return math.lcm(16, size) if abs(size * self.ratio - 1.0) < 1e-9 else 16
 
-    def rows_of(self, n: int) -> Part:
-        """The part that holds the selected row of each block, for `n` elements."""
-        k = num_kept(self.ratio, n)
-        return Part((k,), row_dtype(stride_blocks(n, k)))
-
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +60,9 @@ class BlockTopK(Strided):
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values, then the row of each."""
-        rows = self.rows_of(size_of(shape))
-        return [Part(rows.shape, "float32"), rows]
+        n = size_of(shape)
+        k = num_kept(self.ratio, n)
+        return [Part((k,), "float32"), Part((k,), row_dtype(stride_blocks(n, k)))]
 
 
 @register
@@ -92,7 +88,7 @@ class RandomK(Strided):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Strided):
+class Hybrid(BlockTopK):
     """The largest element of each strided block, in `bits` bits."""
 
     name = "hybrid"
@@ -110,8 +106,8 @@ class Hybrid(Strided):
 
     def parts(self, shape: Shape) -> list[Part]:
         """The row of each value, then the parts of the quantized values."""
-        rows = self.rows_of(size_of(shape))
-        return [rows, *block_parts(size_of(rows.shape), self.bits)]
+        values, rows = super().parts(shape)
+        return [rows, *block_parts(size_of(values.shape), self.bits)]
 
 
 @register
