@@ -62,11 +62,11 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         k = num_kept(self.ratio, size_of(chunk.shape))
         terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
-        rows, values, finite = select.strided_top1(*terms)
+        rows, values, finite = select.strided_top1(terms)
         parts, sent = self._encode_selected(values, rows, chunk)
         new_residual = None
         if chunk.keep:
-            new_residual = blocks.from_blocks(select.strided_rest(*terms, rows, sent), chunk.shape)
+            new_residual = blocks.from_blocks(select.strided_rest(terms, rows, sent), chunk.shape)
         return Encoded(parts, chunk.shape, new_residual, finite)
 
     def _encode_selected(
@@ -114,7 +114,7 @@ class RandomK(formats.RandomK, BuiltinCompressor):
         values = _take(x, rows, self.unbiased)
         new_residual = None
         if chunk.keep:
-            rest = select.strided_rest(select.strided(x, k), None, 1.0, rows, values)
+            rest = select.strided_rest((select.strided(x, k), None, 1.0), rows, values)
             new_residual = blocks.from_blocks(rest, chunk.shape)
         return Encoded([values], (chunk.shape, rows), new_residual, feedback.all_finite(x))
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ..formats.base import Shape, size_of
 from ..formats.sizes import row_dtype, stride_blocks
 from . import blocks, noise
-from .compile import compiled, fed_back
+from .compile import Terms, compiled, fed_back
 
 # Up to this size, preselecting candidates costs more than it saves.
 _SMALL = 1 << 16
@@ -68,16 +68,15 @@ def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
 
 
 @compiled
-def strided_top1(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def strided_top1(terms: Terms) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The element of largest magnitude in each column of gradient + decay * residual (float32 [rows, k]).
 
     Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. It is found
     as one integer maximum over magnitudes whose lowest bits are replaced by the row, so that either of two close
     magnitudes (closer than 2**-15 for up to 256 rows) may be selected.
     """
-    grid = fed_back(gradient, residual, decay)
+    gradient, residual, decay = terms
+    grid = fed_back(*terms)
     rows = grid.shape[0]
     row_mask = (1 << max(rows - 1, 1).bit_length()) - 1
     magnitudes = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~row_mask)
@@ -94,11 +93,9 @@ def strided_top1(
 
 
 @compiled
-def strided_rest(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, rows: tf.Tensor, sent: tf.Tensor
-) -> tf.Tensor:
+def strided_rest(terms: Terms, rows: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
     """Gradient + decay * residual (float32 [rows, k]) minus `sent` [k] at row `rows` [k] of each column."""
-    grid = fed_back(gradient, residual, decay)
+    grid = fed_back(*terms)
     row = tf.reshape(tf.range(grid.shape[0], dtype=tf.int32), [-1, 1])
     return tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid)
 

@@ -63,7 +63,7 @@ def test_top_k_with_fewer_nonzeros_than_k():
 
 def top1(flat, k):
     """Rows, values and finiteness for NumPy input."""
-    rows, values, finite = select.strided_top1(select.strided(tf.constant(flat), k), None, 1.0)
+    rows, values, finite = select.strided_top1((select.strided(tf.constant(flat), k), None, 1.0))
     return rows.numpy().astype(int), values.numpy(), bool(finite)
 
 
@@ -86,13 +86,13 @@ def test_strided_top1_and_rest_of_a_gradient_with_residual(n, k, decay):
     rng = np.random.default_rng(n)
     gradient, residual = rng.integers(-30, 31, (2, n)).astype(np.float32) * 2
     x = gradient + decay * residual
-    grids = [select.strided(tf.constant(flat), k) for flat in (gradient, residual)]
-    rows, values, _ = select.strided_top1(*grids, decay)
+    terms = (*(select.strided(tf.constant(flat), k) for flat in (gradient, residual)), decay)
+    rows, values, _ = select.strided_top1(terms)
     expected = reference.strided_rows(x, k)
     np.testing.assert_array_equal(rows, expected)
     where = expected * k + np.arange(k)
     np.testing.assert_array_equal(values, x[where])
-    rest = blocks.from_blocks(select.strided_rest(*grids, decay, rows, values - 1.0), [n])
+    rest = blocks.from_blocks(select.strided_rest(terms, rows, values - 1.0), [n])
     left = x.copy()
     left[where] = 1.0
     np.testing.assert_array_equal(rest, left)
