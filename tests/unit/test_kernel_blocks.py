@@ -16,7 +16,7 @@ def test_block_size_is_the_largest_or_all_rounded_up_to_8(n, size):
 
 
 @pytest.mark.parametrize(("n", "block", "count"), [(1, 8, 1), (8, 8, 1), (9, 8, 2), (1024, 1024, 1), (1025, 1024, 2)])
-def test_block_count(n, block, count):
+def test_number_of_blocks(n, block, count):
     assert block_shape(n, block) == (count, block)
 
 
