@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..common import checks
 from .base import Format, Part, Shape, num_kept, size_of
@@ -20,7 +20,7 @@ class TopK(Format):
     """The elements of largest magnitude, and their indices."""
 
     name = "topk"
-    examples = ("topk:ratio=0.01", "topk:ratio=0.3")
+    examples: ClassVar[tuple[str, ...]] = ("topk:ratio=0.01", "topk:ratio=0.3")
     sparse = True
     ratio: float
 
