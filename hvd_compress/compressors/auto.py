@@ -32,14 +32,12 @@ class Auto(BuiltinCompressor):
     Attributes:
         candidates: Compressors or their spec strings. In a spec string: `auto:candidates=(none|int8)`. `powersgd`
             needs gradients in their own shapes, and is chosen for all buckets at once or for none.
-        target: The share of a bucket's energy ||x||^2 that a compressor must let through in a step to be chosen,
-            0 to 1. The current choice is kept down to half of it, because the residual that builds up
-            reduces this share.
+        target: The share of a bucket's energy ||x||^2 that a compressor must let through in a step to be chosen, 0 to
+            1. The current choice is kept down to half of it, because the residual that builds up reduces this share.
         warmup_steps: The number of first steps that have the target 0.95 (or `target` if higher).
         phases: Other targets from later steps on: pairs of step and target, in a spec string
             `auto:phases=(1000:0.1|5000:0.02)`.
-        max_slowdown: By how much, as a share, the exchange may take longer if all of the gradient then gets
-            through.
+        max_slowdown: By how much, as a share, the exchange may take longer if all of the gradient then gets through.
         probe_every: Every this many steps, the candidates are tried on a chunk of one bucket.
     """
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import horovod.tensorflow.compression as horovod_compression
 import tensorflow as tf
 
 from ..formats.base import Shape, Traits, as_shape
+from ..kernels.compile import Terms
 from . import error_feedback as feedback
 from .payload import nbytes
 from .registry import parse
@@ -26,6 +27,30 @@ class Seeds(NamedTuple):
 def no_seeds() -> Seeds:
     """The seeds of a round trip outside training: fixed, so that it can be repeated."""
     return Seeds(tf.constant(0, tf.int32), tf.constant(0, tf.int32))
+
+
+class ChunkInput(NamedTuple):
+    """What `Compressor.encode` takes."""
+
+    gradient: tf.Tensor
+    seeds: Seeds
+    residual: tf.Tensor | None = None
+    decay: float = 1.0
+    keep: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """The gradient's shape."""
+        return tuple(self.gradient.shape.as_list())
+
+    def sum(self) -> tf.Tensor:
+        """Gradient + decay * residual."""
+        return feedback.add(*self.terms())
+
+    def terms(self, reshape: Callable[[tf.Tensor], tf.Tensor] = lambda x: x) -> Terms:
+        """The terms of `sum`, for kernels that add them, with both tensors reshaped."""
+        gradient = reshape(self.gradient)
+        return gradient, None if self.residual is None else reshape(self.residual), self.decay
 
 
 class MomentumSettings(NamedTuple):
@@ -59,18 +84,18 @@ class Compressor(Traits, horovod_compression.Compressor):
                 codes, scale = payload
                 return tf.reshape(tf.cast(codes, tf.float32) * scale, ctx)
 
-    `compress` takes a float32 tensor of static shape (in training, a flat bucket of many gradients)
-    and returns `(payload, ctx)`. The payload is a tensor or a nest of tensors. Only the payload is sent;
-    its shapes must depend on the tensor's shape alone, never on its values. `ctx` is whatever else
-    `decompress` needs. It is not sent, so it must be the same on every rank. `decompress(payload, ctx)`
-    returns the tensor that other ranks use in place of the original.
+    `compress` takes a float32 tensor of static shape (in training, a flat chunk of many gradients) and returns
+    `(payload, ctx)`. The payload is a tensor or a nest of tensors. Only the payload is sent; its shapes must depend on
+    the tensor's shape alone, never on its values. `ctx` is whatever else `decompress` needs. It is not sent, so it must
+    be the same on every rank. `decompress(payload, ctx)` returns the tensor that other ranks use in place of the
+    original.
 
     Attributes:
-        error_feedback: Whether the error of a step is stored in a residual and added to the next step's
-            gradient. This requires a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to
-            False for an unbiased compressor with large variance.
-        summable: Whether the payload is one tensor of floats that may be summed before it is
-            decompressed; it is then exchanged in a plain allreduce.
+        error_feedback: Whether the error of a step is stored in a residual and added to the next step's gradient. This
+            requires a contraction: ||x - decompress(compress(x))|| < ||x||. Set it to False for an unbiased compressor
+            with large variance.
+        summable: Whether the payload is one tensor of floats that may be summed before it is decompressed; it is then
+            exchanged in a plain allreduce.
         sparse: Whether most elements decode to zero, so that momentum correction makes sense.
         per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
         alignment: Chunks whose size is a multiple of this are encoded without padding; others are padded.
@@ -90,18 +115,16 @@ class Compressor(Traits, horovod_compression.Compressor):
 
     def for_rows(self) -> Compressor:
         """The compressor for single rows of embeddings when dense gradients get this one; by default none."""
-        compressor: Compressor = parse("none")
-        return compressor
+        return parse("none")
 
     def stateless(self) -> Compressor:
         """The compressor to use where neither residuals nor velocities can be stored."""
         return self
 
     def initial_factors(self, shapes: Sequence[Shape]) -> tf.Tensor | None:
-        """State that is the same on all ranks and that the collective takes and returns; None for most compressors.
+        """State for tensors of these shapes, which the collective takes and returns; None for most compressors.
 
-        Args:
-            shapes: Shapes of the tensors that are exchanged together.
+        It is the same on all ranks.
         """
         del shapes
         return None
@@ -109,8 +132,7 @@ class Compressor(Traits, horovod_compression.Compressor):
     def noise_loss(self, shapes: Sequence[Shape]) -> float:
         """The share of the energy of white noise that is lost. Gradients lose less.
 
-        Args:
-            shapes: Shapes of the tensors that are exchanged together; flat chunks are all alike, and the first counts.
+        Of `shapes`, those of the tensors that are exchanged together, the first counts: flat chunks are all alike.
         """
         if self.uncompressed:
             return 0.0
@@ -156,13 +178,15 @@ class Compressor(Traits, horovod_compression.Compressor):
             decay: The residual's factor.
             keep: Whether to compute the new residual.
         """
-        del seeds  # a user's `compress` draws its own random numbers
-        x = feedback.add(gradient, residual, decay)
+        return self._encode_chunk(ChunkInput(gradient, seeds, residual, decay, keep))
+
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = chunk.sum()
         payload, ctx = self.compress(x)
         structure = tf.nest.map_structure(lambda _: 0, payload)
         parts = [tf.convert_to_tensor(part) for part in tf.nest.flatten(payload)]
         ctx = (structure, ctx)
-        new_residual = x - tf.reshape(self.decode(parts, ctx), x.shape) if keep else None
+        new_residual = x - tf.reshape(self.decode(parts, ctx), x.shape) if chunk.keep else None
         return Encoded(parts, ctx, new_residual, feedback.all_finite(x))
 
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
@@ -197,13 +221,10 @@ class Compressor(Traits, horovod_compression.Compressor):
 
 @functools.lru_cache(maxsize=1024)
 def _traced_layout(compressor: Compressor, shape: Shape) -> list[tf.TensorSpec]:
-    def parts_of(x: tf.Tensor) -> list[tf.Tensor]:
-        return compressor.encode(x, no_seeds()).parts
-
     # A tf.function: unlike a bare tf.Graph, it may use tensors and variables from outside.
     with tf.init_scope():
-        traced = tf.function(parts_of, autograph=False).get_concrete_function(tf.TensorSpec(shape, tf.float32))
-    parts = traced.outputs
+        encode = tf.function(lambda x: compressor.encode(x, no_seeds()).parts, autograph=False)
+        parts = encode.get_concrete_function(tf.TensorSpec(shape, tf.float32)).outputs
     for part in parts:
         if not part.shape.is_fully_defined():
             raise ValueError(

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from .. import formats
-from ..formats.base import Shape, num_kept
-from ..kernels import select
+from ..formats.base import Shape
 from . import error_feedback as feedback
-from .base import Encoded, Seeds
-from .builtin import BuiltinCompressor
+from .base import ChunkInput, Encoded
 from .registry import register
-from .sparse import TopK, gather_parts, scatter_sum, zero_rows
+from .sparse import TopK, encode_rows, scatter_sum
 
 
 @register
-@dataclasses.dataclass(frozen=True)
-class BlockSparse(formats.BlockSparse, BuiltinCompressor):
+class BlockSparse(formats.BlockSparse, TopK):
     """Keeps the k = max(1, ceil(ratio * m)) of the m blocks of `block` x `block` with the largest norms.
 
     A tensor is treated as a matrix: its last dimension gives the columns, all others the rows (a kernel of
@@ -37,20 +33,11 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         block: The side of a block, at least 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects blocks by their norms; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        grid = self.grid(shape)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        grid = self.grid(chunk.shape)
         if grid is None:
-            return TopK(self.ratio).encode(gradient, seeds, residual, decay, keep)
-        x = feedback.add(gradient, residual, decay)
+            return super()._encode_chunk(chunk)
+        x = chunk.sum()
         num_blocks = math.prod(grid)
         tiles = tf.reshape(x, [grid[0], self.block, grid[1], self.block])
         tiles = tf.reshape(tf.transpose(tiles, [0, 2, 1, 3]), [num_blocks, self.block * self.block])
@@ -58,15 +45,15 @@ class BlockSparse(formats.BlockSparse, BuiltinCompressor):
         largest = tf.reduce_max(tf.abs(tiles), 1, keepdims=True)
         scaled = tf.math.divide_no_nan(tiles, largest)
         norms = largest[:, 0] * tf.sqrt(tf.reduce_sum(scaled * scaled, 1))
-        selected = select.top_k(norms, num_kept(self.ratio, num_blocks))
-        new_residual = self._untile(zero_rows(tiles, selected), shape) if keep else None
-        return Encoded(gather_parts(tiles, selected), shape, new_residual, feedback.all_finite(x))
+        parts, rest = encode_rows(tiles, norms, self.ratio, chunk.keep)
+        new_residual = None if rest is None else self._untile(rest, chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the blocks to zeros, one rank after another."""
         grid = self.grid(ctx)
         if grid is None:
-            return TopK(self.ratio).decode_sum(ranks, ctx, scale)
+            return super().decode_sum(ranks, ctx, scale)
         return self._untile(scatter_sum(ranks, math.prod(grid), scale), ctx)
 
     def _untile(self, tiles: tf.Tensor, shape: Shape) -> tf.Tensor:

@@ -17,8 +17,8 @@ from .payload import Payload, join, split
 class BuiltinCompressor(Format, Compressor):
     """A compressor whose format states its arguments and sizes.
 
-    A subclass defines `encode` and `decode_sum`. The context that `encode` returns is the tensor's shape, or a tuple
-    that begins with it.
+    A subclass defines `_encode_chunk`, which `encode` calls, and `decode_sum`. The context of what it encodes is the
+    tensor's shape, or a tuple that begins with it.
     """
 
     pure = True
@@ -45,10 +45,10 @@ class BuiltinCompressor(Format, Compressor):
             ValueError: Its shape is not static.
         """
         x, shape, dtype = as_float32(tensor, self.spec)
-        if math.prod(shape) == 0:
-            empty = tf.zeros([0], tf.float32 if self.summable else tf.uint8)
-            return (empty if self.summable else Payload(empty, self.spec)), (None, shape, dtype)
-        parts, ctx, _, _ = self.encode(x, no_seeds())
+        if math.prod(shape):
+            parts, ctx, _, _ = self.encode(x, no_seeds())
+        else:
+            parts, ctx = [tf.zeros([0], tf.float32 if self.summable else tf.uint8)], None
         payload = parts[0] if self.summable else Payload(join(parts), self.spec)
         return payload, (ctx, shape, dtype)
 

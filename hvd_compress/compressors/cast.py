@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +9,15 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
-from ..kernels.compile import compiled, fed_back
-from .base import Compressor, Encoded, Seeds
+from ..kernels.compile import Terms, compiled, fed_back
+from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .payload import WideSum
 from .registry import register
 
 
 class _Cast(formats.cast.Cast, BuiltinCompressor):
-    """Sends each value as `wire_dtype`, without error feedback."""
+    """Sends each value as `wire_type`, without error feedback."""
 
     error_feedback = False
 
@@ -26,31 +25,18 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
         """The same: rows are cast like dense gradients."""
         return self
 
-    @property
-    def wire_dtype(self) -> tf.DType:
-        """The dtype of the values that are sent."""
-        return tf.as_dtype(self.wire_type)
-
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Casts a floating point tensor of any shape, as Horovod's do; others pass unchanged."""
         tensor = tf.convert_to_tensor(tensor)
-        return (tf.cast(tensor, self.wire_dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
+        return (tf.cast(tensor, self.wire_type) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     def decompress(self, payload: Any, ctx: Any) -> tf.Tensor:
         """Casts back to the original dtype."""
         return tf.cast(payload, ctx)
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Casts; see `Compressor.encode`."""
-        part, new_residual, finite = _cast(gradient, residual, decay, self.wire_dtype, keep)
-        return Encoded([part], tuple(gradient.shape.as_list()), new_residual, finite)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        part, new_residual, finite = _cast(chunk.terms(), self.wire_type, chunk.keep)
+        return Encoded([part], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Casts back and sums in one pass."""
@@ -58,10 +44,8 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
 
 
 @compiled
-def _cast(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, dtype: tf.DType, keep: bool
-) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
-    x = fed_back(gradient, residual, decay)
+def _cast(terms: Terms, dtype: str, keep: bool) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]:
+    x = fed_back(*terms)
     part = tf.cast(x, dtype)
     new_residual = x - tf.cast(part, tf.float32) if keep else None
     return tf.reshape(part, [-1]), new_residual, tf.reduce_all(tf.math.is_finite(x))
@@ -76,7 +60,6 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Te
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class NoCompression(formats.NoCompression, _Cast):
     """Sends gradients uncompressed.
 
@@ -93,7 +76,6 @@ class NoCompression(formats.NoCompression, _Cast):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Float16(formats.Float16, _Cast):
     """Casts to IEEE 754 half precision.
 
@@ -103,7 +85,6 @@ class Float16(formats.Float16, _Cast):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class BFloat16(formats.BFloat16, _Cast):
     """Casts to bfloat16: float32's range, 8 bits of precision.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import tensorflow as tf
@@ -17,7 +16,6 @@ _ROUNDING = 1e-9
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class DGC(formats.DGC, TopK):
     """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): `topk` with momentum, clipping and a warm-up.
 

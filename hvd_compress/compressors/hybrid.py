@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -10,16 +9,14 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
-from .base import Compressor, Encoded, Seeds
-from .builtin import BuiltinCompressor
+from .base import ChunkInput, Compressor
 from .quantize import Quantize, decode_blocks, encode_blocks
 from .registry import register
-from .sparse import select_strided
+from .sparse import BlockTopK
 
 
 @register
-@dataclasses.dataclass(frozen=True)
-class Hybrid(formats.Hybrid, BuiltinCompressor):
+class Hybrid(formats.Hybrid, BlockTopK):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 
     Wire size, with k = max(1, ceil(ratio * n)), B = ceil(n / k) and b = min(256, k rounded up to 8):
@@ -39,23 +36,14 @@ class Hybrid(formats.Hybrid, BuiltinCompressor):
         """`quantize` with as many bits: the gradient of an embedding is already sparse, by rows."""
         return Quantize(self.bits)
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects, then quantizes; see `Compressor.encode`."""
-        rows, values, residual_of, finite = select_strided(gradient, residual, decay, self.ratio)
-        parts, error, _ = encode_blocks(values, None, 1.0, self.bits, None, keep)
-        shape = tuple(gradient.shape.as_list())
-        return Encoded([rows, *parts], shape, residual_of(values - error) if keep else None, finite)
+    def _encode_selected(
+        self, values: tf.Tensor, rows: tf.Tensor, chunk: ChunkInput
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        encoded = encode_blocks(chunk._replace(gradient=values, residual=None), self.bits)
+        return [rows, *encoded.parts], values - encoded.residual if chunk.keep else None
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Dequantizes each rank's values, then places and sums them in one pass."""
-        n = size_of(ctx)
-        k = num_kept(self.ratio, n)
-        pairs = [(decode_blocks([parts], self.bits, (k,), tf.constant(1.0)), rows) for rows, *parts in ranks]
-        return tf.reshape(select.spread(pairs, n, scale), ctx)
+        shape = (num_kept(self.ratio, size_of(ctx)),)
+        pairs = [(decode_blocks([parts], self.bits, shape, tf.constant(1.0)), rows) for rows, *parts in ranks]
+        return select.spread(pairs, ctx, scale)

@@ -13,10 +13,10 @@ class _Registered(type):
     """Looks attributes up in the register: an instance where a name needs no arguments, else the class."""
 
     def __getattr__(cls, name: str) -> Any:
-        for registered in (COMPRESSORS.instances, COMPRESSORS.classes):
-            if name in registered:
-                return registered[name]
-        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        registered = {**COMPRESSORS.classes, **COMPRESSORS.instances}
+        if name not in registered:
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        return registered[name]
 
     def __dir__(cls) -> list[str]:
         return [*super().__dir__(), *COMPRESSORS.classes, *COMPRESSORS.instances]
@@ -58,5 +58,4 @@ class Compression(metaclass=_Registered):
         """
         if not isinstance(spec, str):
             raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {error_text(spec)}")
-        compressor: compressors.Compressor = COMPRESSORS.parse(spec)
-        return compressor
+        return COMPRESSORS.parse(spec)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from .. import formats
-from ..formats.base import Shape
+from ..formats.base import Shape, size_of
 from ..formats.quantize import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
-from ..kernels.compile import compiled, fed_back
-from .base import Compressor, Encoded, Seeds
+from ..kernels.compile import Terms, compiled, fed_back
+from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .cast import NoCompression
 from .registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class OneBit(formats.OneBit, BuiltinCompressor):
     """Sends the sign of each value, and the mean |x| of each block.
 
@@ -37,29 +35,19 @@ class OneBit(formats.OneBit, BuiltinCompressor):
         """The same: each row has its own blocks."""
         return self
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Computes means and signs; see `Compressor.encode`."""
-        gradients = blocks.to_blocks(gradient, BLOCK)
-        residuals = None if residual is None else blocks.to_blocks(residual, BLOCK)
-        mean, finite = _means(gradients, residuals, decay, gradient.shape.num_elements())
-        signs, new_residual = _signs(gradients, residuals, mean, decay, keep)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        terms = chunk.terms(lambda x: blocks.to_blocks(x, BLOCK))
+        mean, finite = _means(terms, size_of(chunk.shape))
+        signs, new_residual = _signs(terms, mean, chunk.keep)
         if new_residual is not None:
-            new_residual = blocks.from_blocks(new_residual, gradient.shape)
-        return Encoded([mean, signs], tuple(gradient.shape.as_list()), new_residual, finite)
+            new_residual = blocks.from_blocks(new_residual, chunk.shape)
+        return Encoded([mean, signs], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Multiplies means and signs, and sums, in one pass."""
         return blocks.from_blocks(_decode_sum([list(parts) for parts in ranks], scale), ctx)
 
 
-@dataclasses.dataclass(frozen=True)
 class OneBitLater(OneBit):
     """The compressor of `hvdc.optimizers.OneBitAdam`: none in the first steps, then `onebit`."""
 
@@ -74,8 +62,8 @@ class OneBitLater(OneBit):
 
 
 @compiled
-def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, n: int) -> tuple[tf.Tensor, tf.Tensor]:
-    magnitude = tf.abs(fed_back(gradient, residual, decay))
+def _means(terms: Terms, n: int) -> tuple[tf.Tensor, tf.Tensor]:
+    magnitude = tf.abs(fed_back(*terms))
     rows, block = magnitude.shape
     sizes = tf.constant(float(block))
     padding = rows * block - n
@@ -88,20 +76,23 @@ def _means(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, n: int
 
 
 @compiled
-def _signs(
-    gradient: tf.Tensor, residual: tf.Tensor | None, mean: tf.Tensor, decay: float, keep: bool
-) -> tuple[tf.Tensor, tf.Tensor | None]:
-    values = fed_back(gradient, residual, decay)
+def _signs(terms: Terms, mean: tf.Tensor, keep: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
+    values = fed_back(*terms)
     negative = values < 0.0
     new_residual = values - tf.where(negative, -mean, mean) if keep else None
     return bitpack.pack(tf.cast(negative, tf.uint8), 1)[0], new_residual
 
 
+def decode_signs(mean: tf.Tensor, signs: tf.Tensor) -> tf.Tensor:
+    """The values that one rank's parts stand for; float32 [blocks, a, b], blocks of a * b elements."""
+    magnitude = mean[:, None]
+    return tf.where(bitpack.unpack([signs], 1) > 0, -magnitude, magnitude)
+
+
 @compiled
 def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
     total = None
-    for mean, signs in ranks:
-        magnitude = mean[:, None]
-        values = tf.where(bitpack.unpack([signs], 1) > 0, -magnitude, magnitude)
+    for parts in ranks:
+        values = decode_signs(*parts)
         total = values if total is None else total + values
     return total * scale

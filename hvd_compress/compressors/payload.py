@@ -54,11 +54,7 @@ class Payload:
 
 
 class WideSum:
-    """A bfloat16 tensor that becomes float32 in stock Horovod, whose operations do not take bfloat16.
-
-    Attributes:
-        tensor: The bfloat16 tensor.
-    """
+    """A bfloat16 tensor that becomes float32 in stock Horovod, whose operations do not take bfloat16."""
 
     def __init__(self, tensor: tf.Tensor) -> None:
         self.tensor = tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,13 +12,12 @@ from ..formats.base import Shape
 from ..kernels import subspace
 from ..kernels.compile import fed_back
 from . import error_feedback as feedback
-from .base import Encoded, Seeds
+from .base import ChunkInput, Encoded
 from .builtin import BuiltinCompressor
 from .registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     """Sends two factors of `rank` vectors instead of each matrix (Vogels, Karimireddy and Jaggi 2019, PowerSGD).
 
@@ -53,13 +51,8 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
         which is r m of m n. The rest of M is independent of M Q, whose span holds r of its m dimensions: r (n - r) of
         it are sent.
         """
-        sent = 0
-        for shape in shapes:
-            matrix = self.matrix(shape)
-            if matrix is None:
-                sent += math.prod(shape)
-            else:
-                sent += self.rank * (matrix.rows + matrix.columns - self.rank)
+        matrices = map(self.matrix, shapes)
+        sent = sum(math.prod(s) if m is None else self.rank * (sum(m) - self.rank) for s, m in zip(shapes, matrices))
         return 1.0 - sent / sum(map(math.prod, shapes))
 
     def lost_share(self, x: tf.Tensor) -> tf.Tensor:
@@ -73,30 +66,21 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
         start = subspace.start(tf.constant(0), 2 ** math.ceil(math.log2(n)))[:n]
         return 1.0 - subspace.through(x, tf.reshape(start, [self.rank, matrix.columns]))
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Factors a single tensor from a random start; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        matrix = self.matrix(shape)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        matrix = self.matrix(chunk.shape)
         if matrix is None:
-            x = feedback.add(gradient, residual, decay)
-            new_residual = tf.zeros_like(x) if keep else None
-            return Encoded([tf.reshape(x, [-1])], shape, new_residual, feedback.all_finite(x))
-        x = tf.reshape(fed_back(gradient, residual, decay), matrix)
-        start = subspace.start(seeds.shared, self.rank * matrix.columns)
+            x = chunk.sum()
+            new_residual = tf.zeros_like(x) if chunk.keep else None
+            return Encoded([tf.reshape(x, [-1])], chunk.shape, new_residual, feedback.all_finite(x))
+        x = tf.reshape(fed_back(*chunk.terms()), matrix)
+        start = subspace.start(chunk.seeds.shared, self.rank * matrix.columns)
         product = subspace.left(x, tf.reshape(start, [self.rank, matrix.columns]))
         (p,) = subspace.orthonormal([product[None]])
         q = subspace.right(x, p[0])
-        new_residual = tf.reshape(subspace.lost(x, p[0], q), shape) if keep else None
+        new_residual = tf.reshape(subspace.lost(x, p[0], q), chunk.shape) if chunk.keep else None
         # If the matrix is not finite, neither is its product with any factor.
         finite = feedback.all_finite(product) & feedback.all_finite(q)
-        return Encoded([p[0], q], shape, new_residual, finite)
+        return Encoded([p[0], q], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Multiplies the factors, and sums."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -11,15 +10,14 @@ from .. import formats
 from ..formats.base import Shape
 from ..formats.quantize import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
-from ..kernels.compile import compiled, fed_back
+from ..kernels.compile import Terms, compiled, fed_back
 from . import error_feedback as feedback
-from .base import Compressor, Encoded, Seeds
+from .base import ChunkInput, Compressor, Encoded, Seeds
 from .builtin import BuiltinCompressor
 from .registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class Quantize(formats.Quantize, BuiltinCompressor):
     """Sends each value as a code of `bits` bits; a block's codes stand for evenly spaced levels.
 
@@ -27,14 +25,12 @@ class Quantize(formats.Quantize, BuiltinCompressor):
     round(x / step) - round(m / step), decoded as (code + round(m / step)) * step. Zero is always a
     level, so that zero gradients stay zero. See `kernels.linear`.
 
-    Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8)
-    bytes.
+    Wire size, with b = min(256, n rounded up to 8) elements per block: ceil(n / b) * (b * bits / 8 + 8) bytes.
 
-    Error: |error| <= step / 2 and |error| <= |x| with nearest rounding; |error| < step with stochastic
-    rounding, for which step = (M - m) / (2**bits - 2) (M - m for one bit). Constant and zero blocks are
-    exact. Stochastic rounding is unbiased, and for two bits or more E||error||^2 <=
-    min(b / s^2, sqrt(b) / s) ||x||^2 per block, s = 2**(bits - 1) - 1 (QSGD, Alistarh et al. 2017,
-    Lemma 3.1).
+    Error: |error| <= step / 2 and |error| <= |x| with nearest rounding; |error| < step with stochastic rounding, for
+    which step = (M - m) / (2**bits - 2) (M - m for one bit). Constant and zero blocks are exact. Stochastic rounding is
+    unbiased, and for two bits or more E||error||^2 <= min(b / s^2, sqrt(b) / s) ||x||^2 per block, with
+    s = 2**(bits - 1) - 1 (QSGD, Alistarh et al. 2017, Lemma 3.1).
 
     Nearest rounding uses error feedback. Stochastic rounding does not: its error is zero on average, and
     with few bits it is not a contraction (GRACE, Xu et al. 2021, section V).
@@ -58,85 +54,59 @@ class Quantize(formats.Quantize, BuiltinCompressor):
         """The same: each row has its own blocks."""
         return self
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Quantizes and packs; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        seed = None
-        if self.rounding == "stochastic":
-            seed = noise.fold(noise.fold(seeds.local, seeds.chunk), self.seed)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        seed = self.noise_seed(chunk.seeds)
         if self.clip is None:
-            parts, new_residual, finite = encode_blocks(gradient, residual, decay, self.bits, seed, keep)
-            return Encoded(parts, shape, new_residual, finite)
-        x = feedback.add(gradient, residual, decay)
-        clipped = tf.reshape(clip_to_percentile(tf.reshape(x, [-1]), self.clip), shape)
-        parts, new_residual, _ = encode_blocks(clipped, None, 1.0, self.bits, seed, keep)
-        if new_residual is not None:
-            new_residual += x - clipped
-        return Encoded(parts, shape, new_residual, feedback.all_finite(x))
+            return encode_blocks(chunk, self.bits, seed)
+        x = chunk.sum()
+        clipped = tf.reshape(clip_to_percentile(tf.reshape(x, [-1]), self.clip), chunk.shape)
+        encoded = encode_blocks(chunk._replace(gradient=clipped, residual=None), self.bits, seed)
+        new_residual = encoded.residual + (x - clipped) if chunk.keep else None
+        return encoded._replace(residual=new_residual, finite=feedback.all_finite(x))
+
+    def noise_seed(self, seeds: Seeds) -> tf.Tensor | None:
+        """The seed of stochastic rounding; None with nearest rounding."""
+        if self.rounding == "nearest":
+            return None
+        return noise.fold(noise.fold(seeds.local, seeds.chunk), self.seed)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Unpacks, dequantizes and sums in one pass."""
         return decode_blocks(ranks, self.bits, ctx, scale)
 
 
-def encode_blocks(
-    gradient: tf.Tensor,
-    residual: tf.Tensor | None,
-    decay: float,
-    bits: int,
-    seed: tf.Tensor | None,
-    keep: bool,
-) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
-    """Quantizes gradient + decay * residual; returns the parts, the new residual and whether all is finite."""
-    gradients = blocks.to_blocks(gradient, BLOCK)
-    residuals = None if residual is None else blocks.to_blocks(residual, BLOCK)
-    parts, new_residual, finite = encode_matrix(gradients, residuals, decay, bits, seed, keep)
+def encode_blocks(chunk: ChunkInput, bits: int, seed: tf.Tensor | None = None) -> Encoded:
+    """Quantizes a chunk; `seed` is that of stochastic rounding."""
+    terms = chunk.terms(lambda x: blocks.to_blocks(x, BLOCK))
+    parts, new_residual, finite = encode_matrix(terms, bits, seed, chunk.keep)
     if new_residual is not None:
-        new_residual = blocks.from_blocks(new_residual, gradient.shape)
-    return parts, new_residual, finite
+        new_residual = blocks.from_blocks(new_residual, chunk.shape)
+    return Encoded(parts, chunk.shape, new_residual, finite)
 
 
 def encode_matrix(
-    gradient: tf.Tensor,
-    residual: tf.Tensor | None,
-    decay: float,
-    bits: int,
-    seed: tf.Tensor | None,
-    keep: bool,
+    terms: Terms, bits: int, seed: tf.Tensor | None, keep: bool
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
-    """`encode_blocks` for tensors that are divided into blocks already, float32 [blocks, block size]."""
-    step, base, finite = _grid(gradient, residual, decay, bits, seed is not None)
-    codes, new_residual = _quantize(gradient, residual, step, base, decay, bits, seed, keep)
+    """`encode_blocks` for tensors that are divided into blocks already, float32 [blocks, block size].
+
+    Returns the parts, the new residual, and whether all values are finite.
+    """
+    step, base, finite = _grid(terms, bits, seed is not None)
+    codes, new_residual = _quantize(terms, step, base, bits, seed, keep)
     return [step, base, *codes], new_residual, finite
 
 
 @compiled
-def _grid(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, bits: int, stochastic: bool
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    low, high, finite = linear.extremes(fed_back(gradient, residual, decay))
+def _grid(terms: Terms, bits: int, stochastic: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    low, high, finite = linear.extremes(fed_back(*terms))
     return *linear.grid(low, high, bits, stochastic), finite
 
 
 @compiled
 def _quantize(
-    gradient: tf.Tensor,
-    residual: tf.Tensor | None,
-    step: tf.Tensor,
-    base: tf.Tensor,
-    decay: float,
-    bits: int,
-    seed: tf.Tensor | None,
-    keep: bool,
+    terms: Terms, step: tf.Tensor, base: tf.Tensor, bits: int, seed: tf.Tensor | None, keep: bool
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    values = fed_back(gradient, residual, decay)
+    values = fed_back(*terms)
     uniform = None
     if seed is not None:
         uniform = tf.reshape(noise.uniform(seed, tf.size(values)), tf.shape(values))
@@ -146,16 +116,12 @@ def _quantize(
 
 def decode_blocks(ranks: Sequence[Sequence[tf.Tensor]], bits: int, shape: Shape, scale: tf.Tensor) -> tf.Tensor:
     """The scaled sum of the parts that `encode_blocks` made of a tensor of this shape on each rank."""
-    return blocks.from_blocks(decode_matrix(ranks, bits, scale), shape)
-
-
-def decode_matrix(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum of the parts of `encode_matrix` of each rank, float32 [blocks, a, b]: blocks of a * b elements."""
-    return _decode_sum([list(parts) for parts in ranks], bits, scale)
+    return blocks.from_blocks(decode_matrix([list(parts) for parts in ranks], bits, scale), shape)
 
 
 @compiled
-def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
+def decode_matrix(ranks: Sequence[list[tf.Tensor]], bits: int, scale: tf.Tensor) -> tf.Tensor:
+    """The scaled sum of the parts of `encode_matrix` of each rank, float32 [blocks, a, b]: blocks of a * b elements."""
     total = None
     for step, base, *packed in ranks:
         values = linear.dequantize(bitpack.unpack(packed, bits), step[:, None], base[:, None])

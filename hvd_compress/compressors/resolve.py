@@ -77,10 +77,9 @@ def policies(policy: Mapping[str, CompressionLike] | None) -> tuple[tuple[str, C
 def _instance(cls: type) -> Compressor:
     """One instance per class: the residuals of a custom training loop are looked up by it."""
     try:
-        compressor: Compressor = cls()
+        return cls()
     except TypeError as error:
         raise TypeError(
             f"compression={cls.__name__} is a class that needs arguments: "
             f"pass an instance, {cls.__name__}(...) ({error})"
         ) from None
-    return compressor

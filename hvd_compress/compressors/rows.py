@@ -8,16 +8,18 @@ and the rows of rare words do not share a scale with those of frequent ones.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
 
+from ..formats.cast import Cast
 from ..formats.quantize import BLOCK, SIGN_BLOCK
-from ..formats.rows import blocks_of, index_bytes, row_bytes
-from ..kernels import bitpack, blocks, noise
+from ..formats.sizes import fields
+from ..kernels import bitpack, blocks
 from ..kernels.compile import compiled
 from .base import Seeds
-from .onebit import OneBit
+from .onebit import OneBit, decode_signs
 from .quantize import Quantize, clip_to_percentile, decode_matrix, encode_matrix
 
 # Kernels are compiled for each number of rows, so rows are padded to one of these numbers.
@@ -28,8 +30,8 @@ _PADDED_COUNTS = [64 * 2**i for i in range(40)]
 class Rows:
     """Encodes rows of a table.
 
-    Wire size, as `formats.rows.row_bytes`: the row's number; a step and a base for each block of up to 256 columns (for
-    `onebit` a magnitude for each block of up to 1024); and the codes.
+    Wire size: the row's number; a step and a base for each block of up to 256 columns (for `onebit` a magnitude for
+    each block of up to 1024); and the codes.
 
     Error: that of the compressor, applied to the blocks of a row.
 
@@ -48,7 +50,7 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of an encoded row."""
-        return row_bytes(self.compressor, self.table, self.columns, self.dtype.size)
+        return self._index_bytes + sum(self._part_sizes)
 
     def encode(self, rows: tf.Tensor, values: tf.Tensor, seeds: Seeds) -> tuple[tf.Tensor, tf.Tensor]:
         """Encodes rows as bytes.
@@ -62,13 +64,13 @@ class Rows:
             The payload, uint8 [n, nbytes], and the new residuals in the shape and dtype of `values`. A row that is not
             finite decodes to a row that is not finite.
         """
-        numbers = tf.bitcast(rows, tf.uint8)[:, : index_bytes(self.table)]  # little-endian
+        numbers = tf.bitcast(rows, tf.uint8)[:, : self._index_bytes]  # little-endian
         encoded, new_residuals = self._encode(values, seeds)
         return tf.concat([numbers, encoded], 1), new_residuals
 
     def decode(self, payload: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The inverse of `encode`: the rows' numbers, int64 [n], and values, float32 (or `dtype`) [n, columns]."""
-        size = index_bytes(self.table)
+        size = self._index_bytes
         rows = tf.bitcast(tf.pad(payload[:, :size], [[0, 0], [0, 8 - size]]), tf.int64)
         return rows, tf.ensure_shape(self._decode(payload[:, size:]), [None, self.columns])
 
@@ -81,21 +83,20 @@ class Rows:
         padded = _pad_rows(x)
         zero = tf.zeros_like(padded[:, :1])
         if isinstance(compressor, OneBit):
-            _, block = blocks_of(self.columns, SIGN_BLOCK)
-            parts, new_residuals = _encode_signs(self._to_blocks(padded, block, zero), self._block_sizes(block))
+            num_blocks, block = self._blocks
+            # Elements of each block of a row that are not padding.
+            sizes = tf.constant([[float(min(block, self.columns - i * block))] for i in range(num_blocks)])
+            parts, new_residuals = _encode_signs(self._to_blocks(padded, zero), sizes)
         else:
-            _, block = blocks_of(self.columns, BLOCK)
             clipped = padded if compressor.clip is None else clip_to_percentile(padded, compressor.clip)
-            seed = None
-            if compressor.rounding == "stochastic":
-                seed = noise.fold(noise.fold(seeds.local, seeds.chunk), compressor.seed)
             # Padded with the last column, which does not change minimum and maximum.
-            matrix = self._to_blocks(clipped, block, clipped[:, -1:])
-            (step, *others), new_residuals, _ = encode_matrix(matrix, None, 1.0, compressor.bits, seed, True)
-            finite = tf.reduce_all(tf.math.is_finite(self._to_blocks(padded, block, zero)), 1, keepdims=True)
+            matrix = self._to_blocks(clipped, clipped[:, -1:])
+            seed = compressor.noise_seed(seeds)
+            (step, *others), new_residuals, _ = encode_matrix((matrix, None, 1.0), compressor.bits, seed, True)
+            finite = tf.reduce_all(tf.math.is_finite(self._to_blocks(padded, zero)), 1, keepdims=True)
             parts = [tf.where(finite, step, float("nan")), *others]
             if clipped is not padded:
-                new_residuals += self._to_blocks(padded - clipped, block, zero)
+                new_residuals += self._to_blocks(padded - clipped, zero)
         encoded = [tf.reshape(_to_bytes(part), [tf.shape(padded)[0], -1]) for part in parts]
         new_residuals = tf.reshape(new_residuals, [tf.shape(padded)[0], -1])[:count, : self.columns]
         return tf.concat(encoded, 1)[:count], new_residuals
@@ -108,14 +109,13 @@ class Rows:
         count = tf.shape(encoded)[0]
         encoded = _pad_rows(encoded)
         signs = isinstance(compressor, OneBit)
-        num_blocks, block = blocks_of(self.columns, SIGN_BLOCK if signs else BLOCK)
-        widths = [1] if signs else bitpack.fields(compressor.bits)
+        num_blocks, block = self._blocks
         scales = 1 if signs else 2  # of a block: the magnitude, or step and base
         parts, start = [], 0
-        for i, size in enumerate([4] * scales + [block * width // 8 for width in widths]):
-            part = tf.reshape(encoded[:, start : start + num_blocks * size], [-1, size])
+        for i, size in enumerate(self._part_sizes):
+            part = tf.reshape(encoded[:, start : start + size], [-1, size // num_blocks])
             parts.append(tf.bitcast(part, tf.float32)[:, None] if i < scales else part)
-            start += num_blocks * size
+            start += size
         if signs:
             values = _decode_signs(*parts)
         else:
@@ -124,19 +124,42 @@ class Rows:
 
     @property
     def _wire(self) -> tf.DType:
-        return self.dtype if self.compressor.uncompressed else self.compressor.wire_dtype
+        return self.dtype if self.compressor.uncompressed else tf.as_dtype(self.compressor.wire_type)
 
-    def _to_blocks(self, x: tf.Tensor, block: int, column: tf.Tensor) -> tf.Tensor:
+    @property
+    def _index_bytes(self) -> int:
+        """Bytes of a row's number. The number `table` itself fits, too: it means no row."""
+        return math.ceil(self.table.bit_length() / 8)
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """How many blocks of equal size a row is divided into, and this size: a multiple of 8."""
+        count = max(1, math.ceil(self.columns / (SIGN_BLOCK if isinstance(self.compressor, OneBit) else BLOCK)))
+        return count, 8 * math.ceil(self.columns / count / 8)
+
+    @property
+    def _part_sizes(self) -> list[int]:
+        """Bytes of each part of a row, after its number.
+
+        Raises:
+            TypeError: Rows are not sent in this form.
+        """
+        if isinstance(self.compressor, Cast):
+            return [self.columns * self._wire.size]
+        count, block = self._blocks
+        if isinstance(self.compressor, OneBit):
+            return [4 * count, count * block // 8]
+        if isinstance(self.compressor, Quantize):
+            return [4 * count, 4 * count, *(count * block * width // 8 for width in fields(self.compressor.bits))]
+        raise TypeError(f"{self.compressor} is no form for rows")
+
+    def _to_blocks(self, x: tf.Tensor, column: tf.Tensor) -> tf.Tensor:
         """Rows of `columns` elements as [rows * blocks, block]; their last blocks are padded with `column`."""
+        _, block = self._blocks
         missing = -self.columns % block
         if missing:
             x = tf.concat([x, *[column] * missing], 1)
         return tf.reshape(x, [-1, block])
-
-    def _block_sizes(self, block: int) -> tf.Tensor:
-        """How many elements of each block of a row are not padding, float32 [blocks, 1]."""
-        count, _ = blocks_of(self.columns, SIGN_BLOCK)
-        return tf.constant([[float(min(block, self.columns - i * block))] for i in range(count)])
 
 
 def _pad_rows(x: tf.Tensor) -> tf.Tensor:
@@ -166,7 +189,4 @@ def _encode_signs(x: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], tf.T
     return [mean, packed], tf.ensure_shape(x - tf.where(negative, -mean, mean), [None, width])
 
 
-@compiled
-def _decode_signs(mean: tf.Tensor, packed: tf.Tensor) -> tf.Tensor:
-    magnitude = mean[:, None]
-    return tf.where(bitpack.unpack([packed], 1) > 0, -magnitude, magnitude)
+_decode_signs = compiled(decode_signs)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Callable
 
 import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
-from ..kernels import indices, noise, select
+from ..kernels import blocks, indices, noise, select
 from ..kernels.compile import compiled
 from . import error_feedback as feedback
-from .base import Encoded, Seeds
+from .base import ChunkInput, Encoded
 from .builtin import BuiltinCompressor
 from .registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class TopK(formats.TopK, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * n)) elements of largest magnitude, exactly.
 
@@ -33,21 +30,12 @@ class TopK(formats.TopK, BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; see `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        x = feedback.add(gradient, residual, decay)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = chunk.sum()
         flat = tf.reshape(x, [-1])
-        selected = select.top_k(flat, num_kept(self.ratio, flat.shape[0]))
-        new_residual = tf.reshape(zero_rows(flat, selected), shape) if keep else None
-        return Encoded(gather_parts(flat, selected), shape, new_residual, feedback.all_finite(x))
+        parts, rest = encode_rows(flat, flat, self.ratio, chunk.keep)
+        new_residual = None if rest is None else tf.reshape(rest, chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, feedback.all_finite(x))
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Adds the elements to zeros, one rank after another."""
@@ -55,7 +43,6 @@ class TopK(formats.TopK, BuiltinCompressor):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
@@ -72,27 +59,28 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
         ratio: The share that is kept, above 0 and at most 1.
     """
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; see `Compressor.encode`."""
-        rows, values, residual_of, finite = select_strided(gradient, residual, decay, self.ratio)
-        shape = tuple(gradient.shape.as_list())
-        return Encoded([values, rows], shape, residual_of(values) if keep else None, finite)
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        k = num_kept(self.ratio, size_of(chunk.shape))
+        terms = chunk.terms(lambda x: select.strided(tf.reshape(x, [-1]), k))
+        rows, values, finite = select.strided_top1(terms)
+        parts, sent = self._encode_selected(values, rows, chunk)
+        new_residual = None
+        if chunk.keep:
+            new_residual = blocks.from_blocks(select.strided_rest(terms, rows, sent), chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, finite)
+
+    def _encode_selected(
+        self, values: tf.Tensor, rows: tf.Tensor, chunk: ChunkInput
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The parts for the selected values and their rows, and what the values are decoded to (if wanted)."""
+        return [values, rows], values
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Places and sums the values in one pass."""
-        pairs = [(values, rows) for values, rows in ranks]
-        return tf.reshape(select.spread(pairs, size_of(ctx), scale), ctx)
+        return select.spread([(values, rows) for values, rows in ranks], ctx, scale)
 
 
 @register
-@dataclasses.dataclass(frozen=True)
 class RandomK(formats.RandomK, BuiltinCompressor):
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
@@ -117,34 +105,25 @@ class RandomK(formats.RandomK, BuiltinCompressor):
         """False when unbiased."""
         return not self.unbiased
 
-    def encode(
-        self,
-        gradient: tf.Tensor,
-        seeds: Seeds,
-        residual: tf.Tensor | None = None,
-        decay: float = 1.0,
-        keep: bool = False,
-    ) -> Encoded:
-        """Selects; the context holds the selected rows. See `Compressor.encode`."""
-        shape = tuple(gradient.shape.as_list())
-        x = tf.reshape(feedback.add(gradient, residual, decay), [-1])
+    def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
+        x = tf.reshape(chunk.sum(), [-1])
         n = x.shape[0]
         k = num_kept(self.ratio, n)
+        seeds = chunk.seeds
         rows = select.strided_random(n, k, noise.fold(noise.fold(seeds.shared, seeds.chunk), self.seed))
         values = _take(x, rows, self.unbiased)
         new_residual = None
-        if keep:
-            rest = select.strided_rest(select.strided(x, k), None, 1.0, rows, values)
-            new_residual = tf.reshape(select.unstrided(rest, n), shape)
-        return Encoded([values], (shape, rows), new_residual, feedback.all_finite(x))
+        if chunk.keep:
+            rest = select.strided_rest((select.strided(x, k), None, 1.0), rows, values)
+            new_residual = blocks.from_blocks(rest, chunk.shape)
+        return Encoded([values], (chunk.shape, rows), new_residual, feedback.all_finite(x))
 
     def decode_sum(
         self, ranks: Sequence[Sequence[tf.Tensor]], ctx: tuple[Shape, tf.Tensor], scale: tf.Tensor
     ) -> tf.Tensor:
         """Places and sums the values in one pass."""
         shape, rows = ctx
-        pairs = [(values, rows) for (values,) in ranks]
-        return tf.reshape(select.spread(pairs, size_of(shape), scale), shape)
+        return select.spread([(values, rows) for (values,) in ranks], shape, scale)
 
 
 @compiled
@@ -154,19 +133,24 @@ def _take(flat: tf.Tensor, rows: tf.Tensor, unbiased: bool) -> tf.Tensor:
     return values * tf.cast(counts, tf.float32) if unbiased else values
 
 
-def gather_parts(rows: tf.Tensor, selected: tf.Tensor) -> list[tf.Tensor]:
-    """The `selected` (int64 [k], ascending) of `rows` [n, ...], then their packed indices."""
-    return [tf.gather(rows, selected), *indices.pack(selected, rows.shape[0])]
+def encode_rows(
+    rows: tf.Tensor, scores: tf.Tensor, ratio: float, keep: bool
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """Those of `rows` [n, ...] whose scores [n] are of largest magnitude, and their packed indices.
 
-
-def zero_rows(rows: tf.Tensor, selected: tf.Tensor) -> tf.Tensor:
-    """`rows` [n, ...] with zeros in place of the `selected` ones."""
-    zeros = tf.zeros([*selected.shape, *rows.shape[1:]])
-    return tf.tensor_scatter_nd_update(rows, selected[:, None], zeros)
+    Also returns `rows` with zeros in place of these, if wanted (`keep`).
+    """
+    n = rows.shape[0]
+    selected = select.top_k(scores, num_kept(ratio, n))
+    rest = None
+    if keep:
+        zeros = tf.zeros([*selected.shape, *rows.shape[1:]])
+        rest = tf.tensor_scatter_nd_update(rows, selected[:, None], zeros)
+    return [tf.gather(rows, selected), *indices.pack(selected, n)], rest
 
 
 def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
-    """The scaled sum, [n, ...], of the parts that `gather_parts` made of `n` rows on each rank.
+    """The scaled sum, [n, ...], of the parts that `encode_rows` made of `n` rows on each rank.
 
     All elements are NaN if any indices are damaged. Ranks are added one after another: the indices of each are
     distinct, so that the order of additions is fixed.
@@ -180,25 +164,3 @@ def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) 
     for (values, *_), (selected, _) in zip(ranks, unpacked):
         total = tf.tensor_scatter_nd_add(total, selected[:, None], values * scale)
     return total
-
-
-def select_strided(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, ratio: float
-) -> tuple[tf.Tensor, tf.Tensor, Callable[[tf.Tensor], tf.Tensor], tf.Tensor]:
-    """The largest element of each strided block of gradient + decay * residual.
-
-    Returns:
-        The row of each element ([k]); its value (float32 [k]); a function from the values that are sent to the
-        new residual (float32 in the gradient's shape); and whether all of the sum is finite.
-    """
-    n = gradient.shape.num_elements()
-    k = num_kept(ratio, n)
-    grid = select.strided(tf.reshape(gradient, [-1]), k)
-    residual_grid = None if residual is None else select.strided(tf.reshape(residual, [-1]), k)
-    rows, values, finite = select.strided_top1(grid, residual_grid, decay)
-
-    def residual_of(sent: tf.Tensor) -> tf.Tensor:
-        rest = select.unstrided(select.strided_rest(grid, residual_grid, decay, rows, sent), n)
-        return tf.reshape(rest, gradient.shape)
-
-    return rows, values, residual_of, finite

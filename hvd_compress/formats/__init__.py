@@ -5,8 +5,6 @@ Pure Python: sizes and times can be predicted where neither TensorFlow nor Horov
 """
 
 from .base import Format as Format
-from .base import Part as Part
-from .base import is_summed as is_summed
 from .cast import BFloat16 as BFloat16
 from .cast import Float16 as Float16
 from .cast import NoCompression as NoCompression
@@ -19,5 +17,4 @@ from .sparse import BlockSparse as BlockSparse
 from .sparse import BlockTopK as BlockTopK
 from .sparse import Hybrid as Hybrid
 from .sparse import RandomK as RandomK
-from .sparse import Strided as Strided
 from .sparse import TopK as TopK

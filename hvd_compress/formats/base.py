@@ -30,17 +30,14 @@ class Part(NamedTuple):
 class Traits:
     """What the exchange, the cost model and the engine need to know of a compressor.
 
+    `hvdc.Compressor` describes `summable`, `sparse`, `per_tensor` and `alignment`.
+
     Attributes:
-        summable: Whether the payload is one tensor of floats that may be summed before it is decompressed; it is then
-            exchanged in a plain allreduce.
-        sparse: Whether most elements decode to zero, so that momentum correction makes sense.
-        per_tensor: Whether it needs each gradient in its own shape rather than flat chunks.
         model_wide: Whether all gradients of the model are exchanged at once, as with `powersgd`.
         uncompressed: Whether gradients are left as they are, for Horovod's own allreduce.
         automatic: Whether it stands for a choice among `candidates` in each step.
         pure: Whether `encode` depends on its arguments only, so that buckets of one shape share a function.
         value_bits: The bits of each value that is sent.
-        alignment: Chunks whose size is a multiple of this are encoded without padding; others are padded.
     """
 
     summable: bool = False
@@ -111,18 +108,13 @@ class Format(Traits):
 
 
 def is_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
-    """Whether the payloads of tensors of these shapes are summed without decompression.
+    """Whether a compressor's or a format's payloads of tensors of these shapes are summed without decompression.
 
     Payloads of 16 bits are not, although they may be: the sum would be rounded at every rank.
-
-    Args:
-        compressor: A `Format` or a `hvdc.Compressor`.
-        shapes: Shapes of the tensors.
     """
     if not compressor.summable:
         return False
-    parts_of = compressor.parts if isinstance(compressor, Format) else compressor.layout
-    layouts = [parts_of(shape) for shape in shapes]
+    layouts = map(compressor.parts if isinstance(compressor, Format) else compressor.layout, shapes)
     return all(len(parts) == 1 and parts[0].dtype == "float32" for parts in layouts)
 
 

@@ -15,11 +15,6 @@ class Cast(Format):
     summable = True
     wire_type: ClassVar[str]
 
-    @property
-    def value_bits(self) -> int:  # type: ignore[override]
-        """The bits of `wire_type`."""
-        return 8 * Part((1,), self.wire_type).nbytes
-
     def parts(self, shape: Shape) -> list[Part]:
         """One part: the values."""
         return [Part((size_of(shape),), self.wire_type)]
@@ -43,6 +38,7 @@ class Float16(Cast):
 
     name = "fp16"
     examples = ("fp16",)
+    value_bits = 16
     wire_type = "float16"
 
 
@@ -53,4 +49,5 @@ class BFloat16(Cast):
 
     name = "bf16"
     examples = ("bf16",)
+    value_bits = 16
     wire_type = "bfloat16"

@@ -62,10 +62,8 @@ class DGC(TopK):
         """A compressor without warm-up for each of `densities`."""
         if len(self.densities) == 1:
             return (self,)
-        return tuple(
-            dataclasses.replace(self, ratio=density, warmup_epochs=0, steps_per_epoch=None)
-            for density in self.densities
-        )
+        without_warmup = dataclasses.replace(self, warmup_epochs=0, steps_per_epoch=None)
+        return tuple(dataclasses.replace(without_warmup, ratio=density) for density in self.densities)
 
     @property
     def epochs_per_stage(self) -> float:

@@ -10,7 +10,7 @@ from ..common import checks
 from ..common.error_text import error_text
 from .base import Format, Part, Shape, size_of
 from .registry import register
-from .sizes import block_count, block_size, fields
+from .sizes import block_shape, fields
 
 # In smaller blocks, fewer small values round to zero beside an outlier. A block's header of 8 bytes costs a quarter
 # of a bit per element.
@@ -64,8 +64,7 @@ class Quantize(Format):
 
 def block_parts(n: int, bits: int) -> list[Part]:
     """The parts of `n` elements that are quantized in blocks, each with its own step and base."""
-    block = block_size(n, BLOCK)
-    rows = block_count(n, block)
+    rows, block = block_shape(n, BLOCK)
     scale = Part((rows, 1), "float32")
     return [scale, scale, *(Part((rows, block * width // 8), "uint8") for width in fields(bits))]
 
@@ -82,7 +81,5 @@ class OneBit(Format):
 
     def parts(self, shape: Shape) -> list[Part]:
         """The magnitude of each block, then the signs."""
-        n = size_of(shape)
-        block = block_size(n, SIGN_BLOCK)
-        rows = block_count(n, block)
+        rows, block = block_shape(size_of(shape), SIGN_BLOCK)
         return [Part((rows, 1), "float32"), Part((rows, block // 8), "uint8")]

@@ -30,10 +30,7 @@ class Registry(Generic[T]):
         self.instances: dict[str, T] = {}
 
     def register(self, cls: Class) -> Class:
-        """Adds a dataclass; used as a decorator.
-
-        Its `name`, `short_names` and `examples` are those of a `Format`.
-        """
+        """Adds a dataclass with the `name`, `short_names` and `examples` of a `Format`; used as a decorator."""
         added: Any = cls
         self.classes[added.name] = added
         if not dataclasses.fields(added):
@@ -45,9 +42,6 @@ class Registry(Generic[T]):
     def parse(self, spec: str) -> T:
         """Makes what a spec string names.
 
-        Args:
-            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
-
         Raises:
             ValueError: The name, an argument or a value is not known or not valid, or an argument is missing.
         """
@@ -55,11 +49,8 @@ class Registry(Generic[T]):
         if name in self.instances and not text:
             return self.instances[name]
         if name not in self.classes:
-            raise ValueError(
-                f"compressor {name!r} takes no arguments, got {error_text(text)}"
-                if name in self.instances
-                else self._unknown(name)
-            )
+            no_arguments = f"compressor {name!r} takes no arguments, got {error_text(text)}"
+            raise ValueError(no_arguments if name in self.instances else self._unknown(name))
         fields = dataclasses.fields(self.classes[name])
         arguments = parse_arguments(spec, [field.name for field in fields])
         required = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -67,8 +58,7 @@ class Registry(Generic[T]):
         if missing:
             example = ",".join(f"{key}={'0.01' if key == 'ratio' else '4'}" for key in missing)
             raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
-        parsed: T = self.classes[name](**arguments)
-        return parsed
+        return self.classes[name](**arguments)
 
     def example_specs(self) -> list[str]:
         """The `examples` of all classes."""

@@ -10,14 +10,10 @@ PAGE = 65536  # elements of a page of indices; see `kernels.indices`
 ROW = 1024  # bitmap bits packed as one row
 
 
-def block_size(n: int, largest: int) -> int:
-    """The block size for `n` elements: `largest`, or `n` rounded up to a multiple of 8 if that is less."""
-    return min(largest, 8 * math.ceil(max(n, 1) / 8))
-
-
-def block_count(n: int, block: int) -> int:
-    """The number of blocks of `block` elements that hold `n` elements."""
-    return math.ceil(n / block)
+def block_shape(n: int, largest: int) -> tuple[int, int]:
+    """The number of blocks of `n` elements, and their size: `largest`, or `n` rounded up to a multiple of 8 if less."""
+    block = min(largest, 8 * math.ceil(max(n, 1) / 8))
+    return math.ceil(n / block), block
 
 
 def fields(bits: int) -> list[int]:
@@ -37,7 +33,8 @@ def row_dtype(rows: int) -> str:
 
 def index_form(n: int, k: int) -> str:
     """`"pages"` or `"bitmap"`, whichever takes fewer bytes for `k` of `n` indices; see `kernels.indices`."""
-    return "bitmap" if bitmap_bytes(n) < _pages_bytes(n, k) else "pages"
+    pages_bytes = 2 * k + (4 * math.ceil(n / PAGE) if n > PAGE else 0)
+    return "bitmap" if bitmap_bytes(n) < pages_bytes else "pages"
 
 
 def index_parts(n: int, k: int) -> list[Part]:
@@ -51,7 +48,3 @@ def index_parts(n: int, k: int) -> list[Part]:
 def bitmap_bytes(n: int) -> int:
     """Bytes of a bitmap of `n` elements."""
     return 8 * math.ceil(n / 64) if n <= ROW else ROW // 8 * math.ceil(n / ROW)
-
-
-def _pages_bytes(n: int, k: int) -> int:
-    return 2 * k + (4 * math.ceil(n / PAGE) if n > PAGE else 0)

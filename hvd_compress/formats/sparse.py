@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..common import checks
 from .base import Format, Part, Shape, num_kept, size_of
@@ -20,7 +20,7 @@ class TopK(Format):
     """The elements of largest magnitude, and their indices."""
 
     name = "topk"
-    examples = ("topk:ratio=0.01", "topk:ratio=0.3")
+    examples: ClassVar[tuple[str, ...]] = ("topk:ratio=0.01", "topk:ratio=0.3")
     sparse = True
     ratio: float
 
@@ -34,6 +34,7 @@ class TopK(Format):
         return [Part((k,), "float32"), *index_parts(n, k)]
 
 
+@dataclasses.dataclass(frozen=True)
 class Strided(Format):
     """One element of each of k = max(1, ceil(ratio * n)) strided blocks."""
 
@@ -48,11 +49,6 @@ class Strided(Format):
         size = round(1.0 / self.ratio)
         return math.lcm(16, size) if abs(size * self.ratio - 1.0) < 1e-9 else 16
 
-    def rows_of(self, n: int) -> Part:
-        """The part that holds the selected row of each block, for `n` elements."""
-        k = num_kept(self.ratio, n)
-        return Part((k,), row_dtype(stride_blocks(n, k)))
-
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +57,12 @@ class BlockTopK(Strided):
 
     name = "block_topk"
     examples = ("block_topk:ratio=0.05",)
-    ratio: float
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values, then the row of each."""
-        rows = self.rows_of(size_of(shape))
-        return [Part(rows.shape, "float32"), rows]
+        n = size_of(shape)
+        k = num_kept(self.ratio, n)
+        return [Part((k,), "float32"), Part((k,), row_dtype(stride_blocks(n, k)))]
 
 
 @register
@@ -77,16 +73,13 @@ class RandomK(Strided):
     name = "randomk"
     examples = ("randomk:ratio=0.1", "randomk:ratio=0.1,unbiased=true")
     summable = True
-    ratio: float
     unbiased: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(
-            unbiased=checks.true_or_false("randomk: unbiased", self.unbiased),
-            seed=checks.seed("randomk: seed", self.seed),
-        )
+        self._set(unbiased=checks.true_or_false("randomk: unbiased", self.unbiased))
+        self._set(seed=checks.seed("randomk: seed", self.seed))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The values."""
@@ -95,12 +88,11 @@ class RandomK(Strided):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Strided):
+class Hybrid(BlockTopK):
     """The largest element of each strided block, in `bits` bits."""
 
     name = "hybrid"
     examples = ("hybrid:ratio=0.05,bits=4",)
-    ratio: float
     bits: int
 
     def __post_init__(self) -> None:
@@ -114,33 +106,29 @@ class Hybrid(Strided):
 
     def parts(self, shape: Shape) -> list[Part]:
         """The row of each value, then the parts of the quantized values."""
-        rows = self.rows_of(size_of(shape))
-        return [rows, *block_parts(size_of(rows.shape), self.bits)]
+        values, rows = super().parts(shape)
+        return [rows, *block_parts(size_of(values.shape), self.bits)]
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class BlockSparse(Format):
-    """The blocks of matrices with the largest norms."""
+class BlockSparse(TopK):
+    """The blocks of matrices with the largest norms; elements where blocks do not fit."""
 
     name = "block_sparse"
     examples = ("block_sparse:ratio=0.1,block=4",)
-    sparse = True
     per_tensor = True
-    ratio: float
     block: int
 
     def __post_init__(self) -> None:
-        self._set(
-            ratio=checks.ratio("block_sparse: ratio", self.ratio),
-            block=checks.integer("block_sparse: block", self.block, 1),
-        )
+        super().__post_init__()
+        self._set(block=checks.integer("block_sparse: block", self.block, 1))
 
     def parts(self, shape: Shape) -> list[Part]:
         """The blocks' values, then their indices."""
         grid = self.grid(shape)
         if grid is None:
-            return TopK(self.ratio).parts(shape)
+            return super().parts(shape)
         num_blocks = math.prod(grid)
         k = num_kept(self.ratio, num_blocks)
         return [Part((k, self.block * self.block), "float32"), *index_parts(num_blocks, k)]

@@ -19,11 +19,7 @@ def format_spec(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
-    """The arguments in a spec string.
-
-    Args:
-        spec: The whole spec string.
-        known: The arguments that its compressor takes.
+    """The arguments in a spec string of a compressor that takes the `known` ones.
 
     Raises:
         ValueError: An argument is not known, has no value or stands twice.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Callable
 
 import tensorflow as tf
 
-from ..formats.sizes import block_count as block_count
-from ..formats.sizes import block_size
+from ..formats.sizes import block_shape
 
 
 def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
@@ -21,7 +21,7 @@ def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
     The last block is padded with the last element, which changes neither its minimum nor its maximum.
     """
     flat = tf.reshape(tensor, [-1])
-    block = block_size(flat.shape[0], largest)
+    _, block = block_shape(flat.shape[0], largest)
     missing = -flat.shape[0] % block
     if missing:
         flat = tf.concat([flat, tf.fill([missing], flat[-1])], 0)
@@ -34,15 +34,14 @@ def from_blocks(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(flat if flat.shape[0] == n else flat[:n], shape)
 
 
-def halving(blocks: tf.Tensor, reduce_pair: object) -> tf.Tensor:
+def halving(blocks: tf.Tensor, reduce_pair: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """Reduces each row of `blocks` [rows, columns] to one value, [rows, 1], by halving the row.
 
-    XLA vectorizes this form about twice as well as a reduction along the last axis, and the order
-    of a sum is the same everywhere.
+    XLA vectorizes this form about twice as well as a reduction along the last axis, and the order of a sum is the same
+    everywhere.
     """
     while blocks.shape[1] > 1:
-        width = blocks.shape[1]
-        half = width // 2
-        folded = reduce_pair(blocks[:, :half], blocks[:, half : 2 * half])  # type: ignore[operator]
-        blocks = tf.concat([folded, blocks[:, 2 * half :]], 1) if width % 2 else folded
+        half, odd = divmod(blocks.shape[1], 2)
+        folded = reduce_pair(blocks[:, :half], blocks[:, half : 2 * half])
+        blocks = tf.concat([folded, blocks[:, 2 * half :]], 1) if odd else folded
     return blocks

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import tensorflow as tf
+
+# A gradient, its residual and the residual's factor: what `fed_back` adds.
+Terms = tuple[tf.Tensor, Optional[tf.Tensor], float]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

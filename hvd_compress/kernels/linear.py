@@ -1,11 +1,10 @@
 """Linear quantization of blocks, with zero always among the levels.
 
-A block with minimum m and maximum M gets levels (base + code) * step, code = 0 ... L = 2**bits - 1.
-The step is (M - m) / L and base = round(m / step) is an integer, so that zero is a level exactly:
-every level is a multiple of the step. The range [base - 1/2, base + L + 1/2] * step is one step
-wider than [m, M] and therefore still covers it: the error of nearest rounding stays at most
-step / 2. Because zero is a level, the error is also at most |x|, which makes the quantizer a
-contraction, as error feedback requires (Karimireddy et al. 2019, Assumption A).
+A block with minimum m and maximum M gets levels (base + code) * step, code = 0 ... L = 2**bits - 1. The step is
+(M - m) / L and base = round(m / step) is an integer, so that zero is a level exactly: every level is a multiple of the
+step. The range [base - 1/2, base + L + 1/2] * step is one step wider than [m, M] and therefore still covers it: the
+error of nearest rounding stays at most step / 2. Because zero is a level, the error is also at most |x|, which makes
+the quantizer a contraction, as error feedback requires (Karimireddy et al. 2019, Assumption A).
 
 Stochastic rounding needs levels at or beyond both ends, so its step is (M - m) / (L - 1) (with one
 bit: levels m and M). It is then unbiased, and its step is at most max|x| / s with s = 2**(bits - 1)
@@ -64,11 +63,9 @@ def grid(low: tf.Tensor, high: tf.Tensor, bits: int, stochastic: bool) -> tuple[
     step = tf.where(high > low, step, largest * 0.25)
     step = tf.where(step > _TINY, step, tf.zeros_like(step))
     start = tf.math.divide_no_nan(low, step)
-    if not stochastic:
-        base = tf.round(start)
-    else:
-        base = tf.floor(start) if bits > 1 else start
-    return step, base
+    if stochastic:
+        return step, tf.floor(start) if bits > 1 else start
+    return step, tf.round(start)
 
 
 def quantize(
@@ -79,7 +76,7 @@ def quantize(
     `noise` in [0, 1) gives stochastic rounding, None nearest rounding.
     """
     largest = float(2**bits - 1)
-    position = values * _inverse(step)
+    position = values * tf.where(step > 0.0, 1.0 / step, tf.zeros_like(step))
     if noise is None:
         # Round before subtracting the base, an integer of at most 2**22: both operations are exact.
         lowest = base + _MAGIC
@@ -94,7 +91,3 @@ def quantize(
 def dequantize(codes: tf.Tensor, step: tf.Tensor, base: tf.Tensor) -> tf.Tensor:
     """The float32 values that `codes`, of any integer dtype, decode to."""
     return (tf.cast(codes, tf.float32) + base) * step
-
-
-def _inverse(step: tf.Tensor) -> tf.Tensor:
-    return tf.where(step > 0.0, 1.0 / step, tf.zeros_like(step))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ..formats.base import Shape, size_of
 from ..formats.sizes import row_dtype, stride_blocks
-from . import noise
-from .compile import compiled, fed_back
+from . import blocks, noise
+from .compile import Terms, compiled, fed_back
 
 # Up to this size, preselecting candidates costs more than it saves.
 _SMALL = 1 << 16
@@ -55,7 +56,10 @@ def _first_largest(values: tf.Tensor, labels: tf.Tensor | None, k: int) -> tf.Te
 
 
 def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
-    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; the last row is padded with zeros."""
+    """`flat` [n] as [rows, k], whose columns are its `k` strided blocks; the last row is padded with zeros.
+
+    The inverse is `blocks.from_blocks`.
+    """
     missing = stride_blocks(flat.shape[0], k) * k - flat.shape[0]
     if missing:
         # Outside compiled kernels: inside, padding costs twice as much as the whole selection.
@@ -63,23 +67,16 @@ def strided(flat: tf.Tensor, k: int) -> tf.Tensor:
     return tf.reshape(flat, [-1, k])
 
 
-def unstrided(grid: tf.Tensor, n: int) -> tf.Tensor:
-    """The inverse of `strided`: the first `n` elements, flat."""
-    flat = tf.reshape(grid, [-1])
-    return flat if flat.shape[0] == n else flat[:n]
-
-
 @compiled
-def strided_top1(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def strided_top1(terms: Terms) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The element of largest magnitude in each column of gradient + decay * residual (float32 [rows, k]).
 
     Returns its row (`row_dtype` [k]), its value (float32 [k]), and whether all elements are finite. It is found
     as one integer maximum over magnitudes whose lowest bits are replaced by the row, so that either of two close
     magnitudes (closer than 2**-15 for up to 256 rows) may be selected.
     """
-    grid = fed_back(gradient, residual, decay)
+    gradient, residual, decay = terms
+    grid = fed_back(*terms)
     rows = grid.shape[0]
     row_mask = (1 << max(rows - 1, 1).bit_length()) - 1
     magnitudes = tf.bitwise.bitwise_and(tf.bitcast(grid, tf.int32), 0x7FFFFFFF & ~row_mask)
@@ -96,11 +93,9 @@ def strided_top1(
 
 
 @compiled
-def strided_rest(
-    gradient: tf.Tensor, residual: tf.Tensor | None, decay: float, rows: tf.Tensor, sent: tf.Tensor
-) -> tf.Tensor:
+def strided_rest(terms: Terms, rows: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
     """Gradient + decay * residual (float32 [rows, k]) minus `sent` [k] at row `rows` [k] of each column."""
-    grid = fed_back(gradient, residual, decay)
+    grid = fed_back(*terms)
     row = tf.reshape(tf.range(grid.shape[0], dtype=tf.int32), [-1, 1])
     return tf.where(row == tf.cast(rows, tf.int32), grid - sent, grid)
 
@@ -123,13 +118,13 @@ def strided_indices(rows: tf.Tensor) -> tf.Tensor:
     return rows * k + tf.range(k, dtype=tf.int32)
 
 
-def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
+def spread(ranks: Sequence[tuple[tf.Tensor, tf.Tensor]], shape: Shape, scale: tf.Tensor) -> tf.Tensor:
     """Places each rank's values (float32 [k]) at its rows (integers [k]) of the strided blocks, among zeros.
 
-    Returns the sum over the ranks, in their order, times `scale`; float32 [n]. If a block does not have the row, its
-    value is not written, and all of the result is NaN.
+    Returns the sum over the ranks, in their order, times `scale`; float32 of this shape. If a block does not have the
+    row, its value is not written, and all of the result is NaN.
     """
-    return unstrided(_spread([tuple(pair) for pair in ranks], n, scale), n)
+    return blocks.from_blocks(_spread([tuple(pair) for pair in ranks], size_of(shape), scale), shape)
 
 
 @compiled

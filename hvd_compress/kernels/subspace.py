@@ -45,19 +45,17 @@ def lost(matrix: tf.Tensor, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return matrix - _product(left, right)
 
 
-@compiled
-def product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """The product of two factors, float32 [rows, columns]."""
-    return _product(left, right)
-
-
 def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """The product of two factors, float32 [rows, columns]."""
     if left.shape[0] > _MAX_OUTER_PRODUCTS:
         return tf.matmul(left, right, transpose_a=True)
     total = left[0][:, None] * right[0]
     for i in range(1, left.shape[0]):
         total += left[i][:, None] * right[i]
     return total
+
+
+product = compiled(_product)
 
 
 @compiled

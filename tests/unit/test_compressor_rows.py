@@ -5,11 +5,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress import formats
 from hvd_compress.compressors import rows
 from hvd_compress.compressors.base import Seeds
 from hvd_compress.compressors.rows import Rows
-from hvd_compress.formats.rows import row_bytes
 
 SEEDS = Seeds(tf.constant(3), tf.constant(5))
 
@@ -140,7 +138,7 @@ def test_no_rows(spec):
 
 def test_bytes_of_a_row():
     def nbytes(spec, columns, table=100_000):
-        return row_bytes(formats.parse(spec), table, columns)
+        return coder(spec, columns, table).nbytes
 
     assert nbytes("none", 64) == 3 + 256
     assert nbytes("fp16", 64) == 3 + 128

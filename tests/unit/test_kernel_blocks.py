@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_compress.formats.sizes import block_shape
 from hvd_compress.kernels import blocks
 
 
@@ -11,12 +12,12 @@ from hvd_compress.kernels import blocks
     ("n", "size"), [(1, 8), (7, 8), (8, 8), (9, 16), (1000, 1000), (1001, 1008), (1024, 1024), (5000, 1024)]
 )
 def test_block_size_is_the_largest_or_all_rounded_up_to_8(n, size):
-    assert blocks.block_size(n, 1024) == size
+    assert block_shape(n, 1024)[1] == size
 
 
 @pytest.mark.parametrize(("n", "block", "count"), [(1, 8, 1), (8, 8, 1), (9, 8, 2), (1024, 1024, 1), (1025, 1024, 2)])
-def test_block_count(n, block, count):
-    assert blocks.block_count(n, block) == count
+def test_number_of_blocks(n, block, count):
+    assert block_shape(n, block) == (count, block)
 
 
 @pytest.mark.parametrize(("n", "block"), [(1, 8), (7, 8), (8, 8), (20, 8), (24, 8)])

@@ -5,7 +5,7 @@ import pytest
 import reference
 import tensorflow as tf
 
-from hvd_compress.kernels import select
+from hvd_compress.kernels import blocks, select
 
 
 def assert_is_top_k(flat, k):
@@ -63,7 +63,7 @@ def test_top_k_with_fewer_nonzeros_than_k():
 
 def top1(flat, k):
     """Rows, values and finiteness for NumPy input."""
-    rows, values, finite = select.strided_top1(select.strided(tf.constant(flat), k), None, 1.0)
+    rows, values, finite = select.strided_top1((select.strided(tf.constant(flat), k), None, 1.0))
     return rows.numpy().astype(int), values.numpy(), bool(finite)
 
 
@@ -86,13 +86,13 @@ def test_strided_top1_and_rest_of_a_gradient_with_residual(n, k, decay):
     rng = np.random.default_rng(n)
     gradient, residual = rng.integers(-30, 31, (2, n)).astype(np.float32) * 2
     x = gradient + decay * residual
-    grids = [select.strided(tf.constant(flat), k) for flat in (gradient, residual)]
-    rows, values, _ = select.strided_top1(*grids, decay)
+    terms = (*(select.strided(tf.constant(flat), k) for flat in (gradient, residual)), decay)
+    rows, values, _ = select.strided_top1(terms)
     expected = reference.strided_rows(x, k)
     np.testing.assert_array_equal(rows, expected)
     where = expected * k + np.arange(k)
     np.testing.assert_array_equal(values, x[where])
-    rest = select.unstrided(select.strided_rest(*grids, decay, rows, values - 1.0), n)
+    rest = blocks.from_blocks(select.strided_rest(terms, rows, values - 1.0), [n])
     left = x.copy()
     left[where] = 1.0
     np.testing.assert_array_equal(rest, left)
@@ -172,10 +172,10 @@ def test_spread_puts_and_sums(n, k, ranks):
         for j in range(k):
             expected[rows[rank, j] * k + j] += values[rank, j]
     pairs = [(tf.constant(v), tf.constant(r)) for v, r in zip(values, rows)]
-    spread = select.spread(pairs, n, tf.constant(0.5))
+    spread = select.spread(pairs, (n,), tf.constant(0.5))
     np.testing.assert_array_equal(spread, 0.5 * expected)
 
 
 def test_spread_passes_nan_to_every_element():
-    spread = select.spread([(tf.ones([3]), tf.constant([0, 1, 1]))], 7, tf.constant(np.nan, tf.float32))
+    spread = select.spread([(tf.ones([3]), tf.constant([0, 1, 1]))], (7,), tf.constant(np.nan, tf.float32))
     assert np.isnan(spread).all()
