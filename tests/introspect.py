@@ -20,7 +20,7 @@ from hvd_compress.engine import accounting, clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import choice, hosts, volume
+from hvd_compress.exchange import choice, hosts
 from hvd_compress.exchange.scatter_reduce import ScatterReduce
 from hvd_compress.frontends import build, tape
 from hvd_compress.frontends.residuals import states_of
@@ -259,7 +259,7 @@ def prefer_scatter_reduce(monkeypatch: Any, between_two: bool = False) -> None:
             "fits",
             lambda self, c, s, n: usual(self, c, s * 2, 4) if n == 2 else usual(self, c, s, n),
         )
-    monkeypatch.setattr(volume, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
 
 
 def is_scatter_reduced(compressor: Compressor, shapes: Sequence[tuple[int, ...]], ranks: int) -> bool:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ..formats.base import Shape
 from . import volume
 from .collective import Phases
-from .gathering import EncodedShard, GatheringCollective
+from .gathering import GatheringCollective
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
 
@@ -40,18 +39,4 @@ class Allgather(GatheringCollective):
         """Step 1."""
         from . import coding
 
-        encoded = coding.encode(compressor, local_input)
-        return EncodedShard(encoded.payload, encoded.contexts, encoded.residuals, encoded.payload)
-
-    def decode(
-        self,
-        compressor: Compressor,
-        shapes: Sequence[Shape],
-        payloads: Sequence[tf.Tensor],
-        contexts: Sequence[Any],
-        factor: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Step 3."""
-        from . import coding
-
-        return coding.decode(compressor, shapes, payloads, contexts, factor)
+        return coding.encode(compressor, local_input)

@@ -13,7 +13,7 @@ from .volume import flagged_bytes
 
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
     """Joins the parts and their flag into one payload, uint8 [`flagged_bytes`]."""
-    length = _payload.nbytes([tf.TensorSpec(part.shape, part.dtype) for part in parts])
+    length = _payload.nbytes(parts)
     flag = tf.fill([flagged_bytes(length) - length], tf.cast(finite, tf.uint8))
     return _payload.join([*parts, flag])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
@@ -14,25 +14,16 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
-
-
-class EncodedShard(NamedTuple):
-    """What one rank contributes to the last allgather."""
-
-    payload: tf.Tensor  # uint8, with its flag
-    contexts: list[Any]  # of each chunk, for decoding
-    residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
-    outgoing: tf.Tensor  # see `Reduction.outgoing`
 
 
 class GatheringCollective(Collective):
     """A collective for payloads that must not be summed as they are.
 
     All ranks decode the same payloads in the same order, so their results are the same to the bit. A subclass defines
-    what comes before the allgather, `encode_shard`, and what comes after it, `decode`. `Hierarchical` puts steps of
-    its own in between.
+    `encode_shard`, what comes before the allgather. `Hierarchical` puts steps of its own in between.
     """
 
     def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
@@ -43,7 +34,6 @@ class GatheringCollective(Collective):
     def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
         """Encodes what this rank contributes to the allgather; may exchange payloads for it."""
 
-    @abc.abstractmethod
     def decode(
         self,
         compressor: Compressor,
@@ -53,6 +43,15 @@ class GatheringCollective(Collective):
         factor: tf.Tensor,
     ) -> list[tf.Tensor]:
         """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
+        from ..compressors import payload as payload_of
+        from . import coding
+
+        if not self.splits_bucket:
+            return coding.decode(compressor, shapes, payloads, contexts, factor)
+        # Each payload holds the summed chunks of its owner.
+        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
+        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
+        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
 
     def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""

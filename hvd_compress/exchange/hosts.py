@@ -129,9 +129,8 @@ def _places() -> list[tuple[int, int]]:
         return [(cross, local)]
     seconds = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
     until = time.monotonic() + seconds
-    store = (
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], "hvdc_hosts",
-    )  # fmt: skip
+    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    store = address, port, "hvdc_hosts"
 
     def patiently(action: Callable[[], T], failed: str) -> T:
         while True:
@@ -199,9 +198,8 @@ def _wait_at_exit() -> None:
 def grouped(places: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The ranks of each host, in the order of their local ranks.
 
-    Args:
-        places: The cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of
-            workers, a cross rank is not the number of a host; the lists returned then have different lengths, too.
+    `places` are the cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of workers, a cross rank is not the number of a host; the lists returned then have
+    different lengths, too.
     """
     hosts: dict[int, list[tuple[int, int]]] = {}
     for rank, (cross, local) in enumerate(places):

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ..formats.base import Shape
 from . import volume
 from .collective import Phases
-from .gathering import EncodedShard, GatheringCollective
+from .gathering import GatheringCollective
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
 
@@ -105,20 +106,4 @@ class ScatterReduce(GatheringCollective):
             finite_flags.append(again.finite)
             residuals[i] = again.residual
         payload = flags.with_flag(shard, flags.all_of(finite_flags))
-        return EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
-
-    def decode(
-        self,
-        compressor: Compressor,
-        shapes: Sequence[Shape],
-        payloads: Sequence[tf.Tensor],
-        contexts: Sequence[Any],
-        factor: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Step 4: the chunks, in the order of their owners."""
-        from ..compressors import payload as payload_of
-        from . import coding
-
-        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
-        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
-        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
+        return coding.EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
