@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.auto import flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import accounting, clock
@@ -270,7 +271,7 @@ def is_scatter_reduced(compressor: Compressor, shapes: Sequence[tuple[int, ...]]
 def collect_calibrations(monkeypatch: Any) -> list[Any]:
     """All calibrations that are made from now on when buckets are laid out; they come while they are made."""
     made: list[Any] = []
-    monkeypatch.setattr(build, "calibrate", lambda *a: made.append(hvdc.calibrate(*a)) or made[-1])
+    monkeypatch.setattr(flat_or_hierarchical, "calibrate", lambda *a: made.append(hvdc.calibrate(*a)) or made[-1])
     return made
 
 

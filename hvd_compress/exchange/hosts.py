@@ -198,8 +198,8 @@ def _wait_at_exit() -> None:
 def grouped(places: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The ranks of each host, in the order of their local ranks.
 
-    `places` are the cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of workers, a cross rank is not the number of a host; the lists returned then have
-    different lengths, too.
+    `places` are the cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of
+    workers, a cross rank is not the number of a host; the lists returned then have different lengths, too.
     """
     hosts: dict[int, list[tuple[int, int]]] = {}
     for rank, (cross, local) in enumerate(places):
