@@ -26,12 +26,7 @@ def measure_kernels(
     """The fields of a `KernelCost`.
 
     Payloads of `ranks` ranks are decoded, as in the exchange, so that no kernel is compiled for this measurement only.
-
-    Args:
-        compressor: The compressor.
-        elements: Of a chunk.
-        ranks: The number of ranks.
-        call: Seconds that an empty call takes, see `call_time`.
+    Chunks have so many `elements`; `call` is the seconds that an empty call takes, see `call_time`.
     """
     if compressor.uncompressed:
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
