@@ -52,19 +52,12 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """The links within and between hosts, measured with the collectives of a hierarchical exchange.
-
-    Attributes:
-        hosts: The number of hosts.
-        workers: The number of workers on each host.
-        inside: The link of each collective between the workers of a host, all hosts at once; beta includes summing.
-        across: The link of each collective between the workers in one place on all hosts, all places at once.
-    """
+    """The links within and between hosts, measured with the collectives of a hierarchical exchange."""
 
     hosts: int
-    workers: int
-    inside: Mapping[str, Link]
-    across: Mapping[str, Link]
+    workers: int  # on each host
+    inside: Mapping[str, Link]  # between the workers of a host, all hosts at once; beta includes summing
+    across: Mapping[str, Link]  # between the workers in one place on all hosts, all places at once
 
 
 @dataclasses.dataclass(frozen=True)

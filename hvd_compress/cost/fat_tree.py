@@ -55,7 +55,7 @@ class FatTree(Ring):
         return max(1.0, flows * self.oversubscription / self.ranks_per_leaf)
 
     def carry(self, nbytes: float) -> float:
-        """As `Ring.carry`, with beta max(1, o / k) if there are several leaves."""
+        """Seconds that so many bytes over the link take, with beta max(1, o / k) if there are several leaves."""
         return self.link.carry(nbytes) * (self.slowdown(1) if self.leaves > 1 else 1.0)
 
     def alltoall(self, nbytes: float) -> float:

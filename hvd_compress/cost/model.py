@@ -26,29 +26,17 @@ FORMS = ("full", "alpha_beta", "bandwidth", "k_bit")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one bucket's exchange.
+    """Seconds of one bucket's exchange."""
 
-    Attributes:
-        compressor: The spec string.
-        pattern: The name of the collective.
-        payload: Bytes to which the whole bucket is encoded.
-        encode: Seconds of encoding.
-        wire: Seconds of transfers; with "two_level", of those between hosts.
-        decode: Seconds of decoding.
-        inside: Seconds of transfers between the workers of a host, with "two_level".
-        latency: Seconds of `wire` that do not grow with the bytes.
-        burst: Seconds by which `wire` is shorter after a pause (see `Link.burst`). In a step this holds for the first
-            bucket only.
-    """
-
-    compressor: str
-    pattern: str
-    payload: int
+    compressor: str  # the spec string
+    pattern: str  # the name of the collective
+    payload: int  # bytes to which the whole bucket is encoded
     encode: float
-    wire: float
+    wire: float  # transfers; with "two_level", those between hosts
     decode: float
-    inside: float = 0.0
-    latency: float = 0.0
+    inside: float = 0.0  # transfers between the workers of a host, with "two_level"
+    latency: float = 0.0  # the part of `wire` that does not grow with the bytes
+    # By how much `wire` is shorter after a pause (see `Link.burst`). In a step this holds for the first bucket only.
     burst: float = 0.0
 
     @property

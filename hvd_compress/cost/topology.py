@@ -42,6 +42,16 @@ class _OneLink:
     def __post_init__(self) -> None:
         checks.integer(f"{type(self).__name__}: ranks", self.ranks, 1)
 
+    def carry(self, nbytes: float) -> float:
+        """Seconds that so many bytes over the link take, without those per message."""
+        return self.link.carry(nbytes)
+
+    def _seconds(self, messages: float, carried: float, summed: float = 0.0) -> float:
+        """Of a collective with so many messages, bytes over the link and bytes summed; a single rank sends nothing."""
+        if self.ranks == 1:
+            return 0.0
+        return messages * self.link.alpha + self.carry(carried) + summed * self.link.gamma
+
 
 class Ring(_OneLink):
     """Each rank sends to the next one, all at the same time.
@@ -53,25 +63,21 @@ class Ring(_OneLink):
 
     def allreduce(self, nbytes: float) -> float:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
-        others, part = self.ranks - 1, (self.ranks - 1) / self.ranks * nbytes
-        return 2 * others * self.link.alpha + self.carry(2 * part) + part * self.link.gamma
+        part = (self.ranks - 1) / self.ranks * nbytes
+        return self._seconds(2 * (self.ranks - 1), 2 * part, part)
 
     def reduce_scatter(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n (beta + gamma))."""
         part = (self.ranks - 1) / self.ranks * nbytes
-        return (self.ranks - 1) * self.link.alpha + self.carry(part) + part * self.link.gamma
+        return self._seconds(self.ranks - 1, part, part)
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
-        return (self.ranks - 1) * self.link.alpha + self.carry((self.ranks - 1) * nbytes)
+        return self._seconds(self.ranks - 1, (self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n beta)."""
-        return (self.ranks - 1) * self.link.alpha + self.carry((self.ranks - 1) / self.ranks * nbytes)
-
-    def carry(self, nbytes: float) -> float:
-        """Seconds that so many bytes of each rank take on their way to the next one."""
-        return self.link.carry(nbytes)
+        return self._seconds(self.ranks - 1, (self.ranks - 1) / self.ranks * nbytes)
 
 
 class Tree(_OneLink):
@@ -88,16 +94,15 @@ class Tree(_OneLink):
 
     def allreduce(self, nbytes: float) -> float:
         """log2 n (alpha + m beta + m gamma)."""
-        sent, link = self.steps * nbytes, self.link
-        return self.steps * link.alpha + link.carry(sent) + sent * link.gamma
+        return self._seconds(self.steps, self.steps * nbytes, self.steps * nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """log2 n alpha + (n - 1) m beta."""
-        return self.steps * self.link.alpha + self.link.carry((self.ranks - 1) * nbytes)
+        return self._seconds(self.steps, (self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """log2 n (alpha + m / 2 beta)."""
-        return self.steps * self.link.alpha + self.link.carry(self.steps * nbytes / 2)
+        return self._seconds(self.steps, self.steps * nbytes / 2)
 
 
 class Star(_OneLink):
@@ -105,22 +110,15 @@ class Star(_OneLink):
 
     def allreduce(self, nbytes: float) -> float:
         """2 alpha + 2 n m beta + n m gamma: all vectors in, and the sum out to each rank."""
-        if self.ranks == 1:
-            return 0.0
-        link, total = self.link, self.ranks * nbytes
-        return 2 * link.alpha + link.carry(2 * total) + total * link.gamma
+        return self._seconds(2, 2 * self.ranks * nbytes, self.ranks * nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """2 alpha + n m beta + n (n - 1) m beta: each rank gets what the others sent."""
-        if self.ranks == 1:
-            return 0.0
-        return 2 * self.link.alpha + self.link.carry(self.ranks**2 * nbytes)
+        return self._seconds(2, self.ranks**2 * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """2 alpha + 2 (n - 1) m beta: all but the parts that stay, in and out."""
-        if self.ranks == 1:
-            return 0.0
-        return 2 * self.link.alpha + self.link.carry(2 * (self.ranks - 1) * nbytes)
+        return self._seconds(2, 2 * (self.ranks - 1) * nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +181,7 @@ class TwoLevel:
         """The network between the workers in one place on all hosts, while those in other places use it, too."""
         network: Any = self.between
         beta, burst = network.link.beta * self.workers, network.link.burst / self.workers
-        link = dataclasses.replace(network.link, beta=beta, burst=burst)
-        shared: Topology = dataclasses.replace(network, link=link)
-        return shared
+        return dataclasses.replace(network, link=dataclasses.replace(network.link, beta=beta, burst=burst))
 
     def allreduce(self, nbytes: float) -> float:
         """An allreduce of m within hosts, and one of m between hosts, of which each worker sends a part."""

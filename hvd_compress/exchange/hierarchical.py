@@ -43,14 +43,10 @@ class Hierarchical(Collective):
     chunks, from an exchange with another collective or from a checkpoint. They are sent with the gradients in step 1,
     so nothing is lost over all ranks. `LocalInput.has_foreign_residual` says whether there may be any; residuals of
     zero are not added.
-
-    Attributes:
-        hosts: The hosts.
-        between: The collective between them.
     """
 
     hosts: Hosts | HostCounts
-    between: GatheringCollective
+    between: GatheringCollective  # between the hosts
 
     name = "two_level"
     hierarchical = True

@@ -29,15 +29,10 @@ _REQUESTS = 500
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Several hosts with the same number of workers, more than one, and the process sets of this rank.
+    """Several hosts with the same number of workers, more than one, and the process sets of this rank."""
 
-    Attributes:
-        local: The workers of this rank's host.
-        across: The workers in this rank's place on all hosts, one on each.
-    """
-
-    local: Any
-    across: Any
+    local: Any  # the workers of this rank's host
+    across: Any  # the workers in this rank's place on all hosts, one on each
 
     @property
     def count(self) -> int:
