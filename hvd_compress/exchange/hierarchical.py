@@ -109,9 +109,7 @@ class Hierarchical(Collective):
 
         # 3. Send the payloads to the other workers of the host.
         length = shard.payload.shape[0]
-        payloads_of_shares = [
-            transfers.split(payloads, across.size, length) for payloads in within_host.allgather(gathered, local)
-        ]
+        payloads_of_shares = [transfers.split(p, across.size, length) for p in within_host.allgather(gathered, local)]
 
         # 4. Decode. The contexts are those of this worker's share: they depend on the place in a share only.
         ok = flags.all_of([flags.flag_of(payload) for payloads in payloads_of_shares for payload in payloads])
@@ -122,12 +120,7 @@ class Hierarchical(Collective):
             for chunk in self.between.decode(compressor, share.shapes, payloads, shard.contexts, factor)
         ]
         residuals[first:first] = shard.residuals
+        incoming = payloads_of_shares[local.rank][across.rank - 1]
         return Reduction(
-            chunks,
-            residuals,
-            ok,
-            shard.outgoing,
-            incoming=payloads_of_shares[local.rank][across.rank - 1],
-            next_can_start=received,
-            has_foreign_residual=False,
+            chunks, residuals, ok, shard.outgoing, incoming, next_can_start=received, has_foreign_residual=False
         )
