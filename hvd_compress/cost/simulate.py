@@ -58,8 +58,6 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
         ready = [item for item in waiting if first[item[1].source] == first[item[1].target] == item[0]]
         waiting = [item for item in waiting if item not in ready] if ready else waiting
         active += [_Flow(r, message, message.nbytes, *_route(graph, message)) for r, message in ready]
-        if not active:
-            raise ValueError("simulate: the rounds wait for each other in a circle")
         rates = _fair_rates(graph, [flow for flow in active if flow.latency <= 0.0])
         step = min(
             flow.latency if flow.latency > 0.0 else flow.left / rates[flow] if flow.left else 0.0 for flow in active

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
-from .allgather import Allgather
+from .allgather import Allgather, GatheringCollective
 from .allreduce import Allreduce
 from .collective import Collective
 from .factor_allreduce import FactorAllreduce
-from .gathering import GatheringCollective
 from .hierarchical import Hierarchical, HostCounts
 from .scatter_reduce import ScatterReduce
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
+from .allgather import GatheringCollective
 from .collective import Collective, Phases, Reduction
-from .gathering import GatheringCollective
 
 if TYPE_CHECKING:
     from ..compressors import Compressor

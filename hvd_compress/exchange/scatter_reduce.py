@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
+from .allgather import GatheringCollective
 from .collective import Phases
-from .gathering import GatheringCollective
 
 if TYPE_CHECKING:
     import tensorflow as tf
