@@ -89,9 +89,7 @@ def encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
 @_traced_once
 def _encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-    finite = flags.all_of([e.finite for e in encoded])
-    payload = flags.with_flag([part for e in encoded for part in e.parts], finite)
-    return EncodedShard(payload, [e.ctx for e in encoded], [e.residual for e in encoded])
+    return EncodedShard(flags.join(encoded), [e.ctx for e in encoded], [e.residual for e in encoded])
 
 
 @_traced_once

@@ -107,7 +107,7 @@ class FactorAllreduce(Collective):
         rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
         for i, left, right in zip(matrix_chunks, lefts, rights):
             chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
-        start = sum(factors.sizes(batches, "rows"))
+        start = sum(left.shape.num_elements() for left in own_lefts)
         for i in other_chunks:
             size = chunks[i].shape.num_elements()
             chunks[i] = tf.reshape(left_sum[start : start + size] * factor, shapes[i])

@@ -81,13 +81,8 @@ class ScatterReduce(GatheringCollective):
         # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
         # TensorFlow prunes it.
         encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
-        outgoing = []
-        for owner in range(group.size):
-            share = encoded[owner * per_owner : (owner + 1) * per_owner]
-            if owner != group.rank:
-                finite = flags.all_of([e.finite for e in share])
-                outgoing.append(flags.with_flag([part for e in share for part in e.parts], finite))
-        sent = transfers.concat(outgoing)
+        shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
+        sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
         received = transfers.alltoall(sent, group, "_scatter")
 
         # 2. Decode, sum and encode again.
