@@ -46,35 +46,30 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
     for source, target, data in graph.edges(data=True):
         if "alpha" not in data or "beta" not in data:
             raise ValueError(f"simulate: the edge from {source} to {target} needs alpha and beta")
-    waiting = [(r, message) for r, messages in enumerate(rounds) for message in messages]
-    busy: dict[Hashable, list[int]] = {}
-    for r, message in waiting:
-        for node in (message.source, message.target):
-            busy.setdefault(node, []).append(r)
+    pending = [
+        _Flow(r, message, message.nbytes, *_route(graph, message))
+        for r, messages in enumerate(rounds)
+        for message in messages
+    ]
     now = 0.0
-    active: list[_Flow] = []
-    while waiting or active:
-        first = {node: min(pending) for node, pending in busy.items() if pending}
-        ready = [item for item in waiting if first[item[1].source] == first[item[1].target] == item[0]]
-        waiting = [item for item in waiting if item not in ready] if ready else waiting
-        active += [_Flow(r, message, message.nbytes, *_route(graph, message)) for r, message in ready]
+    while pending:
+        first: dict[Hashable, int] = {}  # the round that each node is in
+        for flow in pending:
+            for node in (flow.message.source, flow.message.target):
+                first.setdefault(node, flow.round)
+        active = [flow for flow in pending if first[flow.message.source] == first[flow.message.target] == flow.round]
         rates = _fair_rates(graph, [flow for flow in active if flow.latency <= 0.0])
         step = min(
             flow.latency if flow.latency > 0.0 else flow.left / rates[flow] if flow.left else 0.0 for flow in active
         )
         now += step
-        unfinished = []
         for flow in active:
             if flow.latency > 0.0:
                 flow.latency = 0.0 if flow.latency - step <= 1e-15 else flow.latency - step
             else:
                 flow.left -= step * rates[flow] if math.isfinite(rates[flow]) else flow.left
-            if flow.latency <= 0.0 and flow.left <= 1e-9 * (1.0 + flow.message.nbytes):
-                busy[flow.message.source].remove(flow.round)
-                busy[flow.message.target].remove(flow.round)
-            else:
-                unfinished.append(flow)
-        active = unfinished
+        arrived = {f for f in active if f.latency <= 0.0 and f.left <= 1e-9 * (1.0 + f.message.nbytes)}
+        pending = [flow for flow in pending if flow not in arrived]
     return now
 
 
@@ -92,13 +87,11 @@ class _Flow:
 def _route(graph: Any, message: Message) -> tuple[list[Edge], float]:
     import networkx
 
-    def cost(source: Hashable, target: Hashable, data: dict[str, float]) -> float:
-        return data["alpha"] + message.nbytes * data["beta"]
-
+    source, target, nbytes = message
     try:
-        nodes = networkx.shortest_path(graph, message.source, message.target, weight=cost)
+        nodes = networkx.shortest_path(graph, source, target, lambda a, b, data: data["alpha"] + nbytes * data["beta"])
     except (networkx.NetworkXNoPath, networkx.NodeNotFound):
-        raise ValueError(f"simulate: no way leads from {message.source} to {message.target}") from None
+        raise ValueError(f"simulate: no way leads from {source} to {target}") from None
     path = list(zip(nodes, nodes[1:]))
     return path, sum(graph.edges[edge]["alpha"] for edge in path)
 

@@ -8,6 +8,7 @@ ResNet-50 took 13 s without that, and takes 6 s. TensorFlow inlines these functi
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, TypeVar, cast
 
@@ -110,8 +111,5 @@ def decode_sum(
     compressor: Compressor, parts_of_ranks: Sequence[Sequence[tf.Tensor]], ctx: Any, factor: tf.Tensor
 ) -> tf.Tensor:
     """Decodes one chunk: the sum of the parts of all ranks, in their order, times `factor`."""
-    total = None
-    for first in range(0, len(parts_of_ranks), RANKS_PER_KERNEL):
-        part = compressor.decode_sum(list(parts_of_ranks[first : first + RANKS_PER_KERNEL]), ctx, factor)
-        total = part if total is None else total + part
-    return total
+    groups = (parts_of_ranks[i : i + RANKS_PER_KERNEL] for i in range(0, len(parts_of_ranks), RANKS_PER_KERNEL))
+    return functools.reduce(operator.add, (compressor.decode_sum(list(group), ctx, factor) for group in groups))

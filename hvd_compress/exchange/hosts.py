@@ -236,9 +236,8 @@ def usable(process_set: Any, hierarchical: bool | str) -> Hosts | None:
     """
     hosts = current() if process_set is hvd.global_process_set else None
     if hosts is None and hierarchical is True:
-        why = _why or "Horovod was initialized anew without hvdc.init()"
         raise ValueError(
-            "hierarchical=True needs several hosts with the same number of workers, more than one, and "
-            f"hvdc.init() in place of hvd.init(): {why}"
+            "hierarchical=True needs several hosts with the same number of workers, more than one, and hvdc.init() in "
+            f"place of hvd.init(): {_why or 'Horovod was initialized anew without hvdc.init()'}"
         )
     return hosts
