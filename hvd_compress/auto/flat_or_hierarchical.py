@@ -38,7 +38,7 @@ def flat_compressors(
         settings: How gradients are reduced.
         hosts: The hosts and their ranks.
     """
-    comparable = [(c, buckets) for c, buckets in candidates if _fits(c, buckets, hosts)]
+    comparable = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
     if not comparable:
         return []
     if calibration is None:
@@ -79,7 +79,7 @@ def check(calibration: Calibration, hosts: Hosts) -> None:
         )
 
 
-def _fits(compressor: Compressor, buckets: Buckets, hosts: Hosts) -> bool:
+def fits(compressor: Compressor, buckets: Buckets, hosts: Hosts) -> bool:
     """Whether the hierarchical exchange can carry these buckets with the compressor."""
     ranks = hosts.count * hosts.workers
     return all(choice.choose(compressor, bucket, ranks, hosts).hierarchical for bucket in buckets)
