@@ -87,8 +87,7 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.common.host_memory import keep_freed_memory
-    from hvd_compress.cost.link_fit import midmean
-    from hvd_compress.cost.measure_links import rest
+    from hvd_compress.cost.measure_links import midmean, rest
     from hvd_compress.tools.timed_exchange import barrier
 
     hvd.init()

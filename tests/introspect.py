@@ -14,13 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.auto import flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import accounting, clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
-from hvd_compress.exchange import choice, hosts, volume
+from hvd_compress.exchange import choice, hosts
 from hvd_compress.exchange.scatter_reduce import ScatterReduce
 from hvd_compress.frontends import build, tape
 from hvd_compress.frontends.residuals import states_of
@@ -259,7 +260,7 @@ def prefer_scatter_reduce(monkeypatch: Any, between_two: bool = False) -> None:
             "fits",
             lambda self, c, s, n: usual(self, c, s * 2, 4) if n == 2 else usual(self, c, s, n),
         )
-    monkeypatch.setattr(volume, "_WORTH_A_COLLECTIVE", -(10**9))
+    monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
 
 
 def is_scatter_reduced(compressor: Compressor, shapes: Sequence[tuple[int, ...]], ranks: int) -> bool:
@@ -270,7 +271,7 @@ def is_scatter_reduced(compressor: Compressor, shapes: Sequence[tuple[int, ...]]
 def collect_calibrations(monkeypatch: Any) -> list[Any]:
     """All calibrations that are made from now on when buckets are laid out; they come while they are made."""
     made: list[Any] = []
-    monkeypatch.setattr(build, "calibrate", lambda *a: made.append(hvdc.calibrate(*a)) or made[-1])
+    monkeypatch.setattr(flat_or_hierarchical, "calibrate", lambda *a: made.append(hvdc.calibrate(*a)) or made[-1])
     return made
 
 

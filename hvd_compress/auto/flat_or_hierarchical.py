@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ..compressors import Compressor
 from ..cost import Calibration, CostModel
+from ..cost.calibrate import calibrate
 from ..engine.grouping import Shape
 from ..engine.settings import Settings
 from ..exchange import choice
@@ -22,7 +23,7 @@ Buckets = Sequence[Sequence[Shape]]  # the shapes of each bucket's chunks
 
 def flat_compressors(
     candidates: Sequence[tuple[Compressor, Buckets]],
-    calibration: Calibration,
+    calibration: Calibration | None,
     settings: Settings,
     hosts: Hosts,
 ) -> list[Compressor]:
@@ -33,13 +34,16 @@ def flat_compressors(
 
     Args:
         candidates: Compressors, each with the buckets that it may be used for.
-        calibration: The calibration between these ranks.
+        calibration: The calibration between these ranks; None to make one, if any compressor is left.
         settings: How gradients are reduced.
         hosts: The hosts and their ranks.
     """
     comparable = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
     if not comparable:
         return []
+    if calibration is None:
+        first_bucket = comparable[0][1][0]
+        calibration = calibrate([c for c, _ in comparable], settings.process_set, first_bucket[0][0])
     seconds = np.full([len(comparable), 2], np.inf)
     if knows(calibration, hosts):
         model = calibration.model()

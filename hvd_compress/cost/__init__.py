@@ -3,27 +3,17 @@
 Predictions need neither TensorFlow nor Horovod; only `calibrate` does.
 """
 
-from .calibration import Calibration
-from .fat_tree import FatTree
-from .kernels import KernelCost
-from .link import Link
-from .model import CostModel, Prediction
-from .scaling import Scaled, pays, weak_scaling
-from .topology import Ring, Star, Topology, Tree, TwoLevel
-
-__all__ = [
-    "Calibration",
-    "CostModel",
-    "FatTree",
-    "KernelCost",
-    "Link",
-    "Prediction",
-    "Ring",
-    "Scaled",
-    "Star",
-    "Topology",
-    "Tree",
-    "TwoLevel",
-    "pays",
-    "weak_scaling",
-]
+from .calibration import Calibration as Calibration
+from .fat_tree import FatTree as FatTree
+from .kernels import KernelCost as KernelCost
+from .link import Link as Link
+from .model import CostModel as CostModel
+from .model import Prediction as Prediction
+from .scaling import Scaled as Scaled
+from .scaling import pays as pays
+from .scaling import weak_scaling as weak_scaling
+from .topology import Ring as Ring
+from .topology import Star as Star
+from .topology import Topology as Topology
+from .topology import Tree as Tree
+from .topology import TwoLevel as TwoLevel

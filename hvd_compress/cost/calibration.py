@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..common import checks
 from .kernels import KernelCost
 from .link import Link
 from .model import CostModel
-from .topology import Ring, check_count
+from .topology import Ring
 
 COLLECTIVES = ("allreduce", "allgather", "alltoall")
 # Of a hierarchical exchange: within hosts, and between hosts.
@@ -33,37 +34,30 @@ class Measured:
     across: Measured | None = None  # between the workers in one place on all hosts, all places at once
 
     def reduce_scatter(self, nbytes: float) -> float:
-        """As `Ring.reduce_scatter`, with the link measured for reduce_scatter."""
+        """As `Ring.reduce_scatter`, with its own link."""
         return Ring(self.links["reduce_scatter"], self.ranks).reduce_scatter(nbytes)
 
     def allreduce(self, nbytes: float) -> float:
-        """As `Ring.allreduce`, with the link measured for allreduce."""
+        """As `Ring.allreduce`, with its own link."""
         return Ring(self.links["allreduce"], self.ranks).allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
-        """As `Ring.allgather`, with the link measured for allgather."""
+        """As `Ring.allgather`, with its own link."""
         return Ring(self.links["allgather"], self.ranks).allgather(nbytes)
 
     def alltoall(self, nbytes: float) -> float:
-        """As `Ring.alltoall`, with the link measured for alltoall."""
+        """As `Ring.alltoall`, with its own link."""
         return Ring(self.links["alltoall"], self.ranks).alltoall(nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """The links within and between hosts, measured with the collectives of a hierarchical exchange.
-
-    Attributes:
-        hosts: The number of hosts.
-        workers: The number of workers on each host.
-        inside: The link of each collective between the workers of a host, all hosts at once; beta includes summing.
-        across: The link of each collective between the workers in one place on all hosts, all places at once.
-    """
+    """The links within and between hosts, measured with the collectives of a hierarchical exchange."""
 
     hosts: int
-    workers: int
-    inside: Mapping[str, Link]
-    across: Mapping[str, Link]
+    workers: int  # on each host
+    inside: Mapping[str, Link]  # between the workers of a host, all hosts at once; beta includes summing
+    across: Mapping[str, Link]  # between the workers in one place on all hosts, all places at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +81,12 @@ class Calibration:
 
     def model(self) -> CostModel:
         """The cost model of this network and these kernels."""
-        link = self.links["allreduce"]
-        both: dict[str, Measured] = {}
+        topology = Measured(self.links, self.ranks)
         if self.levels is not None:
-            both["inside"] = Measured(self.levels.inside, self.levels.workers)
-            both["across"] = Measured(self.levels.across, self.levels.hosts)
-        return CostModel(link, self.ranks, Measured(self.links, self.ranks, **both), self.kernels)
+            inside = Measured(self.levels.inside, self.levels.workers)
+            across = Measured(self.levels.across, self.levels.hosts)
+            topology = dataclasses.replace(topology, inside=inside, across=across)
+        return CostModel(self.links["allreduce"], self.ranks, topology, self.kernels)
 
     def __str__(self) -> str:
         lines = [f"calibration of {self.ranks} ranks"]
@@ -106,9 +100,8 @@ class Calibration:
             burst = f" after {link.burst / 1e3:,.0f} kB at once" if link.burst else ""
             lines.append(f"  {name}: {link.alpha * 1e6:,.0f} us per message, {rate}{burst}")
         for spec, cost in self.kernels.items():
-            seconds = [cost.encoding(1e6), cost.decoding(1e6, self.ranks)]
-            encode, decode = (f"{1e3 * value:.2f} ms" for value in seconds)
-            lines.append(f"  {spec}: 1 MB of gradient encoded in {encode}, decoded in {decode}")
+            encode, decode = 1e3 * cost.encoding(1e6), 1e3 * cost.decoding(1e6, self.ranks)
+            lines.append(f"  {spec}: 1 MB of gradient encoded in {encode:.2f} ms, decoded in {decode:.2f} ms")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -136,7 +129,7 @@ class Calibration:
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise refuse(f"it does not say format: {_FORMAT!r}")
         try:
-            check_count("calibration", "ranks", fields["ranks"])
+            checks.integer("calibration: ranks", fields["ranks"], 1)
             links = {name: Link(**fields["links"][name]) for name in COLLECTIVES}
             kernels = {spec: _kernel_cost(spec, cost) for spec, cost in fields["kernels"].items()}
             residuals = {name: float(value) for name, value in fields.get("residuals", {}).items()}
@@ -150,7 +143,7 @@ class Calibration:
 
 def _levels(fields: Mapping[str, Any], ranks: int) -> Levels:
     for name in ("hosts", "workers"):
-        check_count("levels", name, fields[name])
+        checks.integer(f"levels: {name}", fields[name], 1)
     if fields["hosts"] * fields["workers"] != ranks:
         raise ValueError(f"{fields['hosts']} hosts of {fields['workers']} workers are not {ranks} ranks")
     inside = {name: Link(**fields["inside"][name]) for name in INSIDE}
@@ -161,6 +154,6 @@ def _levels(fields: Mapping[str, Any], ranks: int) -> Levels:
 def _kernel_cost(spec: str, fields: Mapping[str, Any]) -> KernelCost:
     cost = KernelCost(**fields)
     for name, value in dataclasses.asdict(cost).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if not checks.is_number(value) or not 0 <= value < math.inf:
             raise ValueError(f"{spec}: {name} must be a finite number of seconds from 0 on, got {value!r}")
     return cost

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 
-from .link import Link
-from .topology import check_count
+from ..common import checks
+from .topology import Ring
 
 
 @dataclasses.dataclass(frozen=True)
-class FatTree:
+class FatTree(Ring):
     """Leaf switches under a core that carries less than all of them together.
 
     The links of a fat tree get wider towards the root (Leiserson 1985, section II). In a tree of switches, all ranks of
@@ -21,8 +20,9 @@ class FatTree:
     the leaves are one.
 
     Ranks are placed in order: 0 to k - 1 at the first leaf, and so on, where k is `ranks_per_leaf`. Collectives are
-    those of `Ring`. In a ring a single flow leaves each leaf, so the core hardly slows down allreduce and allgather. In
-    round s of the pairwise alltoall, min(s, n - s, k) of a leaf's k ranks send to other leaves.
+    those of `Ring`. In a ring a single flow leaves each leaf, so the core hardly slows down allreduce and allgather:
+    beta grows by max(1, o / k), where o is `oversubscription`. In round s of the pairwise alltoall, min(s, n - s, k) of
+    a leaf's k ranks send to other leaves.
 
     Attributes:
         link: The link of a rank to its leaf.
@@ -35,17 +35,14 @@ class FatTree:
         ValueError: A number of ranks is not a whole number from 1 on, or the oversubscription is below 1.
     """
 
-    link: Link
-    ranks: int
     ranks_per_leaf: int
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
-        check_count("FatTree", "ranks", self.ranks)
-        check_count("FatTree", "ranks_per_leaf", self.ranks_per_leaf)
+        super().__post_init__()
+        checks.integer("FatTree: ranks_per_leaf", self.ranks_per_leaf, 1)
         value = self.oversubscription
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not 1.0 <= value < math.inf:
+        if not checks.is_number(value) or not 1.0 <= value < math.inf:
             raise ValueError(f"FatTree: oversubscription must be a number from 1 on, got {value!r}")
 
     @property
@@ -57,31 +54,20 @@ class FatTree:
         """The factor by which a message takes longer if so many flows leave each leaf at once."""
         return max(1.0, flows * self.oversubscription / self.ranks_per_leaf)
 
-    def allreduce(self, nbytes: float) -> float:
-        """2 (n - 1) alpha + 2 (n - 1) / n m beta max(1, o / k) + (n - 1) / n m gamma; o: oversubscription."""
-        n, link = self.ranks, self.link
-        reducing = (n - 1) / n * nbytes * link.gamma
-        carrying = link.carry(2 * (n - 1) / n * nbytes) * self._of_a_ring()
-        return 2 * (n - 1) * link.alpha + carrying + reducing
-
-    def allgather(self, nbytes: float) -> float:
-        """(n - 1) (alpha + m beta max(1, o / k))."""
-        carrying = self.link.carry((self.ranks - 1) * nbytes) * self._of_a_ring()
-        return (self.ranks - 1) * self.link.alpha + carrying
+    def carry(self, nbytes: float) -> float:
+        """Seconds that so many bytes over the link take, with beta max(1, o / k) if there are several leaves."""
+        return self.link.carry(nbytes) * (self.slowdown(1) if self.leaves > 1 else 1.0)
 
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) alpha + m / n beta sum over rounds s of max(1, min(s, n - s, k) o / k).
 
         The formula assumes that all ranks wait for each other between rounds.
         """
-        n, k, link = self.ranks, self.ranks_per_leaf, self.link
+        n, k = self.ranks, self.ranks_per_leaf
         if self.leaves == 1:
             rounds = float(n - 1)
         else:
             most = min(k, n - k)  # flows that leave a full leaf at once, the same in n - 2 most + 1 rounds
             rising = sum(self.slowdown(flows) for flows in range(1, most))
             rounds = 2 * rising + (n - 2 * most + 1) * self.slowdown(most)
-        return (n - 1) * link.alpha + link.carry(nbytes / n * rounds)
-
-    def _of_a_ring(self) -> float:
-        return self.slowdown(1) if self.leaves > 1 else 1.0
+        return (n - 1) * self.link.alpha + self.link.carry(nbytes / n * rounds)

@@ -7,19 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """Seconds of one compressor's kernels, per byte of float32 gradient, and per call.
+    """Seconds of one compressor's kernels, per byte of float32 gradient, and per call."""
 
-    Attributes:
-        call: Seconds per call, for a gradient of any size.
-        encode: Seconds per byte encoded, with the residual.
-        decode: Seconds per byte of the decoded sum, for any number of payloads.
-        decode_rank: Seconds per byte of the decoded sum and per payload.
-    """
-
-    call: float = 0.0
-    encode: float = 0.0
-    decode: float = 0.0
-    decode_rank: float = 0.0
+    call: float = 0.0  # per call, for a gradient of any size
+    encode: float = 0.0  # per byte encoded, with the residual
+    decode: float = 0.0  # per byte of the decoded sum, for any number of payloads
+    decode_rank: float = 0.0  # per byte of the decoded sum and per payload
 
     def encoding(self, nbytes: float) -> float:
         """Seconds to encode `nbytes` of gradient."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from ..common import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +34,9 @@ class Link:
     burst: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, unit in (
-            ("alpha", "seconds"),
-            ("beta", "seconds"),
-            ("gamma", "seconds"),
-            ("burst", "bytes"),
-        ):
-            value = getattr(self, name)
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
+        for name, value in vars(self).items():
+            if not checks.is_number(value) or not 0 <= value < math.inf:
+                unit = "bytes" if name == "burst" else "seconds"
                 raise ValueError(f"Link: {name} must be a finite number of {unit} from 0 on, got {value!r}")
 
     def carry(self, nbytes: float) -> float:
@@ -61,16 +56,12 @@ class Link:
 
 
 def with_links(topology: Any, change: Callable[[Link], Link]) -> Any:
-    """The same topology with `change` applied to all its links; an object that is no dataclass stays as it is."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: changed(link) for name, link in value.items()}
-        if isinstance(value, Link):
-            return change(value)
-        return with_links(value, change)
-
+    """A topology, a link or a mapping of these with `change` applied to all links; anything else stays as it is."""
+    if isinstance(topology, Mapping):
+        return {name: with_links(link, change) for name, link in topology.items()}
+    if isinstance(topology, Link):
+        return change(topology)
     if not dataclasses.is_dataclass(topology) or isinstance(topology, type):
         return topology
     fields = {f.name: getattr(topology, f.name) for f in dataclasses.fields(topology) if f.init}
-    return dataclasses.replace(topology, **{name: changed(value) for name, value in fields.items()})
+    return dataclasses.replace(topology, **{name: with_links(value, change) for name, value in fields.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +26,7 @@ def measure_kernels(
     """The fields of a `KernelCost`.
 
     Payloads of `ranks` ranks are decoded, as in the exchange, so that no kernel is compiled for this measurement only.
-
-    Args:
-        compressor: The compressor.
-        elements: Of a chunk.
-        ranks: The number of ranks.
-        call: Seconds that an empty call takes, see `call_time`.
+    Chunks have so many `elements`; `call` is the seconds that an empty call takes, see `call_time`.
     """
     if compressor.uncompressed:
         return 0.0, 0.0, 0.0, 0.0  # nothing is encoded
@@ -73,20 +68,11 @@ def measure_kernels(
 
 def call_time() -> float:
     """Seconds that calling a small function takes."""
+    add_one = tf.function(lambda x: x + 1.0, autograph=False)
     small = tf.zeros([16])
-    return _time_of(lambda: _add_one(small))
-
-
-@tf.function(autograph=False)
-def _add_one(x: tf.Tensor) -> tf.Tensor:
-    return x + 1.0
+    return _time_of(lambda: add_one(small))
 
 
 def _time_of(run: Callable[[], Any]) -> float:
     run()
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    return float(np.median(timeit.repeat(run, number=1, repeat=_REPEATS)))

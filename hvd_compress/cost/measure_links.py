@@ -1,9 +1,9 @@
-"""Times Horovod's collectives on messages of several sizes."""
+"""Times Horovod's collectives on messages of several sizes, and fits a link to the times."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,7 +13,6 @@ import tensorflow as tf
 from ..exchange import transfers, within_host
 from ..exchange.group import Group
 from .link import Link
-from .link_fit import fit, midmean
 from .topology import Ring
 
 # Bytes that each rank contributes. Sizes that would take too long are left out. On a fast link the middle one is left
@@ -32,6 +31,7 @@ _FAST = 0.004
 # than the second, in seconds, then all later ones are timed after a pause of the third, so that each of them starts
 # with the same burst.
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
+_LARGEST_BURST = 2**20
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
@@ -45,35 +45,26 @@ def slowest(values: np.ndarray, group: Group, phase: str) -> np.ndarray:
 
 def between_ranks(name: str, size: int, group: Group) -> Callable[[], Any]:
     """A collective of `size` bytes between ranks, as the exchange calls it."""
-    data = tf.zeros([size], tf.uint8)
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        if name == "allreduce":
-            return hvd.allreduce(tf.bitcast(tf.reshape(data, [-1, 4]), tf.float32), op=hvd.Sum, **keywords)
-        if name == "allgather":
-            return transfers.allgather(data, group, f"_{name}_{size}")
-        part = data[: size // group.size]
-        return transfers.alltoall(transfers.concat([part] * (group.size - 1)), group, f"_{name}_{size}")
-
-    keywords = group.keywords(f"_{name}_{size}")
-    return run
+    phase = f"_{name}_{size}"
+    if name == "allreduce":
+        numbers = tf.zeros([size // 4])
+        return lambda: hvd.allreduce(numbers, op=hvd.Sum, **group.keywords(phase))
+    if name == "allgather":
+        payload = tf.zeros([size], tf.uint8)
+        return lambda: transfers.allgather(payload, group, phase)
+    part = tf.zeros([size // group.size], tf.uint8)
+    return lambda: transfers.alltoall(transfers.concat([part] * (group.size - 1)), group, phase)
 
 
 def inside_host(name: str, size: int, group: Group) -> Callable[[], Any]:
     """A collective of `size` bytes between the workers of a host, see `exchange.within_host`."""
     named = group.among(group.process_set, f"_{size}")
-    payload = tf.zeros([size], tf.uint8)
+    if name == "allgather":
+        payload = tf.zeros([size], tf.uint8)
+        return lambda: within_host.allgather(payload, named)
     chunk = tf.zeros([max(1, size // 4 // group.size)])
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        if name == "reduce_scatter":
-            others = transfers.concat([chunk] * (group.size - 1))
-            return within_host.reduce_scatter([chunk], [chunk], 1.0, others, named)[0]
-        return within_host.allgather(payload, named)
-
-    return run
+    others = [chunk] * (group.size - 1)
+    return lambda: within_host.reduce_scatter([chunk], [chunk], 1.0, transfers.concat(others), named)[0]
 
 
 def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
@@ -95,7 +86,7 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
             break
         if size == _MIDDLE and expected < _FAST:
             continue
-        run = new_run(name, size, group)
+        run = tf.function(new_run(name, size, group), autograph=False)
         run()
         if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
             expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
@@ -129,3 +120,44 @@ def rest(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
+
+
+def midmean(times: np.ndarray) -> float:
+    """The mean of the middle half: as robust as the median, and equal to it for up to three times.
+
+    A small message takes one or two time slices of the scheduler. The median of a few such times jumps between the two.
+    """
+    if len(times) < 4:
+        return float(np.median(times))
+    quarter = len(times) // 4
+    return float(np.mean(np.sort(times)[quarter : len(times) - quarter]))
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds per call, seconds per byte, and the bytes of a burst; none of them is negative.
+
+    With three or more sizes, the seconds per byte are the slope between the two largest, and the seconds per call are
+    what the smallest takes. If these two predict more for the largest than was measured, the difference is a burst:
+    bytes that a shaped link or a switch's buffer lets through at once. A burst of more than 1 MB is ignored: there the
+    time per byte grows with the size instead.
+    With two sizes, the sum of the squared relative errors is minimal.
+    """
+    times = np.asarray(seconds, np.float64)
+    rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / times[:, None]
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 2 else 0.0
+    if slope > 0:
+        burst = float(sizes[-1] - (times[-1] - times[0]) / slope)
+        if 2 * sizes[0] < burst <= _LARGEST_BURST:  # without a burst this is the smallest size
+            return float(times[0]), float(slope), burst
+        return max(0.0, float(times[0] - slope * sizes[0])), float(slope), 0.0
+    (per_call, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)
+    if per_call < 0:
+        per_call, per_byte = 0.0, _least_squares(rows[:, 1])
+    elif per_byte < 0:
+        per_call, per_byte = _least_squares(rows[:, 0]), 0.0
+    return float(per_call), float(per_byte), 0.0
+
+
+def _least_squares(column: np.ndarray) -> float:
+    """The factor with which a column comes closest to ones."""
+    return float(column.sum() / (column**2).sum())

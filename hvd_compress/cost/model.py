@@ -26,29 +26,17 @@ FORMS = ("full", "alpha_beta", "bandwidth", "k_bit")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one bucket's exchange.
+    """Seconds of one bucket's exchange."""
 
-    Attributes:
-        compressor: The spec string.
-        pattern: The name of the collective.
-        payload: Bytes to which the whole bucket is encoded.
-        encode: Seconds of encoding.
-        wire: Seconds of transfers; with "two_level", of those between hosts.
-        decode: Seconds of decoding.
-        inside: Seconds of transfers between the workers of a host, with "two_level".
-        latency: Seconds of `wire` that do not grow with the bytes.
-        burst: Seconds by which `wire` is shorter after a pause (see `Link.burst`). In a step this holds for the first
-            bucket only.
-    """
-
-    compressor: str
-    pattern: str
-    payload: int
+    compressor: str  # the spec string
+    pattern: str  # the name of the collective
+    payload: int  # bytes to which the whole bucket is encoded
     encode: float
-    wire: float
+    wire: float  # transfers; with "two_level", those between hosts
     decode: float
-    inside: float = 0.0
-    latency: float = 0.0
+    inside: float = 0.0  # transfers between the workers of a host, with "two_level"
+    latency: float = 0.0  # the part of `wire` that does not grow with the bytes
+    # By how much `wire` is shorter after a pause (see `Link.burst`). In a step this holds for the first bucket only.
     burst: float = 0.0
 
     @property
@@ -85,13 +73,13 @@ class CostModel:
         topology: str | Topology = "ring",
         kernels: Mapping[str, KernelCost] | None = None,
     ) -> None:
-        if isinstance(topology, str) and topology in SHAPES:
-            topology = SHAPES[topology](link, ranks)
         if isinstance(topology, str):
-            raise ValueError(
-                f"CostModel: topology must be one of {', '.join(SHAPES)} or an object such as "
-                f"hvdc.cost.TwoLevel, got {topology!r}"
-            )
+            if topology not in SHAPES:
+                raise ValueError(
+                    f"CostModel: topology must be one of {', '.join(SHAPES)} or an object such as "
+                    f"hvdc.cost.TwoLevel, got {topology!r}"
+                )
+            topology = SHAPES[topology](link, ranks)
         if topology.ranks != ranks:
             raise ValueError(f"CostModel: the topology is one of {topology.ranks} ranks, not of {ranks}")
         self.link = link
@@ -110,9 +98,8 @@ class CostModel:
 
     def _collectives(self, compressor: Any) -> list[Collective]:
         """The collectives that can carry chunks of one shape, if there are as many as ranks."""
-        hosts = _hosts(self.topology)
         shapes = [(1,)] * self.ranks
-        return [c for c in choice.collectives(hosts) if c.fits(compressor, shapes, self.ranks)]
+        return [c for c in choice.collectives(_hosts(self.topology)) if c.fits(compressor, shapes, self.ranks)]
 
     def predict(
         self,
@@ -146,30 +133,21 @@ class CostModel:
             raise ValueError(f"CostModel.predict: nbytes must be from 0 on, got {nbytes!r}")
         if form not in FORMS:
             raise ValueError(f"CostModel.predict: form must be one of {', '.join(FORMS)}, got {form!r}")
-        possible = self.patterns(chosen)
-        if pattern is not None and pattern not in possible:
+        possible = [c for c in self._collectives(chosen) if pattern in (None, c.name)]
+        if not possible:
             raise ValueError(
                 f"CostModel.predict: {chosen.spec} between {self.ranks} ranks crosses as "
-                f"{' or '.join(possible)}, not as {pattern!r}"
+                f"{' or '.join(self.patterns(chosen))}, not as {pattern!r}"
             )
         if payload is None:
             payload = chosen.wire_bytes(_shape(chosen, max(1, round(nbytes / 4)))) if nbytes else 0
         if form == "k_bit" and not chosen.model_wide:  # has neither headers nor indices
             payload = round(nbytes / 32 * bits_per_element(chosen))
-        predictions = [
-            self._predict(chosen, nbytes, payload, collective, form)
-            for collective in self._collectives(chosen)
-            if pattern in (None, collective.name)
-        ]
+        predictions = [self._predict(chosen, nbytes, payload, collective, form) for collective in possible]
         return min(predictions, key=lambda prediction: prediction.total)
 
     def _predict(
-        self,
-        compressor: Format | Compressor,
-        nbytes: float,
-        payload: int,
-        collective: Collective,
-        form: str,
+        self, compressor: Format | Compressor, nbytes: float, payload: int, collective: Collective, form: str
     ) -> Prediction:
         if self.ranks == 1:
             return Prediction(compressor.spec, collective.name, payload, 0.0, 0.0, 0.0)

@@ -8,6 +8,7 @@ Gallager 1992, section 6.5.2). Needs networkx.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,97 +46,80 @@ def simulate(graph: networkx.Graph, rounds: Rounds) -> float:
     for source, target, data in graph.edges(data=True):
         if "alpha" not in data or "beta" not in data:
             raise ValueError(f"simulate: the edge from {source} to {target} needs alpha and beta")
-    waiting = [(r, message) for r, messages in enumerate(rounds) for message in messages]
-    busy: dict[Hashable, list[int]] = {}
-    for r, message in waiting:
-        for node in (message.source, message.target):
-            busy.setdefault(node, []).append(r)
+    pending = [
+        _Flow(r, message, message.nbytes, *_route(graph, message))
+        for r, messages in enumerate(rounds)
+        for message in messages
+    ]
     now = 0.0
-    active: list[_Flow] = []
-    while waiting or active:
-        first = {node: min(pending) for node, pending in busy.items() if pending}
-        ready = [item for item in waiting if first[item[1].source] == first[item[1].target] == item[0]]
-        waiting = [item for item in waiting if item not in ready] if ready else waiting
-        active += [_Flow(r, message, *_route(graph, message)) for r, message in ready]
-        if not active:
-            raise ValueError("simulate: the rounds wait for each other in a circle")
+    while pending:
+        first: dict[Hashable, int] = {}  # the round that each node is in
+        for flow in pending:
+            for node in (flow.message.source, flow.message.target):
+                first.setdefault(node, flow.round)
+        active = [flow for flow in pending if first[flow.message.source] == first[flow.message.target] == flow.round]
         rates = _fair_rates(graph, [flow for flow in active if flow.latency <= 0.0])
         step = min(
-            flow.latency if flow.latency > 0.0 else flow.left / rates[id(flow)] if flow.left else 0.0 for flow in active
+            flow.latency if flow.latency > 0.0 else flow.left / rates[flow] if flow.left else 0.0 for flow in active
         )
         now += step
-        unfinished = []
         for flow in active:
             if flow.latency > 0.0:
                 flow.latency = 0.0 if flow.latency - step <= 1e-15 else flow.latency - step
             else:
-                rate = rates[id(flow)]
-                flow.left -= step * rate if math.isfinite(rate) else flow.left
-            if flow.latency <= 0.0 and flow.left <= 1e-9 * (1.0 + flow.message.nbytes):
-                busy[flow.message.source].remove(flow.round)
-                busy[flow.message.target].remove(flow.round)
-            else:
-                unfinished.append(flow)
-        active = unfinished
+                flow.left -= step * rates[flow] if math.isfinite(rates[flow]) else flow.left
+        arrived = {f for f in active if f.latency <= 0.0 and f.left <= 1e-9 * (1.0 + f.message.nbytes)}
+        pending = [flow for flow in pending if flow not in arrived]
     return now
 
 
+@dataclasses.dataclass(eq=False)
 class _Flow:
     """A message that has not arrived yet."""
 
-    def __init__(self, round_: int, message: Message, path: list[Edge], latency: float) -> None:
-        self.round = round_
-        self.message = message
-        self.path = path
-        self.latency = latency
-        self.left = float(message.nbytes)
+    round: int
+    message: Message
+    left: float  # bytes
+    path: list[Edge]
+    latency: float
 
 
 def _route(graph: Any, message: Message) -> tuple[list[Edge], float]:
     import networkx
 
-    def cost(source: Hashable, target: Hashable, data: dict[str, float]) -> float:
-        return data["alpha"] + message.nbytes * data["beta"]
-
+    source, target, nbytes = message
     try:
-        nodes = networkx.shortest_path(graph, message.source, message.target, weight=cost)
+        nodes = networkx.shortest_path(graph, source, target, lambda a, b, data: data["alpha"] + nbytes * data["beta"])
     except (networkx.NetworkXNoPath, networkx.NodeNotFound):
-        raise ValueError(f"simulate: no way leads from {message.source} to {message.target}") from None
+        raise ValueError(f"simulate: no way leads from {source} to {target}") from None
     path = list(zip(nodes, nodes[1:]))
     return path, sum(graph.edges[edge]["alpha"] for edge in path)
 
 
-def _fair_rates(graph: Any, flows: Sequence[_Flow]) -> dict[int, float]:
-    """Bytes per second of each flow, by its id: the edge with the smallest share per flow is divided first."""
-    rates: dict[int, float] = {}
+def _fair_rates(graph: Any, flows: Sequence[_Flow]) -> dict[_Flow, float]:
+    """Bytes per second of each flow: the edge with the smallest share per flow is divided first."""
+    rates: dict[_Flow, float] = {}
     members: dict[Edge, list[_Flow]] = {}
     for flow in flows:
         for edge in flow.path:
             members.setdefault(edge, []).append(flow)
-    room = {edge: _capacity(graph, edge) for edge in members}
-    undecided = {id(flow) for flow in flows}
-    while undecided:
+    betas = {edge: graph.edges[edge]["beta"] for edge in members}
+    room = {edge: 1.0 / beta if beta > 0 else math.inf for edge, beta in betas.items()}
+    while len(rates) < len(flows):
         shares = {
             edge: room[edge] / count
             for edge, through in members.items()
-            if (count := sum(id(flow) in undecided for flow in through))
+            if (count := sum(flow not in rates for flow in through))
         }
         narrowest = min(shares, key=lambda edge: shares[edge], default=None)
         if narrowest is None or math.isinf(shares[narrowest]):
-            rates.update(dict.fromkeys(undecided, math.inf))
             break
         for flow in members[narrowest]:
-            if id(flow) in undecided:
-                undecided.discard(id(flow))
-                rates[id(flow)] = shares[narrowest]
+            if flow not in rates:
+                rates[flow] = shares[narrowest]
                 for edge in flow.path:
                     room[edge] -= shares[narrowest]
-    return rates
-
-
-def _capacity(graph: Any, edge: Edge) -> float:
-    beta = graph.edges[edge]["beta"]
-    return 1.0 / beta if beta > 0 else math.inf
+    return {**dict.fromkeys(flows, math.inf), **rates}
 
 
 def switch(nodes: Sequence[Hashable], link: Link) -> networkx.DiGraph:
@@ -210,7 +194,4 @@ def _partners(nodes: Sequence[Hashable]) -> list[list[Edge]]:
 
 def star_allreduce(nodes: Sequence[Hashable], server: Hashable, nbytes: float) -> list[list[Message]]:
     """All nodes send m bytes to the server, which sends as many back to each."""
-    return [
-        [Message(node, server, nbytes) for node in nodes],
-        [Message(server, node, nbytes) for node in nodes],
-    ]
+    return [[Message(node, server, nbytes) for node in nodes], [Message(server, node, nbytes) for node in nodes]]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from typing import Any, Protocol
 
+from ..common import checks
 from .link import Link
 
 
@@ -33,7 +33,27 @@ class Topology(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class _OneLink:
+    """Every rank has the same link."""
+
+    link: Link
+    ranks: int
+
+    def __post_init__(self) -> None:
+        checks.integer(f"{type(self).__name__}: ranks", self.ranks, 1)
+
+    def carry(self, nbytes: float) -> float:
+        """Seconds that so many bytes over the link take, without those per message."""
+        return self.link.carry(nbytes)
+
+    def _seconds(self, messages: float, carried: float, summed: float = 0.0) -> float:
+        """Of a collective with so many messages, bytes over the link and bytes summed; a single rank sends nothing."""
+        if self.ranks == 1:
+            return 0.0
+        return messages * self.link.alpha + self.carry(carried) + summed * self.link.gamma
+
+
+class Ring(_OneLink):
     """Each rank sends to the next one, all at the same time.
 
     Allreduce is a reduce-scatter and an allgather, 2 (n - 1) steps of m / n bytes; allgather takes n - 1 steps (Thakur,
@@ -41,47 +61,31 @@ class Ring:
     a different one (section 4.3).
     """
 
-    link: Link
-    ranks: int
-
-    def __post_init__(self) -> None:
-        check_count("Ring", "ranks", self.ranks)
-
     def allreduce(self, nbytes: float) -> float:
         """2 (n - 1) alpha + 2 (n - 1) / n m beta + (n - 1) / n m gamma."""
-        n, link = self.ranks, self.link
-        part = (n - 1) / n * nbytes
-        return 2 * (n - 1) * link.alpha + link.carry(2 * part) + part * link.gamma
+        part = (self.ranks - 1) / self.ranks * nbytes
+        return self._seconds(2 * (self.ranks - 1), 2 * part, part)
 
     def reduce_scatter(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n (beta + gamma))."""
-        n, link = self.ranks, self.link
-        part = (n - 1) / n * nbytes
-        return (n - 1) * link.alpha + link.carry(part) + part * link.gamma
+        part = (self.ranks - 1) / self.ranks * nbytes
+        return self._seconds(self.ranks - 1, part, part)
 
     def allgather(self, nbytes: float) -> float:
         """(n - 1) (alpha + m beta)."""
-        return (self.ranks - 1) * self.link.alpha + self.link.carry((self.ranks - 1) * nbytes)
+        return self._seconds(self.ranks - 1, (self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """(n - 1) (alpha + m / n beta)."""
-        n, link = self.ranks, self.link
-        return (n - 1) * link.alpha + link.carry((n - 1) / n * nbytes)
+        return self._seconds(self.ranks - 1, (self.ranks - 1) / self.ranks * nbytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tree:
+class Tree(_OneLink):
     """Partners at distance 1, 2, 4, ...: ceil(log2 n) steps (Thakur, Rabenseifner and Gropp 2005).
 
     Allreduce by recursive doubling sends the whole vector in each step (section 4.5). Allgather doubles what each rank
     has (section 4.1). Alltoall is Bruck's, which sends half of the vector in each step (section 4.3).
     """
-
-    link: Link
-    ranks: int
-
-    def __post_init__(self) -> None:
-        check_count("Tree", "ranks", self.ranks)
 
     @property
     def steps(self) -> int:
@@ -90,46 +94,31 @@ class Tree:
 
     def allreduce(self, nbytes: float) -> float:
         """log2 n (alpha + m beta + m gamma)."""
-        sent, link = self.steps * nbytes, self.link
-        return self.steps * link.alpha + link.carry(sent) + sent * link.gamma
+        return self._seconds(self.steps, self.steps * nbytes, self.steps * nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """log2 n alpha + (n - 1) m beta."""
-        return self.steps * self.link.alpha + self.link.carry((self.ranks - 1) * nbytes)
+        return self._seconds(self.steps, (self.ranks - 1) * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """log2 n (alpha + m / 2 beta)."""
-        return self.steps * self.link.alpha + self.link.carry(self.steps * nbytes / 2)
+        return self._seconds(self.steps, self.steps * nbytes / 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Star:
+class Star(_OneLink):
     """A parameter server: all ranks send to one machine, whose link they share, and it sends to all."""
-
-    link: Link
-    ranks: int
-
-    def __post_init__(self) -> None:
-        check_count("Star", "ranks", self.ranks)
 
     def allreduce(self, nbytes: float) -> float:
         """2 alpha + 2 n m beta + n m gamma: all vectors in, and the sum out to each rank."""
-        if self.ranks == 1:
-            return 0.0
-        link, total = self.link, self.ranks * nbytes
-        return 2 * link.alpha + link.carry(2 * total) + total * link.gamma
+        return self._seconds(2, 2 * self.ranks * nbytes, self.ranks * nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """2 alpha + n m beta + n (n - 1) m beta: each rank gets what the others sent."""
-        if self.ranks == 1:
-            return 0.0
-        return 2 * self.link.alpha + self.link.carry(self.ranks**2 * nbytes)
+        return self._seconds(2, self.ranks**2 * nbytes)
 
     def alltoall(self, nbytes: float) -> float:
         """2 alpha + 2 (n - 1) m beta: all but the parts that stay, in and out."""
-        if self.ranks == 1:
-            return 0.0
-        return 2 * self.link.alpha + self.link.carry(2 * (self.ranks - 1) * nbytes)
+        return self._seconds(2, 2 * (self.ranks - 1) * nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +150,8 @@ class TwoLevel:
     network: Any = None
 
     def __post_init__(self) -> None:
-        check_count("TwoLevel", "hosts", self.hosts)
-        check_count("TwoLevel", "workers", self.workers)
+        checks.integer("TwoLevel: hosts", self.hosts, 1)
+        checks.integer("TwoLevel: workers", self.workers, 1)
         if self.network is None:
             return
         if isinstance(self.network, TwoLevel) or not isinstance(getattr(self.network, "link", None), Link):
@@ -185,43 +174,26 @@ class TwoLevel:
     @property
     def between(self) -> Topology:
         """The network between the hosts."""
-        network: Topology = Ring(self.link, self.hosts) if self.network is None else self.network
-        return network
+        return self.network or Ring(self.link, self.hosts)
 
     @property
     def across(self) -> Topology:
         """The network between the workers in one place on all hosts, while those in other places use it, too."""
         network: Any = self.between
         beta, burst = network.link.beta * self.workers, network.link.burst / self.workers
-        link = dataclasses.replace(network.link, beta=beta, burst=burst)
-        shared: Topology = dataclasses.replace(network, link=link)
-        return shared
+        return dataclasses.replace(network, link=dataclasses.replace(network.link, beta=beta, burst=burst))
 
     def allreduce(self, nbytes: float) -> float:
         """An allreduce of m within hosts, and one of m between hosts, of which each worker sends a part."""
-        return Ring(self.local, self.workers).allreduce(nbytes) + self.between.allreduce(nbytes)
+        return self.inside.allreduce(nbytes) + self.between.allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
         """An allgather of m within hosts, of w m between hosts, and of the (h - 1) w m received within hosts."""
-        per_host = self.workers * nbytes
-        inside = Ring(self.local, self.workers)
-        seconds = inside.allgather(nbytes)
+        seconds = self.inside.allgather(nbytes)
         if self.hosts > 1:
-            elsewhere = (self.hosts - 1) * per_host / self.workers
-            seconds += self.between.allgather(per_host) + inside.allgather(elsewhere)
+            seconds += self.between.allgather(self.workers * nbytes) + self.inside.allgather((self.hosts - 1) * nbytes)
         return seconds
 
     def alltoall(self, nbytes: float) -> float:
         """The parts for the own host, then those for the others."""
-        inside = Ring(self.local, self.workers).alltoall(nbytes / self.hosts)
-        return inside + self.between.alltoall(self.workers * nbytes)
-
-
-def check_count(who: str, name: str, value: int) -> None:
-    """Checks that a value is a whole number from 1 on.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{who}: {name} must be a whole number from 1 on, got {value!r}")
+        return self.inside.alltoall(nbytes / self.hosts) + self.between.alltoall(self.workers * nbytes)

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
-from .collective import Phases
-from .gathering import EncodedShard, GatheringCollective
+from .collective import Collective, Phases, Reduction
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
+
+
+class GatheringCollective(Collective):
+    """A collective that ends with an allgather, for payloads that must not be summed as they are.
+
+    All ranks decode the same payloads in the same order, so their results are the same to the bit. A subclass defines
+    `encode_shard`, what comes before the allgather. `Hierarchical` puts steps of its own in between.
+    """
+
+    def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
+        """Whether payloads must not be summed."""
+        return not (compressor.model_wide or volume.are_summed(compressor, shapes))
+
+    @abc.abstractmethod
+    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Encodes what this rank contributes to the allgather; may exchange payloads for it."""
+
+    def decode(
+        self,
+        compressor: Compressor,
+        shapes: Sequence[Shape],
+        payloads: Sequence[tf.Tensor],
+        contexts: Sequence[Any],
+        factor: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
+        from ..compressors import payload as payload_of
+        from . import coding
+
+        if not self.splits_bucket:
+            return coding.decode(compressor, shapes, payloads, contexts, factor)
+        # Each payload holds the summed chunks of its owner.
+        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
+        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
+        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
+
+    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
+        """Sums the chunks over the ranks, times `scale`."""
+        from . import flags, transfers
+
+        shard = self.encode_shard(compressor, local_input, group)
+        payloads = transfers.allgather(shard.payload, group)
+        ok = flags.all_of([flags.flag_of(payload) for payload in payloads])
+        factor = flags.scale_or_nan(scale, ok)
+        chunks = self.decode(compressor, local_input.shapes, payloads, shard.contexts, factor)
+        return Reduction(chunks, shard.residuals, ok, shard.outgoing, payloads[group.rank - 1])
 
 
 class Allgather(GatheringCollective):
@@ -40,18 +87,4 @@ class Allgather(GatheringCollective):
         """Step 1."""
         from . import coding
 
-        encoded = coding.encode(compressor, local_input)
-        return EncodedShard(encoded.payload, encoded.contexts, encoded.residuals, encoded.payload)
-
-    def decode(
-        self,
-        compressor: Compressor,
-        shapes: Sequence[Shape],
-        payloads: Sequence[tf.Tensor],
-        contexts: Sequence[Any],
-        factor: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Step 3."""
-        from . import coding
-
-        return coding.decode(compressor, shapes, payloads, contexts, factor)
+        return coding.encode(compressor, local_input)

@@ -60,15 +60,12 @@ class FactorAllreduce(Collective):
         def allreduce(outgoing: tf.Tensor, phase: str) -> tf.Tensor:
             return tf.ensure_shape(transfers.allreduce(outgoing, group, phase), outgoing.shape)
 
-        shapes = [tuple(chunk.shape.as_list()) for chunk in local_input.chunks]
+        shapes = local_input.shapes
         batches = compressor.batches(shapes)
         matrix_chunks = [i for batch in batches for i in batch.members]
         other_chunks = sorted(set(range(len(shapes))) - set(matrix_chunks))
-        last_factors = local_input.factors
-        if last_factors is None:
-            last_factors = compressor.initial_factors(shapes)
-        new_factors = last_factors
-        old_rights = factors.unpack(last_factors, batches, "columns")
+        new_factors = compressor.initial_factors(shapes) if local_input.factors is None else local_input.factors
+        old_rights = factors.unpack(new_factors, batches, "columns")
 
         # 1. M Q, residuals added to M.
         gradients = [local_input.sum(i) for i in range(len(shapes))]
@@ -110,7 +107,7 @@ class FactorAllreduce(Collective):
         rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
         for i, left, right in zip(matrix_chunks, lefts, rights):
             chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
-        start = sum(factors.sizes(batches, "rows"))
+        start = sum(left.shape.num_elements() for left in own_lefts)
         for i in other_chunks:
             size = chunks[i].shape.num_elements()
             chunks[i] = tf.reshape(left_sum[start : start + size] * factor, shapes[i])

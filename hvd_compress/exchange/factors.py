@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -15,17 +16,12 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(flat, 0) if flat else tf.zeros([0])
 
 
-def sizes(batches: Sequence[Batch], side: str) -> list[int]:
-    """Elements of the left ("rows") or right ("columns") factors of each batch."""
-    return [len(members) * rank * getattr(matrix, side) for members, matrix, rank in batches]
-
-
 def unpack(flat: tf.Tensor, batches: Sequence[Batch], side: str) -> list[tf.Tensor]:
-    """The factors [b, rank, n] of each batch; `flat` may hold something else behind them."""
-    lengths = sizes(batches, side)
-    if not lengths:
+    """The left ("rows") or right ("columns") factors [b, rank, n] of each batch; `flat` may hold more behind them."""
+    if not batches:
         return []
     shapes = [[len(members), rank, getattr(matrix, side)] for members, matrix, rank in batches]
+    lengths = [math.prod(shape) for shape in shapes]
     return [tf.reshape(part, shape) for part, shape in zip(tf.split(flat[: sum(lengths)], lengths), shapes)]
 
 

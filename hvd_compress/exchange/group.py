@@ -8,17 +8,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks, and the name of their collectives.
-
-    Attributes:
-        process_set: The ranks.
-        name: The name of the collectives, the same on all ranks; None for Horovod's choice.
-        ignore_name_scope: Whether the outer name scope is left out of the name.
-    """
+    """Ranks, and the name of their collectives."""
 
     process_set: Any
-    name: str | None
-    ignore_name_scope: bool = False
+    name: str | None  # the same on all ranks; None for Horovod's choice
+    ignore_name_scope: bool = False  # whether the outer name scope is left out of the name
 
     @property
     def size(self) -> int:

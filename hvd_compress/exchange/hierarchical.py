@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
+from .allgather import GatheringCollective
 from .collective import Collective, Phases, Reduction
-from .gathering import GatheringCollective
 
 if TYPE_CHECKING:
     from ..compressors import Compressor
@@ -43,14 +43,10 @@ class Hierarchical(Collective):
     chunks, from an exchange with another collective or from a checkpoint. They are sent with the gradients in step 1,
     so nothing is lost over all ranks. `LocalInput.has_foreign_residual` says whether there may be any; residuals of
     zero are not added.
-
-    Attributes:
-        hosts: The hosts.
-        between: The collective between them.
     """
 
     hosts: Hosts | HostCounts
-    between: GatheringCollective
+    between: GatheringCollective  # between the hosts
 
     name = "two_level"
     hierarchical = True
@@ -113,9 +109,7 @@ class Hierarchical(Collective):
 
         # 3. Send the payloads to the other workers of the host.
         length = shard.payload.shape[0]
-        payloads_of_shares = [
-            transfers.split(payloads, across.size, length) for payloads in within_host.allgather(gathered, local)
-        ]
+        payloads_of_shares = [transfers.split(p, across.size, length) for p in within_host.allgather(gathered, local)]
 
         # 4. Decode. The contexts are those of this worker's share: they depend on the place in a share only.
         ok = flags.all_of([flags.flag_of(payload) for payloads in payloads_of_shares for payload in payloads])
@@ -126,12 +120,7 @@ class Hierarchical(Collective):
             for chunk in self.between.decode(compressor, share.shapes, payloads, shard.contexts, factor)
         ]
         residuals[first:first] = shard.residuals
+        incoming = payloads_of_shares[local.rank][across.rank - 1]
         return Reduction(
-            chunks,
-            residuals,
-            ok,
-            shard.outgoing,
-            incoming=payloads_of_shares[local.rank][across.rank - 1],
-            next_can_start=received,
-            has_foreign_residual=False,
+            chunks, residuals, ok, shard.outgoing, incoming, next_can_start=received, has_foreign_residual=False
         )

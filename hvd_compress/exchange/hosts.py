@@ -29,15 +29,10 @@ _REQUESTS = 500
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Several hosts with the same number of workers, more than one, and the process sets of this rank.
+    """Several hosts with the same number of workers, more than one, and the process sets of this rank."""
 
-    Attributes:
-        local: The workers of this rank's host.
-        across: The workers in this rank's place on all hosts, one on each.
-    """
-
-    local: Any
-    across: Any
+    local: Any  # the workers of this rank's host
+    across: Any  # the workers in this rank's place on all hosts, one on each
 
     @property
     def count(self) -> int:
@@ -129,9 +124,8 @@ def _places() -> list[tuple[int, int]]:
         return [(cross, local)]
     seconds = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
     until = time.monotonic() + seconds
-    store = (
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], "hvdc_hosts",
-    )  # fmt: skip
+    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    store = address, port, "hvdc_hosts"
 
     def patiently(action: Callable[[], T], failed: str) -> T:
         while True:
@@ -199,9 +193,8 @@ def _wait_at_exit() -> None:
 def grouped(places: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The ranks of each host, in the order of their local ranks.
 
-    Args:
-        places: The cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of
-            workers, a cross rank is not the number of a host; the lists returned then have different lengths, too.
+    `places` are the cross rank and local rank of each rank, as Horovod counts them. If hosts have different numbers of
+    workers, a cross rank is not the number of a host; the lists returned then have different lengths, too.
     """
     hosts: dict[int, list[tuple[int, int]]] = {}
     for rank, (cross, local) in enumerate(places):
@@ -243,9 +236,8 @@ def usable(process_set: Any, hierarchical: bool | str) -> Hosts | None:
     """
     hosts = current() if process_set is hvd.global_process_set else None
     if hosts is None and hierarchical is True:
-        why = _why or "Horovod was initialized anew without hvdc.init()"
         raise ValueError(
-            "hierarchical=True needs several hosts with the same number of workers, more than one, and "
-            f"hvdc.init() in place of hvd.init(): {why}"
+            "hierarchical=True needs several hosts with the same number of workers, more than one, and hvdc.init() in "
+            f"place of hvd.init(): {_why or 'Horovod was initialized anew without hvdc.init()'}"
         )
     return hosts

@@ -27,8 +27,7 @@ class LocalInput(NamedTuple):
 
     def sum(self, i: int) -> tf.Tensor:
         """Chunk `i` plus its decayed residual."""
-        residual = self.residuals[i]
-        return self.chunks[i] if residual is None else fed_back(self.chunks[i], residual, self.decay)
+        return fed_back(self.chunks[i], self.residuals[i], self.decay)
 
     @property
     def shapes(self) -> list[Shape]:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats.base import Shape
 from . import volume
+from .allgather import GatheringCollective
 from .collective import Phases
-from .gathering import EncodedShard, GatheringCollective
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
 
@@ -80,13 +81,8 @@ class ScatterReduce(GatheringCollective):
         # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
         # TensorFlow prunes it.
         encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
-        outgoing = []
-        for owner in range(group.size):
-            share = encoded[owner * per_owner : (owner + 1) * per_owner]
-            if owner != group.rank:
-                finite = flags.all_of([e.finite for e in share])
-                outgoing.append(flags.with_flag([part for e in share for part in e.parts], finite))
-        sent = transfers.concat(outgoing)
+        shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
+        sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
         received = transfers.alltoall(sent, group, "_scatter")
 
         # 2. Decode, sum and encode again.
@@ -105,20 +101,4 @@ class ScatterReduce(GatheringCollective):
             finite_flags.append(again.finite)
             residuals[i] = again.residual
         payload = flags.with_flag(shard, flags.all_of(finite_flags))
-        return EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
-
-    def decode(
-        self,
-        compressor: Compressor,
-        shapes: Sequence[Shape],
-        payloads: Sequence[tf.Tensor],
-        contexts: Sequence[Any],
-        factor: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Step 4: the chunks, in the order of their owners."""
-        from ..compressors import payload as payload_of
-        from . import coding
-
-        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
-        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
-        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
+        return coding.EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)

@@ -50,21 +50,14 @@ def _in_order(total: tf.Tensor, own: tf.Tensor, rank: int) -> tf.Tensor:
 
 
 def alltoall(parts: tf.Tensor, group: Group, phase: str) -> list[tf.Tensor]:
-    """Sends one part to each other rank, and returns the parts that they send.
+    """Sends one part to each other rank, and returns the parts that they send, [length] each in the order of the ranks.
 
-    Args:
-        parts: The parts for the other ranks in their order, end to end: any dtype, [(ranks - 1) * length].
-        group: The ranks.
-        phase: See `Group.keywords`.
-
-    Returns:
-        The parts of the other ranks in their order, [length] each.
+    `parts` are those for the other ranks in their order, end to end: any dtype, [(ranks - 1) * length].
     """
     length = parts.shape[0] // (group.size - 1)
     with tf.device("CPU"):  # where Horovod reads them
         splits = tf.constant([0 if rank == group.rank else length for rank in range(group.size)], tf.int32)
-    received = hvd.alltoall(send_first(parts), splits=splits, **group.keywords(phase))
-    received = received[0] if isinstance(received, (tuple, list)) else received
+    received, _ = hvd.alltoall(send_first(parts), splits=splits, **group.keywords(phase))
     return split(received, group.size - 1, length)
 
 

@@ -29,7 +29,7 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
     """Reduces tensors of static shapes and of the dtypes in `checks.REDUCIBLE`, with one collective for each dtype.
 
     `predivide` splits the averaging, as Horovod's `gradient_predivide_factor` does: 1 / predivide before the sum and
-    predivide / size after it.
+    predivide / size after it. It is 1 with other operations.
     """
     dtypes = [tensor.dtype for tensor in tensors]
     tensors = [wide(tensor) for tensor in tensors]
@@ -51,8 +51,8 @@ def reduce(tensors: Sequence[tf.Tensor], op: Any, predivide: float, group: Group
         results = hvd.grouped_allreduce(
             sent,
             op=op,
-            prescale_factor=1.0 / predivide if op == hvd.Average else 1.0,
-            postscale_factor=predivide if op == hvd.Average else 1.0,
+            prescale_factor=1.0 / predivide,
+            postscale_factor=predivide,
             **group.keywords(f"_{dtype}"),
         )
         results = [tf.ensure_shape(result, tensor.shape) for result, tensor in zip(results, sent)]

@@ -14,9 +14,6 @@ from ..formats.base import Shape, is_summed
 # Elements of a chunk at most; see `engine.layout` for the reason.
 LARGEST = 2**20
 
-# Horovod takes a few milliseconds to schedule a collective. A link of 1 Gbit/s sends about this many bytes meanwhile.
-_WORTH_A_COLLECTIVE = 2**18
-
 
 def are_alike(shapes: Sequence[Shape]) -> bool:
     """Whether there are shapes, all of them the same."""
@@ -25,7 +22,7 @@ def are_alike(shapes: Sequence[Shape]) -> bool:
 
 def are_summed(compressor: Any, shapes: Sequence[Shape]) -> bool:
     """Whether payloads of tensors of these shapes are summed as they are, see `formats.base.is_summed`."""
-    return bool(compressor.summable and not compressor.model_wide and is_summed(compressor, list(set(shapes))))
+    return not compressor.model_wide and is_summed(compressor, list(set(shapes)))
 
 
 def payload_bytes(compressor: Any, shapes: Sequence[Shape]) -> int:
@@ -41,8 +38,3 @@ def flagged_bytes(nbytes: int) -> int:
 def ring_bytes(nbytes: int, ranks: int) -> int:
     """Bytes that each rank of a ring sends to allreduce `nbytes`: 2 (n - 1) / n of them."""
     return round(2 * (ranks - 1) / ranks * nbytes)
-
-
-def with_scheduling(nbytes: int, collectives: int) -> int:
-    """`nbytes`, plus what a link of 1 Gbit/s could send while Horovod schedules so many collectives."""
-    return nbytes + collectives * _WORTH_A_COLLECTIVE

@@ -19,8 +19,7 @@ from .local_input import LocalInput
 def pack_shares(others: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
     """Packs the chunks that other workers sum, with their residuals if these may be other than zero.
 
-    Returns:
-        The chunks end to end, and the residuals that remain here.
+    Returns the chunks end to end, and the residuals that remain here.
     """
     chunks, residuals = transfers.concat(others.chunks), list(others.residuals)
     if residuals[0] is None:
@@ -34,23 +33,13 @@ def pack_shares(others: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
 
 
 def reduce_scatter(
-    own: Sequence[tf.Tensor],
-    residuals: Sequence[tf.Tensor | None],
-    decay: float,
-    others: tf.Tensor,
-    group: Group,
+    own: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None], decay: float, others: tf.Tensor, group: Group
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Sums this worker's share of the chunks over the workers, and adds its residuals.
 
-    Args:
-        own: This worker's share of its own chunks, float32 [size] each.
-        residuals: Residuals of the same shapes, or None.
-        decay: Of the residuals.
-        others: The shares of the other workers end to end, in the order of the workers, of equal size.
-        group: The workers of a host.
-
-    Returns:
-        The sums, and a tensor that has arrived from another worker.
+    `own` is this worker's share of its own chunks, float32 [size] each. `others` are the shares of the other workers
+    end to end, in the order of the workers, of equal size. Returns the sums, and a tensor that has arrived from another
+    worker.
     """
     received = transfers.alltoall(others, group, "_reduce")
     of_workers = zip(*(transfers.split(share, len(own), own[0].shape[0]) for share in received))

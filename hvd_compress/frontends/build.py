@@ -14,7 +14,6 @@ import tensorflow as tf
 from ..auto import flat_or_hierarchical, start
 from ..checkpoint import plan_state
 from ..compressors import Compressor
-from ..cost.calibrate import calibrate
 from ..engine import progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
@@ -99,9 +98,4 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
         if not group.compressor.automatic:
             buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
             candidates.append((group.compressor, buckets))
-    candidates = [(c, buckets) for c, buckets in candidates if flat_or_hierarchical.fits(c, buckets, used_hosts)]
-    if not candidates:
-        return []
-    chunk = candidates[0][1][0][0]
-    calibrated = calibrate([c for c, _ in candidates], settings.process_set, chunk[0])
-    return flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts)
+    return flat_or_hierarchical.flat_compressors(candidates, None, settings, used_hosts)

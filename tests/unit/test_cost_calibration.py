@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import hvd_compress as hvdc
 from hvd_compress.cost import KernelCost, Link, Ring
 from hvd_compress.cost.calibration import COLLECTIVES, Calibration, Levels
-from hvd_compress.cost.link_fit import fit, midmean
+from hvd_compress.cost.measure_links import fit, midmean
 
 LINKS = {"allreduce": Link(1e-4, 8e-9), "allgather": Link(2e-4, 1.6e-8), "alltoall": Link(0.0, 1e-8)}
 KERNELS = {"none": KernelCost(), "int8": KernelCost(1e-4, 5e-10, 1e-10, 2e-11)}
