@@ -18,21 +18,13 @@ from .layout import FlatLayout, flat_layout
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingTable:
-    """A variable whose gradient is IndexedSlices.
+    """A variable whose gradient is IndexedSlices."""
 
-    Attributes:
-        shape: The variable's shape; rows first.
-        dtype: The dtype of the gradient's values.
-        compressor: The compressor of its rows, see `Compressor.for_rows`.
-        ranks: The world size.
-        limit: The largest size of a bucket of the dense gradient, in bytes of float32.
-    """
-
-    shape: Shape
-    dtype: tf.DType
-    compressor: Compressor
-    ranks: int
-    limit: int
+    shape: Shape  # of the variable; rows first
+    dtype: tf.DType  # of the gradient's values
+    compressor: Compressor  # of the rows, see `Compressor.for_rows`
+    ranks: int  # the world size
+    limit: int  # the largest size of a bucket of the dense gradient, in bytes of float32
 
     @property
     def columns(self) -> int:
