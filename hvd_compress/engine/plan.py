@@ -12,7 +12,6 @@ import tensorflow as tf
 from ..compressors import Compressor, Seeds
 from ..exchange import choice
 from ..exchange.collective import Collective
-from ..exchange.group import Group
 from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
@@ -83,18 +82,6 @@ class Plan:
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables that are equal on all ranks, by their names in checkpoints."""
         return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
-
-    def group(self, trace_index: int, what: str) -> Group:
-        """The ranks, and a name for collectives that is the same on all of them.
-
-        The name ignores TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces
-        of the process, and one rank may have traced more than the others.
-
-        Args:
-            trace_index: How often the plan was used in the function before.
-            what: Distinguishes the collectives of a step.
-        """
-        return Group(self.settings.process_set, f"{self.name}_{trace_index}_{what}", ignore_name_scope=True)
 
     def seeds(self, index: int) -> Seeds:
         """The seeds of a bucket in the current step."""
