@@ -29,35 +29,21 @@ class Plan:
     """How one list of gradients is reduced; `frontends.build` makes it.
 
     It keeps no reference to the model's variables, which may be deleted before it.
-
-    Attributes:
-        name: The prefix of its collectives' names.
-        settings: The user's settings.
-        layout: How the gradients are divided.
-        state: The plan's own variables.
-        selectors: The selector of each bucket.
-        transforms: Change the gradients before they are encoded.
-        hosts: The hosts if exchanges may be hierarchical, else None.
-        all_hosts: The hosts, also if all exchanges are flat; None if they are not known.
-        flat: Compressors whose exchange is flat even if `hosts` is set.
-        auto: The selector of the buckets of `auto`; None if there are none.
-        observers: Get the measurements of each step.
-        link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
-        trace_indices: How often the plan is used in a function, minus 1; by the function's graph.
     """
 
-    name: str
+    name: str  # the prefix of its collectives' names
     settings: Settings
     layout: ModelLayout
-    state: State
-    selectors: Sequence[Selector]
+    state: State  # the plan's own variables
+    selectors: Sequence[Selector]  # of each bucket
     transforms: Transform
-    hosts: Hosts | None = None
-    all_hosts: Hosts | None = None
-    flat: Sequence[Compressor] = ()
-    auto: ModelSelector | None = None
+    hosts: Hosts | None = None  # None if all exchanges are flat
+    all_hosts: Hosts | None = None  # also if all exchanges are flat; None if they are not known
+    flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
+    auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     observers: list[Observer] = dataclasses.field(default_factory=list)
-    link: tuple[float, float] | None = None
+    link: tuple[float, float] | None = None  # measured seconds per allreduce and per byte sent; None if not known
+    # How often the plan is used in a function, minus 1; by the function's graph.
     trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def collective(self, compressor: Compressor, shapes: Sequence[Shape]) -> Collective:
