@@ -58,12 +58,12 @@ def plan_of(owner: Any) -> Any:
 
 def reducers_made() -> int:
     """How many reducers this process has made."""
-    return reducers.made()
+    return reducers.Reducer.made
 
 
 def set_reducers_made(number: int) -> None:
     """As if this process had made so many reducers."""
-    reducers.set_made(number)
+    reducers.Reducer.made = number
 
 
 # Layout

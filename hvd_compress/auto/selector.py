@@ -24,9 +24,8 @@ from ..engine import clock
 from ..engine.clock import Timestamps
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
-from ..engine.model_selector import ModelSelector
 from ..engine.observer import StepMeasurement
-from ..engine.selector import switch_case
+from ..engine.selector import ModelSelector, switch_case
 from ..engine.state import State
 from . import policy, probe, report, samples
 

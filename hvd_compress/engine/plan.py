@@ -16,9 +16,8 @@ from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
 from .model_layout import ModelLayout
-from .model_selector import ModelSelector
 from .observer import Observer
-from .selector import Selector
+from .selector import ModelSelector, Selector
 from .settings import Settings
 from .state import State
 from .transforms import Transform

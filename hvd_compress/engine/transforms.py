@@ -1,7 +1,4 @@
-"""Transforms: changes of a rank's gradients before they are encoded.
-
-A transform subclasses `Transform` and overrides the methods that it needs. `transforms_for` makes those of a plan.
-"""
+"""Transforms: changes of a rank's gradients before they are encoded. `transforms_for` makes those of a plan."""
 
 from __future__ import annotations
 
@@ -28,20 +25,15 @@ class LocalChunks(NamedTuple):
 class Transform:
     """A change of the gradients.
 
-    Methods to override, in the order in which a step calls them:
-
-    - `prepare(gradients)`: changes all gradients of the rank, once in a step.
-    - `apply(local)`: changes the chunks of a bucket before they are encoded.
-    - `update(local, residuals)`: returns the bucket's new velocities after the exchange.
-    - `after_allreduce(gradient, velocity)`: changes a gradient that was reduced uncompressed.
+    Subclasses override any of `prepare`, `apply`, `update` and `after_allreduce`; a step calls them in this order.
     """
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
-        """All gradients (tensors, IndexedSlices or None) of this rank, changed."""
+        """All gradients (tensors, IndexedSlices or None) of this rank, changed; called once in a step."""
         return gradients
 
     def apply(self, local: LocalChunks) -> LocalChunks:
-        """A bucket's chunks, changed."""
+        """A bucket's chunks, changed before they are encoded."""
         return local
 
     def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -49,7 +41,7 @@ class Transform:
         return []
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
-        """The new velocity, float32, which replaces the reduced gradient; None for no change."""
+        """The new velocity, float32, which replaces a gradient that was reduced uncompressed; None for no change."""
         return None
 
 
@@ -89,10 +81,8 @@ class MomentumCorrection(Transform):
         """Replaces the chunks by velocity + decay * residual: `update` needs this sum."""
         if not local.velocities:
             return local
-        velocities = [
-            accelerate(chunk, value_of(velocity), self._momentum)
-            for chunk, velocity in zip(local.chunks, local.velocities)
-        ]
+        pairs = zip(local.chunks, local.velocities)
+        velocities = [accelerate(chunk, value_of(velocity), self._momentum) for chunk, velocity in pairs]
         residuals = map(value_of, local.residuals)
         chunks = [error_feedback.add(v, r, local.decay) for v, r in zip(velocities, residuals)]
         return LocalChunks(chunks, [None] * len(chunks), 1.0, velocities)
@@ -166,12 +156,9 @@ def mask(velocity: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
 
 
 def clipped(gradients: Sequence[Any], limit: float) -> list[Any]:
-    """Gradients scaled down together so that the 2-norm over all of them is at most `limit`.
+    """Gradients (tensors, IndexedSlices or None), scaled down so that the 2-norm over all is at most `limit` > 0.
 
-    Args:
-        gradients: Tensors, IndexedSlices or None; integers stay as they are. Where a value is infinite or NaN, some
-            value of the result is, too.
-        limit: Above 0.
+    Integers stay as they are. Where a value is infinite or NaN, some value of the result is, too.
     """
     values = [values_of(g) for g in gradients]
     floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
