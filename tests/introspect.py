@@ -16,7 +16,7 @@ import tensorflow as tf
 import hvd_compress as hvdc
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import accounting, clock
+from hvd_compress.engine import clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
@@ -146,12 +146,12 @@ def report_of(owner: Any) -> Any:
 
 def bucket_reports(plan: Any) -> list[Any]:
     """What each bucket of a plan is compressed with, and why."""
-    return accounting.report(plan)
+    return plan.report()
 
 
 def bytes_sent(plan: Any) -> tuple[int, int]:
     """Bytes that each rank sends per step: as configured, and if nothing were compressed."""
-    return accounting.bytes_sent(plan)
+    return plan.bytes_sent()
 
 
 # State

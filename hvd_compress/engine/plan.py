@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from ..compressors import Compressor, Seeds
-from ..exchange import choice
+from ..exchange import choice, uncompressed
 from ..exchange.collective import Collective
 from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
+from .compression_report import BucketReport
 from .model_layout import ModelLayout
 from .observer import Observer
 from .selector import ModelSelector, Selector
@@ -62,6 +64,50 @@ class Plan:
     def compressors(self) -> list[Compressor]:
         """The current compressor of each bucket. Not for use in a graph."""
         return [selector.current(b) for b, selector in enumerate(self.selectors)]
+
+    def report(self) -> list[BucketReport]:
+        """The compressor of each bucket and the reason for it, then those of the embeddings. Not for use in a graph."""
+        layout = self.layout
+        reports = [
+            BucketReport(4 * sum(map(math.prod, layout.shapes_of(b))), compressor.spec)
+            for b, compressor in enumerate(self.compressors())
+        ]
+        if self.auto is not None:
+            for b, chosen in zip(layout.auto_buckets, self.auto.report(int(self.state.step))):
+                reports[b] = chosen
+        for i, table in zip(layout.sparse, layout.embeddings):
+            reports.append(BucketReport(4 * math.prod(table.shape), table.compressor.spec, rows_of=layout.paths[i]))
+        return reports
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """The bytes that each rank sends per step: as configured, and without compression. Not for use in a graph.
+
+        Allreduces count as in a ring, and IndexedSlices as in the last step. Without compression, Horovod sends the
+        values and row numbers of IndexedSlices, including duplicates. If `hvdc.init()` has found several hosts of
+        several workers, these are the bytes that leave a host, divided by its workers (except for IndexedSlices).
+        """
+        layout, ranks, hosts = self.layout, self.settings.process_set.size(), self.all_hosts
+
+        def nbytes(members: list[int]) -> int:
+            return sum(math.prod(layout.shapes[i]) * layout.dtypes[i].size for i in members)
+
+        rest = layout.uncompressed_members
+        compressed = [i for group in layout.param_groups for i in group.layout.tensors.members]
+        sent, stock = (uncompressed.bytes_sent(nbytes(some), ranks) for some in (rest, [*compressed, *rest]))
+        if hosts is not None:  # a ring leaves each host once
+            sent, stock = sent // hosts.workers, stock // hosts.workers
+        for b, compressor in enumerate(self.compressors()):
+            shapes = self.shapes_of(b, compressor)
+            collective = self.collective(compressor, shapes)
+            if hosts is None:
+                sent += collective.bytes_sent(compressor, shapes, ranks)
+            else:
+                sent += collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
+        counts = self.state.embedding_counts
+        for table, last in zip(layout.embeddings, [] if counts is None else counts.numpy().tolist()):
+            rows = table.bytes_sent(*last)
+            sent, stock = sent + rows[0], stock + rows[1]
+        return sent, stock
 
     @property
     def replicated_state(self) -> dict[str, tf.Variable]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ..common import checks, host_memory
 from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
-from . import accounting, agreement, progress
+from . import agreement, progress
 from .compression_report import CompressionReport
 from .observer import Observer
 from .plan import Plan
@@ -174,11 +174,11 @@ class Reducer:
 
     def report(self) -> CompressionReport:
         """The compressor of each bucket of the plan that was made last, and the reason for it."""
-        return CompressionReport(tuple(accounting.report(self.last_plan("compression_report()"))))
+        return CompressionReport(tuple(self.last_plan("compression_report()").report()))
 
     def bytes_sent(self) -> tuple[int, int]:
-        """See `accounting.bytes_sent`; of the plan that was made last."""
-        return accounting.bytes_sent(self.last_plan("bytes_sent()"))
+        """See `Plan.bytes_sent`; of the plan that was made last."""
+        return self.last_plan("bytes_sent()").bytes_sent()
 
     def last_plan(self, who: str) -> Plan:
         """The plan that was made last.

@@ -46,14 +46,27 @@ class Transform:
 
 
 class Clip(Transform):
-    """Local gradient clipping (Lin et al. 2018, DGC, section 3.2): the norm over all gradients is `limit` at most."""
+    """Local gradient clipping (Lin et al. 2018, DGC, section 3.2): the norm over all gradients is `limit` at most.
+
+    Integers stay as they are. Where a value is infinite or NaN, some value of the result is, too.
+    """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
         """Scales all gradients down together."""
-        return clipped(gradients, self._limit)
+        values = [values_of(g) for g in gradients]
+        floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
+        if not floats:
+            return gradients
+        norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
+        factor = tf.minimum(1.0, self._limit / norm)
+
+        def scaled(values: tf.Tensor) -> tf.Tensor:
+            return values * tf.cast(factor, values.dtype) if values.dtype.is_floating else values
+
+        return [with_values(gradient, scaled) for gradient in gradients]
 
 
 class Predivide(Transform):
@@ -153,21 +166,3 @@ def accelerate(gradient: tf.Tensor, velocity: tf.Tensor, momentum: float) -> tf.
 def mask(velocity: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
     """`velocity` with zeros where `sent`, the decoded payload, is not zero."""
     return tf.where(sent == 0.0, velocity, tf.zeros_like(velocity))
-
-
-def clipped(gradients: Sequence[Any], limit: float) -> list[Any]:
-    """Gradients (tensors, IndexedSlices or None), scaled down so that the 2-norm over all is at most `limit` > 0.
-
-    Integers stay as they are. Where a value is infinite or NaN, some value of the result is, too.
-    """
-    values = [values_of(g) for g in gradients]
-    floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
-    if not floats:
-        return list(gradients)
-    norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
-    factor = tf.minimum(1.0, limit / norm)
-
-    def scaled(values: tf.Tensor) -> tf.Tensor:
-        return values * tf.cast(factor, values.dtype) if values.dtype.is_floating else values
-
-    return [with_values(gradient, scaled) for gradient in gradients]
