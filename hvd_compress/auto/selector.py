@@ -155,10 +155,6 @@ class AutoSelector(ModelSelector):
                 index = tf.where(self._is_idle(), len(branches) - 1, index)
         return switch_case(index, branches)
 
-    def no_loss(self) -> Any:
-        """The loss if no model-wide candidate was in use: zeros [2]; () if there are no such candidates."""
-        return tf.zeros([2]) if self._model_wide else ()
-
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
         return {f"auto_{name}": variable for name, variable in self.state._asdict().items()}

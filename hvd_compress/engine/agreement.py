@@ -8,6 +8,7 @@ trains without this package, cannot be found: the others wait for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -141,12 +142,8 @@ def _described(gradient: Any, variable: Any) -> str:
 
 def _have(ranks: Sequence[int]) -> str:
     """`rank 0 has`, `ranks 1-3, 5 have`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of consecutive ranks, all have the same distance from their positions.
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"
 

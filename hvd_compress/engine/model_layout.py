@@ -12,7 +12,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,16 +25,14 @@ from .layout import Layout, PerTensorLayout, bucket_limit, flat_layout, is_compr
 from .settings import Settings
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamGroup:
+class ParamGroup(NamedTuple):
     """Gradients that share a compressor, and the chunks in which it sees them."""
 
     compressor: Compressor
     layout: Layout
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Chunks that are exchanged together."""
 
     group: int  # position of the parameter group
@@ -45,14 +43,14 @@ class Bucket:
 class ModelLayout:
     """How one list of gradients is divided."""
 
-    paths: tuple[str, ...]  # of the variables, or their names
-    shapes: tuple[Shape, ...]  # of the gradients
-    dtypes: tuple[Any, ...]  # of the gradients; None if there is no gradient
-    param_groups: tuple[ParamGroup, ...]  # the compressed gradients
-    buckets: tuple[Bucket, ...]  # of all parameter groups, in the order of sending
-    uncompressed: tuple[TensorGroup, ...]  # the buckets of Horovod's own allreduce
-    sparse: tuple[int, ...]  # positions of the gradients that are IndexedSlices
-    embeddings: tuple[EmbeddingTable, ...]  # the tables of these gradients, in the same order
+    paths: Sequence[str]  # of the variables, or their names
+    shapes: Sequence[Shape]  # of the gradients
+    dtypes: Sequence[Any]  # of the gradients; None if there is no gradient
+    param_groups: Sequence[ParamGroup]  # the compressed gradients
+    buckets: Sequence[Bucket]  # of all parameter groups, in the order of sending
+    uncompressed: Sequence[TensorGroup]  # the buckets of Horovod's own allreduce
+    sparse: Sequence[int]  # positions of the gradients that are IndexedSlices
+    embeddings: Sequence[EmbeddingTable]  # the tables of these gradients, in the same order
     may_be_hierarchical: bool  # whether exchanges may sum gradients within each host first
 
     def group_of(self, b: int) -> ParamGroup:
@@ -158,17 +156,8 @@ def model_layout(
     rest = sorted(set(dense) - set(compressed))
     limit = limit_of(sum(math.prod(shapes[i]) for i in rest))
     uncompressed = assign(shapes, rest, limit, None if compressed else groups)
-    return ModelLayout(
-        tuple(paths),
-        tuple(shapes),
-        tuple(dtypes),
-        tuple(param_groups),
-        tuple(buckets),
-        tuple(uncompressed),
-        tuple(sparse),
-        tuple(map(table_of, sparse)),
-        workers > 1,
-    )
+    tables = [table_of(i) for i in sparse]
+    return ModelLayout(paths, shapes, dtypes, param_groups, buckets, uncompressed, sparse, tables, workers > 1)
 
 
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:

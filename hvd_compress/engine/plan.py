@@ -65,6 +65,11 @@ class Plan:
         """The current compressor of each bucket. Not for use in a graph."""
         return [selector.current(b) for b, selector in enumerate(self.selectors)]
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether an observer records its steps."""
+        return any(observer.records_steps for observer in self.observers)
+
     def report(self) -> list[BucketReport]:
         """The compressor of each bucket and the reason for it, then those of the embeddings. Not for use in a graph."""
         layout = self.layout

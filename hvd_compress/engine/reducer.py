@@ -101,7 +101,7 @@ class Reducer:
             self.plans[key] = self._build(self, name, gradients, variables, watched)
         plan = self.plans[key]
         make_observer = self._watcher or next(iter(watch_all), None)
-        if make_observer is not None and not _is_recorded(plan):
+        if make_observer is not None and not plan.is_recorded:
             plan.observers.append(make_observer(plan))
         if not tf.executing_eagerly():
             return Step(plan, gradients).run(so_far)
@@ -121,7 +121,7 @@ class Reducer:
             Whether any plan's steps were traced without being recorded. The caller must then trace them again.
         """
         self._watcher = make
-        return not all(_is_recorded(plan) for plan in self.plans.values())
+        return not all(plan.is_recorded for plan in self.plans.values())
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
         """Checks that all ranks are about to reduce the same gradients with the same settings.
@@ -189,10 +189,6 @@ class Reducer:
         if not self.plans:
             raise RuntimeError(f"{who} is known after the first step on more than one rank: train one first")
         return list(self.plans.values())[-1]
-
-
-def _is_recorded(plan: Plan) -> bool:
-    return any(observer.records_steps for observer in plan.observers)
 
 
 def _tensor(gradient: Any, variable: Any) -> Any:

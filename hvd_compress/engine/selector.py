@@ -63,14 +63,11 @@ class FixedSelector(Selector):
 class StagedSelector(Selector):
     """The stages of a compressor, one after the other, such as the warm-up of `dgc`.
 
-    Args:
-        compressor: The compressor that has the stages.
-        progress: How far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
+    `progress` is how far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
     """
 
     def __init__(self, compressor: Compressor, progress: tf.Variable) -> None:
-        self._compressor = compressor
-        self._progress = progress
+        self._compressor, self._progress = compressor, progress
 
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
         """The exchange with the current stage."""
@@ -123,10 +120,6 @@ class ModelSelector(Selector, Observer):
                 loss, a bool scalar.
             step: The number of steps before this one, an int64 scalar.
         """
-
-    @abc.abstractmethod
-    def no_loss(self) -> Any:
-        """The value of `StepMeasurement.model_wide_loss` if no model-wide candidate was in use."""
 
     @abc.abstractmethod
     def replicated_state(self) -> dict[str, tf.Variable]:

@@ -130,7 +130,7 @@ class Settings:
     @property
     def op_name(self) -> str:
         """Horovod's name of `op`."""
-        return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
+        return "Average" if self.averages else "Sum"
 
     @property
     def averages(self) -> bool:

@@ -57,7 +57,6 @@ class Step:
         self._context = StepContext(
             settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back
         )
-        self._records = any(observer.records_steps for observer in plan.observers)
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
 
@@ -73,8 +72,8 @@ class Step:
 
             # 1. Transforms
             self._gradients = plan.transforms.prepare(self._gradients)
-            ready = self._all_ready() if self._records else None
-            choices = [selector.choice(b) if self._records else None for b, selector in enumerate(plan.selectors)]
+            ready = self._all_ready() if plan.is_recorded else None
+            choices = [selector.choice(b) if plan.is_recorded else None for b, selector in enumerate(plan.selectors)]
             own_slices = [self._gradients[i] for i in layout.sparse]
             self._embeddings = Embeddings(plan, own_slices, self._group("slices"))
 
@@ -102,7 +101,7 @@ class Step:
                 BucketMeasurement(*times_and_norms[b], choice) if times_and_norms[b][0] else None
                 for b, choice in enumerate(choices)
             ]
-            others = self._measure_others(dense, own_slices, sparse) if self._records else []
+            others = self._measure_others(dense, own_slices, sparse) if plan.is_recorded else []
             nbytes = self._embeddings.bytes_sent
             measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe)
             for observer in plan.observers:
@@ -165,10 +164,11 @@ class Step:
         if auto is None:
             return gradients, measured, (), self._commit(flags, first), None
 
-        probe, no_loss = auto.probe(step, self._gradients), auto.no_loss()
+        probe = auto.probe(step, self._gradients)
+        # The branches return the same structure.
+        no_loss = tf.zeros([2]) if self._plan.state.model_wide_factors else ()
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
-        # The branches return the same structure.
         def per_bucket() -> Any:
             last = self._reduce_buckets(layout.auto_buckets, before_last, after)
             committed = self._commit(flags, {**first, **last})
