@@ -145,20 +145,17 @@ class _Embedding:
             residuals = pack(layout, [self.residual.read_value()], range(layout.count))
         transforms = Transform() if predivide == 1.0 else Predivide(predivide)
         context = StepContext(settings.scale, functools.partial(choice.choose, ranks=group.size), transforms, decay)
-        totals: list[tf.Tensor] = []
-        new_residuals: list[tf.Tensor] = []
-        for b, chunks in enumerate(layout.in_buckets(table.limit)):
-            bucket = BucketInput(
-                layout,
-                chunks,
-                FixedSelector(table.compressor),
-                Seeds(*(noise.fold(seed, b) for seed in (self.seeds.shared, self.seeds.local))),
-                lambda _, b=b: group.among(group.process_set, f"_{b}"),
-                NO_STATE._replace(residuals=residuals[chunks.start : chunks.stop]),
-            )
-            result = reduce_bucket(bucket, [dense], context)
-            totals += result.chunks
-            new_residuals += result.new_state.residuals
+
+        def bucket(b: int, chunks: range) -> BucketInput:
+            seeds = Seeds(*(noise.fold(seed, b) for seed in (self.seeds.shared, self.seeds.local)))
+            own_group = group.among(group.process_set, f"_{b}")
+            state = NO_STATE._replace(residuals=residuals[chunks.start : chunks.stop])
+            return BucketInput(layout, chunks, FixedSelector(table.compressor), seeds, lambda _: own_group, state)
+
+        chunks = layout.in_buckets(table.limit)
+        results = [reduce_bucket(bucket(b, of_bucket), [dense], context) for b, of_bucket in enumerate(chunks)]
+        totals = [chunk for result in results for chunk in result.chunks]
+        new_residuals = [residual for result in results for residual in result.new_state.residuals]
         added = dense if predivide == 1.0 else dense / predivide
         if self.residual is not None:
             added += decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)

@@ -51,8 +51,8 @@ def reduce_model(
         plan: The plan.
         gradients: All gradients of the plan.
         candidate: The position of a model-wide candidate.
-        step: See `pipeline.reduce_bucket`, also for `after`.
-        group: See `pipeline.BucketInput`.
+        step: What all exchanges share.
+        group: The ranks, and the names of the collectives.
         after: Tensors that must be ready before the gradients are packed.
         probed: Whether the loss is measured in this step, a bool scalar.
         sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
