@@ -76,10 +76,8 @@ class EmbeddingTable:
     def bytes_sent(self, rows: Any, dense: Any, given: Any) -> tuple[Any, Any]:
         """The bytes that each rank sends in a step, on average, and those of stock Horovod.
 
-        Args:
-            rows: The number of rows of all ranks together; an int or an int64 tensor, as the other arguments.
-            dense: 1 if they are exchanged as a dense tensor, else 0.
-            given: The number of this rank's slices before duplicate rows are summed; as if all ranks had as many.
+        The arguments are the columns of `State.embedding_counts`, ints or int64 tensors. For stock Horovod, all ranks
+        count as having as many slices as this one.
         """
         in_rows = (self.ranks - 1) * rows * self.rows.nbytes // self.ranks
         # Horovod gathers values and, as int64, numbers of rows.

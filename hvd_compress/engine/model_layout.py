@@ -111,15 +111,15 @@ def model_layout(
     for path, dtype in zip(paths, dtypes):
         if dtype is not None:
             checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
+    compressors = [settings.compressor_of(path) for path in paths]
     ranks = settings.process_set.size()
 
     def limit_of(numel: int) -> int:
         return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, numel)
 
-    def is_sent_compressed(i: int, compressor: Compressor) -> bool:
-        if compressor.uncompressed or not dtypes[i].is_floating:
-            return False
-        return is_compressed(shapes[i], settings.min_compress_size)
+    def is_sent_compressed(i: int) -> bool:
+        may_be = dtypes[i].is_floating and not compressors[i].uncompressed
+        return may_be and is_compressed(shapes[i], settings.min_compress_size)
 
     def layout_of(tensors: TensorGroup, compressor: Compressor) -> Layout:
         if compressor.per_tensor:
@@ -127,14 +127,12 @@ def model_layout(
         return flat_layout(tensors, compressor.candidates, limit_of(tensors.numel), ranks, workers)
 
     def table_of(i: int) -> EmbeddingTable:
-        wanted = settings.compressor_of(paths[i])
-        compressor = wanted.for_rows() if is_sent_compressed(i, wanted) else NoCompression()
+        compressor = compressors[i].for_rows() if is_sent_compressed(i) else NoCompression()
         return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit_of(math.prod(shapes[i])))
 
     sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    compressors = {i: settings.compressor_of(paths[i]) for i in dense}
-    compressed = [i for i in dense if is_sent_compressed(i, compressors[i])]
+    compressed = [i for i in dense if is_sent_compressed(i)]
     groups = positions(settings.groups, variables)
 
     distinct: list[Compressor] = []
@@ -166,12 +164,10 @@ def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
     if isinstance(gradient, tf.IndexedSlices):
         # The number of rows depends on the batch.
         gradient = tf.TensorSpec(tf.TensorShape([None]).concatenate(gradient.values.shape[1:]))
-    shape, own = gradient.shape, tf.TensorShape(variable.shape)
+    path, shape, own = path_of(variable), gradient.shape, tf.TensorShape(variable.shape)
     if not shape.is_compatible_with(own):
-        raise ValueError(f"the gradient of {path_of(variable)} has shape {shape}, the variable {own}")
+        raise ValueError(f"the gradient of {path} has shape {shape}, the variable {own}")
     shape = shape.merge_with(own)
     if not shape.is_fully_defined():
-        raise ValueError(
-            f"the gradient of {path_of(variable)} has the unknown shape {shape}: set it with tf.ensure_shape"
-        )
+        raise ValueError(f"the gradient of {path} has the unknown shape {shape}: set it with tf.ensure_shape")
     return tuple(shape.as_list())

@@ -26,7 +26,6 @@ from ..exchange.local_input import LocalInput
 from ..exchange.send_order import next_can_start
 from ..formats.base import Shape
 from . import clock
-from .clock import Timestamps
 from .layout import Layout
 from .packing import pack
 from .selector import Selector
@@ -143,7 +142,7 @@ def reduce_bucket(
 
     # 3. Select
     result = bucket.selector.switch(bucket.position, exchange)
-    return result._replace(timestamps=Timestamps(*ready, *result.timestamps)) if bucket.timed else result
+    return result._replace(timestamps=clock.Timestamps(*ready, *result.timestamps)) if bucket.timed else result
 
 
 def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -107,9 +107,7 @@ class Reducer:
             return Step(plan, gradients).run(so_far)
         traced = (key, len(plan.observers))
         if traced not in self._functions:
-            self._functions[traced] = tf.function(
-                lambda gradients, so_far: Step(plan, gradients).run(so_far), autograph=False
-            )
+            self._functions[traced] = tf.function(lambda each, so_far: Step(plan, each).run(so_far), autograph=False)
         return self._functions[traced](list(gradients), so_far)
 
     def watch(self, make: Callable[[Plan], Observer]) -> bool:

@@ -16,7 +16,6 @@ from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
 from . import clock, nonfinite, norms
-from .clock import Timestamps
 from .embeddings import Embeddings
 from .layout import FlatLayout
 from .model_wide import reduce_model
@@ -220,11 +219,11 @@ class Step:
             no_measure if sample is None else functools.partial(norms.of_bucket, sample),
         )
 
-    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], dict[int, Timestamps]]:
+    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], dict[int, clock.Timestamps]]:
         """The gradients of `auto`, reduced as by stock Horovod, and the timestamps of their buckets."""
         layout = self._plan.layout
         gradients: dict[int, tf.Tensor] = {}
-        timestamps: dict[int, Timestamps] = {}
+        timestamps: dict[int, clock.Timestamps] = {}
         for b in layout.auto_buckets:
             of_group = layout.group_of(b).layout
             assert isinstance(of_group, FlatLayout)
@@ -238,7 +237,7 @@ class Step:
                 tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
             received = clock.stamp(result.incoming)
-            timestamps[b] = Timestamps(ready, ready, received, received)
+            timestamps[b] = clock.Timestamps(ready, ready, received, received)
             gradients |= dict(zip(members, result.tensors))
         return gradients, timestamps
 
@@ -301,7 +300,7 @@ class Step:
         for (outgoing, incoming), of_both in zip(sent_and_received, norms_of_all):
             ready = clock.stamp(outgoing)
             received = clock.stamp(incoming, ready)
-            times = Timestamps(ready, ready, received, received)
+            times = clock.Timestamps(ready, ready, received, received)
             measurements.append(BucketMeasurement(times, of_both, tf.constant(0)))
         return measurements
 
