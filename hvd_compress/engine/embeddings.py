@@ -160,7 +160,7 @@ class _Embedding:
         if self.residual is not None:
             added += decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)
         total, lost = (
-            tf.reshape(unpack(layout, chunks, [tf.float32])[0], dense.shape) for chunks in (totals, new_residuals)
+            tf.reshape(unpack(layout, tensors, [tf.float32])[0], dense.shape) for tensors in (totals, new_residuals)
         )
         return RowsReduction(every_row, total, every_row, lost, tf.stack([_norm(added), _norm(lost)]))
 
