@@ -78,7 +78,6 @@ def main() -> None:
     import tensorflow as tf
 
     import hvd_compress as hvdc
-    from hvd_compress.engine import accounting
     from hvd_compress.tools.timed_exchange import Method, barrier, gradients
 
     hvdc.init()
@@ -126,7 +125,7 @@ def main() -> None:
             "memory": memory("VmHWM") - resident,
         }
         if name in ours:
-            facts[name]["predicted_sent"] = workers * accounting.bytes_sent(ours[name].plan)[0]
+            facts[name]["predicted_sent"] = workers * ours[name].plan.bytes_sent()[0]
 
     times = common.interleave(methods, args.rounds, barrier, show)
     # The slowest worker of each round counts.

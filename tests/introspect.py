@@ -17,7 +17,7 @@ import hvd_compress as hvdc
 from hvd_compress.auto import flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import accounting, clock
+from hvd_compress.engine import clock
 from hvd_compress.engine import reducer as reducers
 from hvd_compress.engine.packing import pack
 from hvd_compress.engine.settings import Settings
@@ -59,12 +59,12 @@ def plan_of(owner: Any) -> Any:
 
 def reducers_made() -> int:
     """How many reducers this process has made."""
-    return reducers.made()
+    return reducers.Reducer.made
 
 
 def set_reducers_made(number: int) -> None:
     """As if this process had made so many reducers."""
-    reducers.set_made(number)
+    reducers.Reducer.made = number
 
 
 # Layout
@@ -147,12 +147,12 @@ def report_of(owner: Any) -> Any:
 
 def bucket_reports(plan: Any) -> list[Any]:
     """What each bucket of a plan is compressed with, and why."""
-    return accounting.report(plan)
+    return plan.report()
 
 
 def bytes_sent(plan: Any) -> tuple[int, int]:
     """Bytes that each rank sends per step: as configured, and if nothing were compressed."""
-    return accounting.bytes_sent(plan)
+    return plan.bytes_sent()
 
 
 # State

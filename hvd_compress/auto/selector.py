@@ -24,9 +24,8 @@ from ..engine import clock
 from ..engine.clock import Timestamps
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
-from ..engine.model_selector import ModelSelector
 from ..engine.observer import StepMeasurement
-from ..engine.selector import switch_case
+from ..engine.selector import ModelSelector, switch_case
 from ..engine.state import State
 from . import policy, probe, report, samples
 
@@ -155,10 +154,6 @@ class AutoSelector(ModelSelector):
                 branches.append(uncompressed)
                 index = tf.where(self._is_idle(), len(branches) - 1, index)
         return switch_case(index, branches)
-
-    def no_loss(self) -> Any:
-        """The loss if no model-wide candidate was in use: zeros [2]; () if there are no such candidates."""
-        return tf.zeros([2]) if self._model_wide else ()
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""

@@ -22,10 +22,9 @@ _SETTINGS = {
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory that a step frees, if gradients are in the host's memory.
 
-    By default, glibc returns large blocks to the kernel, which clears them page by page when the next step asks
-    again. Between two hosts of one core, that took up to half of the exchange's time (ResNet-50, hybrid, 10 Gbit/s:
-    205 ms by default, 108 with kept memory; int8 230 and 178). The process then stays as large as in its largest
-    step. Nothing is changed if malloc's environment variables are set, or if the C library is not glibc.
+    By default, glibc returns large blocks to the kernel, which clears them page by page when the next step asks again:
+    up to half of the exchange's time. With kept memory, the process stays as large as in its largest step. Nothing is
+    changed if malloc's environment variables are set, or if the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc" or tf.config.list_physical_devices("GPU"):
         return

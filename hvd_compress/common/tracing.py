@@ -19,11 +19,7 @@ def function_graph() -> Any:
     """The graph of the innermost function that is being traced, even inside a branch of tf.cond or a loop."""
     from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 
-    inside = (
-        control_flow.CondBranchFuncGraph,
-        control_flow.WhileCondFuncGraph,
-        control_flow.WhileBodyFuncGraph,
-    )
+    inside = (control_flow.CondBranchFuncGraph, control_flow.WhileCondFuncGraph, control_flow.WhileBodyFuncGraph)
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, inside):
         graph = graph.outer_graph

@@ -8,6 +8,7 @@ trains without this package, cannot be found: the others wait for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 from ..common.names import path_of
 from ..version import __version__
+from .grouping import positions
 from .settings import Settings
 
 # It depends on nothing that may differ between ranks: else the allgather itself would hang.
@@ -68,12 +70,7 @@ def check(
 
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
-    """Describes the first difference between ranks in one line; None if there is none.
-
-    Args:
-        facts: The facts of each rank.
-        ranks: The ranks, in the same order.
-    """
+    """Describes the first difference between the facts of these ranks in one line; None if there is none."""
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, rank_facts in zip(ranks, facts):
@@ -85,10 +82,10 @@ def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
 
 
 def on_all(group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError) -> list[T]:
-    """Runs `action` on all ranks and returns their results, in the order of ranks; costs one allgather.
+    """Runs `action` on all ranks of a process set and returns their results, in this order; costs one allgather.
 
     Args:
-        group: The process set. All of its ranks call this function.
+        group: The process set.
         name: The name of the collective.
         what: The subject of the error message.
         action: A function that may fail on any rank.
@@ -115,18 +112,16 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
         "the version of Horovod": horovod.__version__,
-        **{
-            f"the environment variable {name}": os.environ.get(name, "").strip() or "no value"
-            for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES")
-        },
-        "compression": settings.compressor.spec,
-        "policy": str({pattern: compressor.spec for pattern, compressor in settings.policy}),
     }
+    for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES"):
+        facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
+    facts["compression"] = settings.compressor.spec
+    facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
     for field in dataclasses.fields(settings):
         if field.name not in _NOT_COMPARED:
             facts[field.name] = str(getattr(settings, field.name))
     facts["op"] = settings.op_name
-    facts["groups"] = _groups(settings.groups, variables)
+    facts["groups"] = str(positions(settings.groups, variables))
     facts["the number of gradients"] = str(len(gradients))
     for i, (gradient, variable) in enumerate(zip(gradients, variables)):
         facts[f"gradient {i}"] = _described(gradient, variable)
@@ -136,36 +131,19 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
 
 
 def _described(gradient: Any, variable: Any) -> str:
-    path = path_of(variable) or "a tensor"
+    # Without the numbers that Keras gives layers of one class: they count all layers that a process has made, and ranks
+    # may differ in the models they have built before.
+    path = re.sub(r"_\d+(?=/|$)", "", path_of(variable) or "a tensor")
     if gradient is None:
-        return f"no gradient of {_unnumbered(path)}"
+        return f"no gradient of {path}"
     kind = "IndexedSlices of " if isinstance(gradient, tf.IndexedSlices) else ""
-    return f"{_unnumbered(path)} {kind}{gradient.dtype.name} {tf.TensorShape(variable.shape)}"
-
-
-def _unnumbered(path: str) -> str:
-    """A variable's path without the numbers that Keras gives layers of one class.
-
-    They count all layers that a process has made: ranks may differ in the models they have built before.
-    """
-    return re.sub(r"_\d+(?=/|$)", "", path)
-
-
-def _groups(groups: Any, variables: Sequence[Any]) -> str:
-    if not isinstance(groups, (list, tuple)):
-        return str(groups)
-    position = {id(variable): i for i, variable in enumerate(variables)}
-    return str([[position.get(id(variable)) for variable in group] for group in groups])
+    return f"{path} {kind}{gradient.dtype.name} {tf.TensorShape(variable.shape)}"
 
 
 def _have(ranks: Sequence[int]) -> str:
     """`rank 0 has`, `ranks 1-3, 5 have`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of consecutive ranks, all have the same distance from their positions.
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"
 

@@ -78,9 +78,7 @@ def _timestamp() -> tf.Tensor:
 
 # Inlined, it would wait for nothing.
 @tf.function(
-    input_signature=[tf.TensorSpec([None], tf.float32)],
-    autograph=False,
-    experimental_attributes={"_noinline": True},
+    input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False, experimental_attributes={"_noinline": True}
 )
 def _timestamp_after(inputs: tf.Tensor) -> tf.Tensor:
     del inputs  # the call waits for them

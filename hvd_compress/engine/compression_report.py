@@ -63,19 +63,15 @@ class CompressionReport:
     def __str__(self) -> str:
         lines = []
         for i, bucket in enumerate(self.buckets):
-            times = f"; predicted {milliseconds(bucket.predicted)}, measured {milliseconds(bucket.measured)}"
-            times += OF_ALL if bucket.together else ""
-            switches = f"; {bucket.switches} switches" if bucket.candidates else ""
-            if bucket.rows_of:
-                lines.append(f"rows of {bucket.rows_of} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}")
-                continue
-            lines.append(
-                f"bucket {i} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"
-                f"{times if bucket.candidates else ''}{switches}"
-            )
-            for candidate in bucket.candidates:
-                if candidate.why:
-                    lines.append(f"    not {candidate.compressor}: {candidate.why}")
+            name = f"rows of {bucket.rows_of}" if bucket.rows_of else f"bucket {i}"
+            line = f"{name} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"
+            if bucket.candidates:
+                line += f"; predicted {milliseconds(bucket.predicted)}, measured {milliseconds(bucket.measured)}"
+                line += f"{OF_ALL if bucket.together else ''}; {bucket.switches} switches"
+            lines.append(line)
+            lines += [
+                f"    not {candidate.compressor}: {candidate.why}" for candidate in bucket.candidates if candidate.why
+            ]
         return "\n".join(lines)
 
 

@@ -18,21 +18,13 @@ from .layout import FlatLayout, flat_layout
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingTable:
-    """A variable whose gradient is IndexedSlices.
+    """A variable whose gradient is IndexedSlices."""
 
-    Attributes:
-        shape: The variable's shape; rows first.
-        dtype: The dtype of the gradient's values.
-        compressor: The compressor of its rows, see `Compressor.for_rows`.
-        ranks: The world size.
-        limit: The largest size of a bucket of the dense gradient, in bytes of float32.
-    """
-
-    shape: Shape
-    dtype: tf.DType
-    compressor: Compressor
-    ranks: int
-    limit: int
+    shape: Shape  # of the variable; rows first
+    dtype: tf.DType  # of the gradient's values
+    compressor: Compressor  # of the rows, see `Compressor.for_rows`
+    ranks: int  # the world size
+    limit: int  # the largest size of a bucket of the dense gradient, in bytes of float32
 
     @property
     def columns(self) -> int:
@@ -84,10 +76,8 @@ class EmbeddingTable:
     def bytes_sent(self, rows: Any, dense: Any, given: Any) -> tuple[Any, Any]:
         """The bytes that each rank sends in a step, on average, and those of stock Horovod.
 
-        Args:
-            rows: The number of rows of all ranks together; an int or an int64 tensor, as the other arguments.
-            dense: 1 if they are exchanged as a dense tensor, else 0.
-            given: The number of this rank's slices before duplicate rows are summed; as if all ranks had as many.
+        The arguments are the columns of `State.embedding_counts`, ints or int64 tensors. For stock Horovod, all ranks
+        count as having as many slices as this one.
         """
         in_rows = (self.ranks - 1) * rows * self.rows.nbytes // self.ranks
         # Horovod gathers values and, as int64, numbers of rows.

@@ -25,12 +25,12 @@ from ..exchange.group import Group
 from ..kernels import noise
 from . import norms
 from .embedding_table import EmbeddingTable
-from .layout import FlatLayout
 from .packing import pack, unpack
 from .pipeline import BucketInput, StepContext, reduce_bucket
+from .plan import Plan
 from .selector import FixedSelector
 from .settings import Settings
-from .state import BucketState, GroupState
+from .state import NO_STATE
 from .transforms import Predivide, Transform
 
 # A count is sent as two float32, high * _LOW + low: a float32 holds 24 bits exactly.
@@ -85,28 +85,14 @@ def unpack_counts(packed: tf.Tensor, embeddings: int, group: Group, averaged: bo
 
 @dataclasses.dataclass(frozen=True)
 class _Embedding:
-    """One embedding in one step, on this rank.
-
-    Attributes:
-        table: Its shape, dtype and compressor.
-        merged: This rank's rows.
-        residual: A variable in the table's shape; None without error feedback.
-        decay: The factor of the residual.
-        seeds: For stochastic rounding.
-        settings: The user's settings.
-    """
+    """One embedding in one step, on this rank."""
 
     table: EmbeddingTable
-    merged: Merged
-    residual: tf.Variable | None
-    decay: float
-    seeds: Seeds
+    slices: tf.IndexedSlices  # the gradient
+    merged: Merged  # the same, each row once
+    residual: tf.Variable | None  # in the table's shape; None without error feedback
+    seeds: Seeds  # for stochastic rounding
     settings: Settings
-
-    @property
-    def scale(self) -> float:
-        """The factor of the sum over the ranks."""
-        return self.settings.scale
 
     def nothing(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The result in place of `encode` if the dense gradient is exchanged: no rows."""
@@ -116,13 +102,13 @@ class _Embedding:
     def encode(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The rows as bytes, their new residuals, and `RowsReduction.norms`."""
         rows, values, _ = self.merged
-        predivide = self.settings.gradient_predivide_factor
+        predivide, decay = self.settings.gradient_predivide_factor, self.settings.residual_decay
         if predivide != 1.0:
             values = values / predivide
         if self.residual is not None:
             residuals = tf.cast(tf.gather(self.residual, rows), tf.float32)
             residuals = tf.reshape(residuals, [-1, self.table.columns])
-            values += residuals if self.decay == 1.0 else self.decay * residuals
+            values += residuals if decay == 1.0 else decay * residuals
         payload, new_residuals = self.table.rows.encode(rows, values, self.seeds)
         return payload, new_residuals, tf.stack([_norm(values), _norm(new_residuals)])
 
@@ -137,58 +123,46 @@ class _Embedding:
             ends = tf.unstack(tf.cumsum(counts))
         for begin, end in zip([tf.zeros_like(ends[0]), *ends], ends):
             total = tf.tensor_scatter_nd_add(total, place[begin:end, None], values[begin:end])
-        if self.scale != 1.0:
+        if self.settings.scale != 1.0:
             exact = tf.float64 if total.dtype.is_integer else total.dtype
-            total = tf.cast(tf.cast(total, exact) * self.scale, total.dtype)
+            total = tf.cast(tf.cast(total, exact) * self.settings.scale, total.dtype)
         return RowsReduction(distinct, total, self.merged.rows, residuals, norms_)
 
     def as_dense(self, group: Group) -> RowsReduction:
         """The sum of all ranks' dense gradients."""
-        table, (rows, values, _) = self.table, self.merged
+        table, settings, (rows, values, _) = self.table, self.settings, self.merged
         every_row = tf.range(table.shape[0], dtype=tf.int64)
         dense = tf.scatter_nd(rows[:, None], values, [table.shape[0], table.columns])
-        predivide = self.settings.gradient_predivide_factor
+        predivide, decay = settings.gradient_predivide_factor, settings.residual_decay
         if table.compressor.uncompressed:
             cast = tf.cast(dense, table.dtype)
-            (total,) = uncompressed.reduce([cast], self.settings.op, predivide, group).tensors
+            (total,) = uncompressed.reduce([cast], settings.op, predivide, group).tensors
             lost = tf.stack([_norm(dense), 0.0])
             return RowsReduction(every_row, tf.cast(total, table.sum_dtype), every_row[:0], values[:0], lost)
-        layout, everything = table.layout, range(table.layout.count)
+        layout = table.layout
         residuals: list[Any] = [None] * layout.count  # the norms need new ones all the same
         if self.residual is not None:
-            residuals = pack(layout, [self.residual.read_value()], everything)
+            residuals = pack(layout, [self.residual.read_value()], range(layout.count))
         transforms = Transform() if predivide == 1.0 else Predivide(predivide)
-        step = StepContext(self.scale, functools.partial(choice.choose, ranks=group.size), transforms, self.decay)
-        totals: list[tf.Tensor] = []
-        new_residuals: list[tf.Tensor] = []
-        for b, chunks in enumerate(layout.in_buckets(table.limit)):
-            result = self._reduce_chunks(dense, chunks, residuals, step, b, group)
-            totals += result.chunks
-            new_residuals += result.new_state.residuals
+        context = StepContext(settings.scale, functools.partial(choice.choose, ranks=group.size), transforms, decay)
+
+        def bucket(b: int, chunks: range) -> BucketInput:
+            seeds = Seeds(*(noise.fold(seed, b) for seed in (self.seeds.shared, self.seeds.local)))
+            own_group = group.among(group.process_set, f"_{b}")
+            state = NO_STATE._replace(residuals=residuals[chunks.start : chunks.stop])
+            return BucketInput(layout, chunks, FixedSelector(table.compressor), seeds, lambda _: own_group, state)
+
+        chunks = layout.in_buckets(table.limit)
+        results = [reduce_bucket(bucket(b, of_bucket), [dense], context) for b, of_bucket in enumerate(chunks)]
+        totals = [chunk for result in results for chunk in result.chunks]
+        new_residuals = [residual for result in results for residual in result.new_state.residuals]
         added = dense if predivide == 1.0 else dense / predivide
         if self.residual is not None:
-            added += self.decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)
-        total, lost = (self._dense(layout, some) for some in (totals, new_residuals))
-        return RowsReduction(every_row, total, every_row, lost, tf.stack([_norm(added), _norm(lost)]))
-
-    def _reduce_chunks(
-        self, dense: tf.Tensor, chunks: range, residuals: list[Any], step: StepContext, b: int, group: Group
-    ) -> Any:
-        seeds = Seeds(*(noise.fold(seed, b) for seed in (self.seeds.shared, self.seeds.local)))
-        own = dataclasses.replace(group, name=group.name and f"{group.name}_{b}")
-        bucket = BucketInput(
-            self.table.layout,
-            chunks,
-            FixedSelector(self.table.compressor),
-            seeds,
-            lambda compressor: own,
-            BucketState(residuals[chunks.start : chunks.stop], [], [], []),
+            added += decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)
+        total, lost = (
+            tf.reshape(unpack(layout, tensors, [tf.float32])[0], dense.shape) for tensors in (totals, new_residuals)
         )
-        return reduce_bucket(bucket, [dense], step)
-
-    def _dense(self, layout: FlatLayout, chunks: Sequence[tf.Tensor]) -> tf.Tensor:
-        (tensor,) = unpack(layout, chunks, [tf.float32])
-        return tf.reshape(tensor, [self.table.shape[0], self.table.columns])
+        return RowsReduction(every_row, total, every_row, lost, tf.stack([_norm(added), _norm(lost)]))
 
 
 class Embeddings:
@@ -199,85 +173,64 @@ class Embeddings:
         bytes_sent: Bytes sent by this rank, and by stock Horovod, float64 [embeddings, 2]; after `reduce`.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingTable],
-        states: Sequence[GroupState],
-        slices: Sequence[tf.IndexedSlices],
-        group: Group,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, plan: Plan, slices: Sequence[tf.IndexedSlices], group: Group) -> None:
         """Sums the values of each row."""
-        self._tables, self._states, self._slices = tables, states, slices
-        self._group, self._settings = group, settings
+        self._plan, self._slices, self._group = plan, slices, group
+        self._embeddings: list[_Embedding] = []
         self._reductions: list[RowsReduction] = []
-        with tf.device(settings.device_sparse):
-            self._merged = [merge(*pair) for pair in zip(tables, slices)]
-            self.counts = [pack_counts(self._merged, group)] if self._merged else []
+        with tf.device(plan.settings.device_sparse):
+            self._merged = [merge(*pair) for pair in zip(plan.layout.embeddings, slices)]
+            self.counts = [pack_counts(self._merged, group)] if slices else []
         self.bytes_sent = tf.zeros([0, 2], tf.float64)
 
-    def reduce(
-        self, counts: Sequence[tf.Tensor], seeds: Sequence[Seeds], seen: tf.Variable | None
-    ) -> list[tf.IndexedSlices]:
-        """The reduced gradients.
-
-        Args:
-            counts: The attribute `counts`, reduced.
-            seeds: The seeds of each embedding.
-            seen: `State.embedding_counts`; this function assigns it.
-        """
+    def reduce(self, counts: Sequence[tf.Tensor]) -> list[tf.IndexedSlices]:
+        """The reduced gradients; `counts` is the attribute of this name, reduced."""
         if not counts:
             return []
-        settings = self._settings
+        plan, settings, first = self._plan, self._plan.settings, len(self._plan.layout.buckets)
+        rows = zip(plan.layout.embeddings, self._slices, self._merged, plan.state.embeddings)
+        self._embeddings = [
+            _Embedding(table, slices, merged, next(iter(state.residuals), None), plan.seeds(first + i), settings)
+            for i, (table, slices, merged, state) in enumerate(rows)
+        ]
         with tf.device(settings.device_sparse):
             with tf.device("CPU"):  # sizes, which TensorFlow needs there
-                of_ranks = unpack_counts(counts[0], len(self._tables), self._group, settings.averages)
-            embeddings = [
-                _Embedding(
-                    table,
-                    merged,
-                    state.residuals[0] if state.residuals else None,
-                    settings.residual_decay,
-                    of_embedding,
-                    settings,
-                )
-                for table, merged, state, of_embedding in zip(self._tables, self._merged, self._states, seeds)
-            ]
-            self._reductions = _reduce(embeddings, of_ranks, self._group)
-            rows = zip(self._tables, self._slices, self._reductions)
-            reduced = [_like(own, table.shape, reduction) for table, own, reduction in rows]
+                of_ranks = unpack_counts(counts[0], len(self._embeddings), self._group, settings.averages)
+            self._reductions = _reduce(self._embeddings, of_ranks, self._group)
+            reduced = [_like(e.slices, e.table.shape, result) for e, result in zip(self._embeddings, self._reductions)]
         with tf.device("CPU"):
-            self._count(of_ranks, seen)
+            self._count(of_ranks)
         return reduced
 
-    def _count(self, counts: tf.Tensor, seen: tf.Variable | None) -> None:
-        dense = [tf.cast(t.is_dense(c), tf.int64) for t, c in zip(self._tables, tf.unstack(counts))]
+    def _count(self, counts: tf.Tensor) -> None:
+        """Assigns `State.embedding_counts` and sets `bytes_sent`; `counts` as for `_reduce`."""
+        tables = [e.table for e in self._embeddings]
+        dense = [tf.cast(t.is_dense(c), tf.int64) for t, c in zip(tables, tf.unstack(counts))]
         now = tf.stack([tf.reduce_sum(counts, 1), tf.stack(dense), tf.stack([m.given for m in self._merged])], 1)
-        assert seen is not None
-        seen.assign(now)
-        rows = zip(self._tables, tf.unstack(now))
-        sent = [tf.stack(table.bytes_sent(*tf.unstack(row))) for table, row in rows]
+        assert self._plan.state.embedding_counts is not None
+        self._plan.state.embedding_counts.assign(now)
+        sent = [tf.stack(table.bytes_sent(*tf.unstack(row))) for table, row in zip(tables, tf.unstack(now))]
         self.bytes_sent = tf.cast(tf.stack(sent), tf.float64)
 
     @property
     def has_residuals(self) -> bool:
         """Whether `assign_residuals` has anything to do."""
-        return any(state.residuals for state in self._states)
+        return any(state.residuals for state in self._plan.state.embeddings)
 
     def assign_residuals(self) -> None:
         """Assigns the new residuals of the rows that were sent."""
-        for state, reduction in zip(self._states, self._reductions):
-            for variable in state.residuals:
-                new = tf.reshape(tf.cast(reduction.residuals, variable.dtype), [-1, *variable.shape[1:]])
-                variable.scatter_nd_update(reduction.residual_rows[:, None], new)
+        for e, reduction in zip(self._embeddings, self._reductions):
+            if e.residual is not None:
+                new = tf.reshape(tf.cast(reduction.residuals, e.residual.dtype), [-1, *e.residual.shape[1:]])
+                e.residual.scatter_nd_update(reduction.residual_rows[:, None], new)
 
     def norms(self, sample: tf.Tensor) -> list[tf.Tensor]:
         """The norms of each embedding, as in `norms.NORMS`; the gradient's norm is that of its rows."""
         return [
             norms.lossless(sample)
-            if table.compressor.uncompressed
-            else tf.cond(sample, functools.partial(_norms, *row), norms.not_sampled)
-            for table, row in zip(self._tables, zip(self._merged, self._reductions, self._states))
+            if e.table.compressor.uncompressed
+            else tf.cond(sample, functools.partial(_norms, e, reduction), norms.not_sampled)
+            for e, reduction in zip(self._embeddings, self._reductions)
         ]
 
 
@@ -292,8 +245,7 @@ def _reduce(embeddings: Sequence[_Embedding], counts: tf.Tensor, group: Group) -
     )
     reductions = []
     for t, (e, payload, (_, residuals, lost)) in enumerate(zip(embeddings, gathered, encoded)):
-        own = dataclasses.replace(group, name=group.name and f"{group.name}_dense_{t}")
-        as_dense = functools.partial(e.as_dense, own)
+        as_dense = functools.partial(e.as_dense, group.among(group.process_set, f"_dense_{t}"))
         in_rows = functools.partial(e.in_rows, payload, residuals, lost, counts[t])
         reductions.append(RowsReduction(*_either(dense[t], e.table, as_dense, in_rows)))
     return reductions
@@ -312,8 +264,9 @@ def _like(own: tf.IndexedSlices, shape: Sequence[int], reduction: RowsReduction)
     return tf.IndexedSlices(values, tf.cast(reduction.rows, own.indices.dtype), own.dense_shape)
 
 
-def _norms(merged: Merged, reduction: RowsReduction, state: GroupState) -> tf.Tensor:
-    gradient, residual = norms.norm_of([merged.values]), norms.norm_of(state.residuals)
+def _norms(embedding: _Embedding, reduction: RowsReduction) -> tf.Tensor:
+    residuals = [] if embedding.residual is None else [embedding.residual]
+    gradient, residual = norms.norm_of([embedding.merged.values]), norms.norm_of(residuals)
     return tf.concat([[gradient], reduction.norms, [residual]], 0)
 
 

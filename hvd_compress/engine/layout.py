@@ -57,11 +57,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PerTensorLayout:
-    """Each gradient is a chunk of its own, for compressors that need the gradients' shapes.
-
-    Attributes:
-        tensors: The gradients.
-    """
+    """Each gradient is a chunk of its own, for compressors that need the gradients' shapes."""
 
     tensors: TensorGroup
 
@@ -87,22 +83,17 @@ class PerTensorLayout:
 class FlatLayout:
     """All gradients end to end, divided into chunks of one size; the last chunk ends with zeros.
 
-    Attributes:
-        tensors: The gradients.
-        multiple: The number of chunks is a multiple of this.
-        alignment: The size of chunks is a multiple of this if that adds less than 2% to it. Otherwise it is a multiple
-            of a half, a fourth, ... of this, as long as that is a multiple of 256; otherwise of 256 or of 16, with
-            which slices copy nothing.
-        largest: The largest size of a chunk in elements, before it is aligned.
-
     Raises:
         ValueError: The alignment is below 1.
     """
 
     tensors: TensorGroup
-    multiple: int = 1
+    multiple: int = 1  # the number of chunks is a multiple of this
+    # The size of chunks is a multiple of this if that adds less than 2% to it. Otherwise it is a multiple of a half, a
+    # fourth, ... of this, as long as that is a multiple of 256; otherwise of 256 or of 16, with which slices copy
+    # nothing.
     alignment: int = 16
-    largest: int = LARGEST
+    largest: int = LARGEST  # the largest size of a chunk in elements, before it is aligned
 
     def __post_init__(self) -> None:
         if self.alignment < 1:
@@ -189,10 +180,8 @@ Layout = Union[FlatLayout, PerTensorLayout]
 
 
 def bucket_limit(bucket_bytes: int, numel: int) -> int:
-    """The largest size of a bucket, in bytes of float32, for gradients of `numel` elements.
-
-    Small models have several buckets, too, so that those of the last layers are exchanged during the backward pass.
-    """
+    """The largest size of a bucket, in bytes of float32, for gradients of `numel` elements."""
+    # Small models have several buckets, too, so that those of the last layers are exchanged during the backward pass.
     # A little more than a quarter, for the padding of chunks.
     return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
 
@@ -230,6 +219,4 @@ def flat_layout(
 def is_compressed(shape: Shape, min_compress_size: int) -> bool:
     """Whether a gradient of this shape is compressed, or too small for it."""
     size = math.prod(shape)
-    if min_compress_size == 0:
-        return size > 0
-    return len(shape) > 1 and size >= min_compress_size
+    return size > 0 if min_compress_size == 0 else len(shape) > 1 and size >= min_compress_size

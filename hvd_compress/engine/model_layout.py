@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,21 +20,19 @@ from ..common import checks
 from ..common.names import path_of
 from ..compressors import Compressor, NoCompression
 from .embedding_table import EmbeddingTable
-from .grouping import Shape, TensorGroup, assign
+from .grouping import Shape, TensorGroup, assign, positions
 from .layout import Layout, PerTensorLayout, bucket_limit, flat_layout, is_compressed
 from .settings import Settings
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamGroup:
+class ParamGroup(NamedTuple):
     """Gradients that share a compressor, and the chunks in which it sees them."""
 
     compressor: Compressor
     layout: Layout
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Chunks that are exchanged together."""
 
     group: int  # position of the parameter group
@@ -42,29 +41,17 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class ModelLayout:
-    """How one list of gradients is divided.
+    """How one list of gradients is divided."""
 
-    Attributes:
-        paths: The variables' paths or names.
-        shapes: The gradients' shapes.
-        dtypes: The gradients' dtypes; None if there is no gradient.
-        param_groups: The compressed gradients.
-        buckets: The buckets of all parameter groups, in the order of sending.
-        uncompressed: Gradients that Horovod's own allreduce reduces, in buckets of their own.
-        sparse: Positions of the gradients that are IndexedSlices.
-        embeddings: The tables of these gradients, in the same order.
-        may_be_hierarchical: Whether exchanges may sum gradients within each host first.
-    """
-
-    paths: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[Any, ...]
-    param_groups: tuple[ParamGroup, ...]
-    buckets: tuple[Bucket, ...]
-    uncompressed: tuple[TensorGroup, ...]
-    sparse: tuple[int, ...]
-    embeddings: tuple[EmbeddingTable, ...]
-    may_be_hierarchical: bool
+    paths: Sequence[str]  # of the variables, or their names
+    shapes: Sequence[Shape]  # of the gradients
+    dtypes: Sequence[Any]  # of the gradients; None if there is no gradient
+    param_groups: Sequence[ParamGroup]  # the compressed gradients
+    buckets: Sequence[Bucket]  # of all parameter groups, in the order of sending
+    uncompressed: Sequence[TensorGroup]  # the buckets of Horovod's own allreduce
+    sparse: Sequence[int]  # positions of the gradients that are IndexedSlices
+    embeddings: Sequence[EmbeddingTable]  # the tables of these gradients, in the same order
+    may_be_hierarchical: bool  # whether exchanges may sum gradients within each host first
 
     def group_of(self, b: int) -> ParamGroup:
         """The parameter group of a bucket."""
@@ -83,8 +70,7 @@ class ModelLayout:
     @property
     def auto(self) -> Any:
         """The compressor `auto`, which stands for a choice among candidates; None if it is not used."""
-        compressors = (group.compressor for group in self.param_groups)
-        return next((compressor for compressor in compressors if compressor.automatic), None)
+        return next((group.compressor for group in self.param_groups if group.compressor.automatic), None)
 
     @functools.cached_property
     def auto_groups(self) -> list[int]:
@@ -107,11 +93,11 @@ class ModelLayout:
 def model_layout(
     settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], workers: int = 1
 ) -> ModelLayout:
-    """Divides gradients.
+    """Divides gradients (tensors, IndexedSlices or None).
 
     Args:
         settings: The user's settings.
-        gradients: Tensors, IndexedSlices or None, one for each of `variables`.
+        gradients: One for each of `variables`.
         variables: The gradients' variables.
         workers: The workers on each host if exchanges may be hierarchical, else 1.
 
@@ -125,59 +111,51 @@ def model_layout(
     for path, dtype in zip(paths, dtypes):
         if dtype is not None:
             checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
+    compressors = [settings.compressor_of(path) for path in paths]
     ranks = settings.process_set.size()
 
-    def limit_of(tensors: TensorGroup) -> int:
-        return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, tensors.numel)
+    def limit_of(numel: int) -> int:
+        return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, numel)
 
-    def is_sent_compressed(i: int, compressor: Compressor) -> bool:
-        if compressor.uncompressed or not dtypes[i].is_floating:
-            return False
-        return is_compressed(shapes[i], settings.min_compress_size)
+    def is_sent_compressed(i: int) -> bool:
+        may_be = dtypes[i].is_floating and not compressors[i].uncompressed
+        return may_be and is_compressed(shapes[i], settings.min_compress_size)
 
     def layout_of(tensors: TensorGroup, compressor: Compressor) -> Layout:
         if compressor.per_tensor:
             return PerTensorLayout(tensors)
-        return flat_layout(tensors, compressor.candidates, limit_of(tensors), ranks, workers)
+        return flat_layout(tensors, compressor.candidates, limit_of(tensors.numel), ranks, workers)
 
     def table_of(i: int) -> EmbeddingTable:
-        wanted = settings.compressor_of(paths[i])
-        compressor = wanted.for_rows() if is_sent_compressed(i, wanted) else NoCompression()
-        limit = limit_of(TensorGroup((i,), (shapes[i],)))
-        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit)
+        compressor = compressors[i].for_rows() if is_sent_compressed(i) else NoCompression()
+        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit_of(math.prod(shapes[i])))
 
     sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
-    dense = [i for i, g in enumerate(gradients) if g is not None and i not in set(sparse)]
-    compressors = {i: settings.compressor_of(paths[i]) for i in dense}
-    compressed = [i for i in dense if is_sent_compressed(i, compressors[i])]
-    groups = _positions(settings.groups, variables)
+    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
+    compressed = [i for i in dense if is_sent_compressed(i)]
+    groups = positions(settings.groups, variables)
 
+    distinct: list[Compressor] = []
+    for i in compressed:
+        if compressors[i] not in distinct:  # may have no hash
+            distinct.append(compressors[i])
     param_groups = []
     # In the order of the variables, but `auto` last.
-    for compressor in sorted(_distinct([compressors[i] for i in compressed]), key=lambda c: c.automatic):
+    for compressor in sorted(distinct, key=lambda c: c.automatic):
         members = [i for i in compressed if compressors[i] == compressor]
         # Without `groups`, there is one parameter group for each compressor.
         for tensors in assign(shapes, members, sys.maxsize, groups):
             param_groups.append(ParamGroup(compressor, layout_of(tensors, compressor)))
     buckets = []
     for g, group in enumerate(param_groups):
-        limit = sys.maxsize if group.compressor.model_wide else limit_of(group.layout.tensors)
+        limit = sys.maxsize if group.compressor.model_wide else limit_of(group.layout.tensors.numel)
         buckets += [Bucket(g, chunks) for chunks in group.layout.in_buckets(limit)]
 
     rest = sorted(set(dense) - set(compressed))
-    limit = limit_of(TensorGroup(tuple(rest), tuple(shapes[i] for i in rest)))
+    limit = limit_of(sum(math.prod(shapes[i]) for i in rest))
     uncompressed = assign(shapes, rest, limit, None if compressed else groups)
-    return ModelLayout(
-        tuple(paths),
-        tuple(shapes),
-        tuple(dtypes),
-        tuple(param_groups),
-        tuple(buckets),
-        tuple(uncompressed),
-        tuple(sparse),
-        tuple(map(table_of, sparse)),
-        workers > 1,
-    )
+    tables = [table_of(i) for i in sparse]
+    return ModelLayout(paths, shapes, dtypes, param_groups, buckets, uncompressed, sparse, tables, workers > 1)
 
 
 def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
@@ -186,28 +164,10 @@ def _static_shape(gradient: Any, variable: Any) -> tuple[int, ...]:
     if isinstance(gradient, tf.IndexedSlices):
         # The number of rows depends on the batch.
         gradient = tf.TensorSpec(tf.TensorShape([None]).concatenate(gradient.values.shape[1:]))
-    shape, own = gradient.shape, tf.TensorShape(variable.shape)
+    path, shape, own = path_of(variable), gradient.shape, tf.TensorShape(variable.shape)
     if not shape.is_compatible_with(own):
-        raise ValueError(f"the gradient of {path_of(variable)} has shape {shape}, the variable {own}")
+        raise ValueError(f"the gradient of {path} has shape {shape}, the variable {own}")
     shape = shape.merge_with(own)
     if not shape.is_fully_defined():
-        raise ValueError(
-            f"the gradient of {path_of(variable)} has the unknown shape {shape}: set it with tf.ensure_shape"
-        )
+        raise ValueError(f"the gradient of {path} has the unknown shape {shape}: set it with tf.ensure_shape")
     return tuple(shape.as_list())
-
-
-def _positions(groups: Any, variables: Sequence[Any]) -> Any:
-    """Groups of variables as groups of their positions in `variables`."""
-    if not isinstance(groups, (list, tuple)):
-        return groups
-    position = {id(variable): i for i, variable in enumerate(variables)}
-    return [[position[id(v)] for v in group if id(v) in position] for group in groups]
-
-
-def _distinct(compressors: Sequence[Compressor]) -> list[Compressor]:
-    distinct: list[Compressor] = []
-    for compressor in compressors:
-        if compressor not in distinct:  # may have no hash
-            distinct.append(compressor)
-    return distinct

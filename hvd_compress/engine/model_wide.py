@@ -6,22 +6,23 @@ after it. So nothing is lost when the choice changes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..compressors import Compressor, Seeds
+from ..compressors import Compressor
 from ..exchange.group import Group
 from ..exchange.local_input import LocalInput
 from . import clock, norms
-from .clock import Timestamps
 from .model_layout import ModelLayout
 from .packing import pack, unpack
 from .pipeline import BucketInput, StepContext, reduce_bucket
+from .plan import Plan
 from .selector import FixedSelector
-from .state import BucketState, State
+from .state import NO_STATE, State
 
 
 class ModelWideResult(NamedTuple):
@@ -30,18 +31,15 @@ class ModelWideResult(NamedTuple):
     gradients: dict[int, tf.Tensor]  # reduced, by position
     ok: tf.Tensor  # bool scalar, whether all of them were finite on all ranks
     changes: list[tuple[tf.Variable, tf.Tensor]]  # `Step` assigns them if all gradients are finite
-    timestamps: list[Timestamps]  # of each bucket; the last bucket's are those of the exchange
-    norms: list[Any]  # of each bucket; tensors where norms are sampled
+    measured: list[tuple[Any, Any]]  # each bucket's timestamps and norms; the last bucket's times are the exchange's
     loss: tf.Tensor  # [2], energies of new residuals and of gradient + residual; zeros where not measured
 
 
 def reduce_model(
-    layout: ModelLayout,
-    state: State,
+    plan: Plan,
     gradients: Sequence[Any],
     candidate: int,
     step: StepContext,
-    seeds: Seeds,
     group: Callable[[Compressor], Group],
     after: Sequence[tf.Tensor],
     probed: tf.Tensor,
@@ -50,30 +48,24 @@ def reduce_model(
     """Reduces all gradients of `auto`.
 
     Args:
-        layout: How gradients are divided.
-        state: The plan's variables.
+        plan: The plan.
         gradients: All gradients of the plan.
         candidate: The position of a model-wide candidate.
         step: What all exchanges share.
-        seeds: For random numbers.
         group: The ranks, and the names of the collectives.
         after: Tensors that must be ready before the gradients are packed.
         probed: Whether the loss is measured in this step, a bool scalar.
         sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
     """
-    compressor = layout.auto.candidates[candidate]
-    whole = layout.model_wide
-    last_gradients = [_last_gradient(layout, gradients, b) for b in layout.auto_buckets]
-    ready = [clock.stamp([gradient]) for gradient in last_gradients[:-1]]
+    layout, state = plan.layout, plan.state
+    compressor, whole = layout.auto.candidates[candidate], layout.model_wide
+    seeds = plan.seeds(layout.auto_buckets[-1])
+    ready = [clock.stamp([_last_gradient(layout, gradients, b)]) for b in layout.auto_buckets[:-1]]
     factors = state.model_wide_factors[candidate]
     keeps = step.feeds_back(compressor) and any(state.groups[g].residuals for g in layout.auto_groups)
 
     def measure(_: Compressor, chunks: Sequence[tf.Tensor], local: LocalInput, residuals: Any) -> Any:
-        packed = []  # the new residuals of each parameter group
-        if residuals is not None:
-            for g, tensors in zip(layout.auto_groups, _by_group(layout, residuals)):
-                group_layout = layout.param_groups[g].layout
-                packed.append(pack(group_layout, tensors, range(len(group_layout.shapes))))
+        packed = {} if residuals is None else _packed(layout, residuals)
         loss = tf.zeros([2])
         if residuals is not None:
             loss = tf.cond(probed, lambda: _energies(local, residuals), lambda: tf.zeros([2]))
@@ -85,7 +77,7 @@ def reduce_model(
         FixedSelector(compressor),
         seeds,
         group,
-        BucketState(_residuals(layout, state) if keeps else [], [], [factors], []),
+        NO_STATE._replace(residuals=_residuals(layout, state) if keeps else [], factors=[factors]),
         timed=True,
         measure=measure,
     )
@@ -93,20 +85,16 @@ def reduce_model(
     new_residuals, loss, of_buckets = result.measured
 
     changes = [(factors, result.new_state.factors[0])]
-    for g, residuals in zip(layout.auto_groups, new_residuals):
+    for g, residuals in new_residuals.items():
         variables = state.groups[g].residuals
         changes += [(variable, tf.cast(new, variable.dtype)) for variable, new in zip(variables, residuals)]
     with tf.device("CPU"):  # each rank has residuals of all chunks
         foreign = [state.has_foreign_residual.get(b) for b in layout.auto_buckets]
         changes += [(variable, tf.constant(keeps)) for variable in foreign if variable is not None]
     reduced = unpack(whole, result.chunks, [layout.dtypes[i] for i in whole.tensors.members])
+    timestamps = [*map(clock.all_at, ready), result.timestamps]
     return ModelWideResult(
-        dict(zip(whole.tensors.members, reduced)),
-        result.ok,
-        changes,
-        [*map(clock.all_at, ready), result.timestamps],
-        of_buckets,
-        loss,
+        dict(zip(whole.tensors.members, reduced)), result.ok, changes, list(zip(timestamps, of_buckets)), loss
     )
 
 
@@ -126,11 +114,14 @@ def _residuals(layout: ModelLayout, state: State) -> list[tf.Tensor]:
     return residuals
 
 
-def _by_group(layout: ModelLayout, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """Tensors in the order of `ModelLayout.model_wide`, divided by parameter group."""
-    rest = iter(tensors)
-    counts = [len(layout.param_groups[g].layout.tensors.members) for g in layout.auto_groups]
-    return [[next(rest) for _ in range(count)] for count in counts]
+def _packed(layout: ModelLayout, tensors: Sequence[tf.Tensor]) -> dict[int, list[tf.Tensor]]:
+    """Tensors in the order of `ModelLayout.model_wide`, packed into the chunks of their parameter groups."""
+    rest, packed = iter(tensors), dict[int, list[tf.Tensor]]()
+    for g in layout.auto_groups:
+        of_group = layout.param_groups[g].layout
+        members = list(itertools.islice(rest, len(of_group.tensors.members)))
+        packed[g] = pack(of_group, members, range(len(of_group.shapes)))
+    return packed
 
 
 def _energies(local: LocalInput, residuals: Sequence[Any]) -> tf.Tensor:
@@ -142,7 +133,7 @@ def _norms(
     layout: ModelLayout,
     chunks: Sequence[tf.Tensor],
     local: LocalInput,
-    residuals: Sequence[Sequence[tf.Tensor]],
+    residuals: dict[int, list[tf.Tensor]],
     sample: tf.Tensor | None,
 ) -> list[Any]:
     """The norms of each bucket, as in `norms.NORMS`; without error feedback the loss is NaN."""
@@ -150,22 +141,15 @@ def _norms(
         return [()] * len(layout.auto_buckets)
 
     def take() -> tf.Tensor:
-        summed = [local.sum(i) for i in range(len(local.chunks))]
-        packed = {}
-        for place, g in enumerate(layout.auto_groups):
-            of_group = layout.param_groups[g].layout
-            everything = range(len(of_group.shapes))
-            both = (_by_group(layout, tensors)[place] for tensors in (chunks, summed))
-            packed[g] = [pack(of_group, tensors, everything) for tensors in both]
-        rows = []
+        sums = _packed(layout, [local.sum(i) for i in range(len(local.chunks))])
+        gradients, rows = _packed(layout, chunks), []
         for bucket in (layout.buckets[b] for b in layout.auto_buckets):
-            gradients, sums = packed[bucket.group]
             within = slice(bucket.chunks.start, bucket.chunks.stop)
             lost, residual = tf.constant(math.nan), tf.constant(0.0)
             if residuals:
-                left = residuals[layout.auto_groups.index(bucket.group)]
-                lost = residual = norms.norm_of(left[within])
-            rows.append([norms.norm_of(gradients[within]), norms.norm_of(sums[within]), lost, residual])
+                lost = residual = norms.norm_of(residuals[bucket.group][within])
+            both = [norms.norm_of(tensors[bucket.group][within]) for tensors in (gradients, sums)]
+            rows.append([*both, lost, residual])
         return tf.reshape(tf.stack([norm for row in rows for norm in row]), [len(rows), -1])
 
     unknown = [[math.nan] * len(norms.NORMS)] * len(layout.auto_buckets)

@@ -29,12 +29,7 @@ def zeros_unless(finite: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
 
 
 def raise_unless(finite: tf.Tensor, gradients: Sequence[Any], step: Any) -> list[Any]:
-    """Returns the gradients if `finite`, else raises an error.
-
-    Args:
-        finite: A bool scalar.
-        gradients: Tensors, IndexedSlices or Nones.
-        step: The number of the step, an integer scalar; None if it is not known.
+    """Returns the gradients if `finite`, else raises an error that names the step (None if it is not known).
 
     Raises:
         tf.errors.InvalidArgumentError: `finite` is False. In a graph, it is raised when the graph runs.

@@ -36,14 +36,8 @@ def of_bucket(
 ) -> tf.Tensor:
     """The norms of a bucket, float32 [4] as in `NORMS`; NaN where `sample` is False.
 
-    With error feedback, x - C(x) is the new residual. Without, the bucket is encoded once more for it.
-
-    Args:
-        sample: Whether norms are taken in this step, a bool scalar.
-        compressor: The bucket's compressor.
-        gradients: The gradients, in chunks.
-        local: What was encoded.
-        residuals: The new residuals; None without error feedback.
+    With error feedback, x - C(x) is the new residual. Without (`residuals` is None), the bucket is encoded once more.
+    The other arguments are those of `pipeline.Measure`.
     """
 
     def lost() -> tf.Tensor:

@@ -5,7 +5,6 @@ Nothing is copied where a chunk lies within one gradient, or a gradient within o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import tensorflow as tf
 from .layout import SMALL, FlatLayout, Layout, PerTensorLayout, Span
 
 
-@functools.singledispatch
 def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
     """The chunks of a layout, float32.
 
@@ -23,34 +21,14 @@ def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf
         tensors: All gradients of the layout, in the order of its members.
         chunks: Positions of the wanted chunks.
     """
-    raise TypeError(f"no layout: {layout}")
-
-
-@functools.singledispatch
-def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    """The inverse of `pack` for all chunks: tensors of the gradients' shapes, in their `dtypes`."""
-    raise TypeError(f"no layout: {layout}")
-
-
-@pack.register(PerTensorLayout)
-def _(layout: PerTensorLayout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
-    return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chunks]
-
-
-@unpack.register(PerTensorLayout)
-def _(layout: PerTensorLayout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
-
-
-@pack.register(FlatLayout)
-def _(layout: FlatLayout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
+    if isinstance(layout, PerTensorLayout):
+        return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chunks]
     parts: dict[int, list[tf.Tensor]] = {chunk: [] for chunk in chunks}
     filled = dict.fromkeys(chunks, 0)
 
     def pad(chunk: int, end: int) -> None:
         if end > filled[chunk]:
             parts[chunk].append(tf.zeros([end - filled[chunk]]))
-            filled[chunk] = end
 
     for tensor, spans in zip(tensors, layout.spans):
         wanted = [span for span in spans if span.chunk in chunks]
@@ -61,11 +39,13 @@ def _(layout: FlatLayout, tensors: Sequence[tf.Tensor], chunks: range) -> list[t
             filled[span.chunk] = span.end
     for chunk in chunks:
         pad(chunk, layout.size)
-    return [_concat(parts[chunk]) for chunk in chunks]
+    return [_concat(of_chunk) for of_chunk in parts.values()]
 
 
-@unpack.register(FlatLayout)
-def _(layout: FlatLayout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
+    """The inverse of `pack` for all chunks: tensors of the gradients' shapes, in their `dtypes`."""
+    if isinstance(layout, PerTensorLayout):
+        return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
     parts: list[list[tf.Tensor]] = [[] for _ in layout.spans]
     neighbours: list[tuple[int, Span]] = []  # small gradients that follow each other in a chunk
 

@@ -14,7 +14,6 @@ buckets (`step`), all gradients at once (`model_wide`), an embedding's dense gra
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from ..exchange.local_input import LocalInput
 from ..exchange.send_order import next_can_start
 from ..formats.base import Shape
 from . import clock
-from .clock import Timestamps
 from .layout import Layout
 from .packing import pack
 from .selector import Selector
@@ -43,23 +41,14 @@ def no_measure(compressor: Compressor, gradients: Any, local: LocalInput, residu
     return ()
 
 
-@dataclasses.dataclass(frozen=True)
-class StepContext:
-    """What all exchanges of a step share.
+class StepContext(NamedTuple):
+    """What all exchanges of a step share."""
 
-    Attributes:
-        scale: The factor of the sum over the ranks.
-        collective: Returns the collective for a compressor and the shapes of chunks.
-        transforms: Change the chunks before they are encoded.
-        residual_decay: The factor of residuals.
-        feeds_back: Returns whether the new residuals of a compressor are kept.
-    """
-
-    scale: float
-    collective: Callable[[Compressor, Sequence[Shape]], Collective]
-    transforms: Transform = dataclasses.field(default_factory=Transform)
-    residual_decay: float = 1.0
-    feeds_back: Callable[[Compressor], bool] = lambda compressor: True
+    scale: float  # the factor of the sum over the ranks
+    collective: Callable[[Compressor, Sequence[Shape]], Collective]  # for a compressor and the shapes of chunks
+    transforms: Transform = Transform()  # change the chunks before they are encoded
+    residual_decay: float = 1.0  # the factor of residuals
+    feeds_back: Callable[[Compressor], bool] = lambda compressor: True  # whether the compressor's residuals are kept
 
 
 class BucketInput(NamedTuple):
@@ -153,7 +142,7 @@ def reduce_bucket(
 
     # 3. Select
     result = bucket.selector.switch(bucket.position, exchange)
-    return result._replace(timestamps=Timestamps(*ready, *result.timestamps)) if bucket.timed else result
+    return result._replace(timestamps=clock.Timestamps(*ready, *result.timestamps)) if bucket.timed else result
 
 
 def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +11,15 @@ from typing import Any
 import tensorflow as tf
 
 from ..compressors import Compressor, Seeds
-from ..exchange import choice
+from ..exchange import choice, uncompressed
 from ..exchange.collective import Collective
-from ..exchange.group import Group
 from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
+from .compression_report import BucketReport
 from .model_layout import ModelLayout
-from .model_selector import ModelSelector
 from .observer import Observer
-from .selector import Selector
+from .selector import ModelSelector, Selector
 from .settings import Settings
 from .state import State
 from .transforms import Transform
@@ -30,35 +30,21 @@ class Plan:
     """How one list of gradients is reduced; `frontends.build` makes it.
 
     It keeps no reference to the model's variables, which may be deleted before it.
-
-    Attributes:
-        name: The prefix of its collectives' names.
-        settings: The user's settings.
-        layout: How the gradients are divided.
-        state: The plan's own variables.
-        selectors: The selector of each bucket.
-        transforms: Change the gradients before they are encoded.
-        hosts: The hosts if exchanges may be hierarchical, else None.
-        all_hosts: The hosts, also if all exchanges are flat; None if they are not known.
-        flat: Compressors whose exchange is flat even if `hosts` is set.
-        auto: The selector of the buckets of `auto`; None if there are none.
-        observers: Get the measurements of each step.
-        link: Seconds per allreduce and per byte sent, measured when the plan was made; None if not known.
-        trace_indices: How often the plan is used in a function, minus 1; by the function's graph.
     """
 
-    name: str
+    name: str  # the prefix of its collectives' names
     settings: Settings
     layout: ModelLayout
-    state: State
-    selectors: Sequence[Selector]
+    state: State  # the plan's own variables
+    selectors: Sequence[Selector]  # of each bucket
     transforms: Transform
-    hosts: Hosts | None = None
-    all_hosts: Hosts | None = None
-    flat: Sequence[Compressor] = ()
-    auto: ModelSelector | None = None
+    hosts: Hosts | None = None  # None if all exchanges are flat
+    all_hosts: Hosts | None = None  # also if all exchanges are flat; None if they are not known
+    flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
+    auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     observers: list[Observer] = dataclasses.field(default_factory=list)
-    link: tuple[float, float] | None = None
+    link: tuple[float, float] | None = None  # measured seconds per allreduce and per byte sent; None if not known
+    # How often the plan is used in a function, minus 1; by the function's graph.
     trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def collective(self, compressor: Compressor, shapes: Sequence[Shape]) -> Collective:
@@ -80,21 +66,58 @@ class Plan:
         return [selector.current(b) for b, selector in enumerate(self.selectors)]
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether an observer records its steps."""
+        return any(observer.records_steps for observer in self.observers)
+
+    def report(self) -> list[BucketReport]:
+        """The compressor of each bucket and the reason for it, then those of the embeddings. Not for use in a graph."""
+        layout = self.layout
+        reports = [
+            BucketReport(4 * sum(map(math.prod, layout.shapes_of(b))), compressor.spec)
+            for b, compressor in enumerate(self.compressors())
+        ]
+        if self.auto is not None:
+            for b, chosen in zip(layout.auto_buckets, self.auto.report(int(self.state.step))):
+                reports[b] = chosen
+        for i, table in zip(layout.sparse, layout.embeddings):
+            reports.append(BucketReport(4 * math.prod(table.shape), table.compressor.spec, rows_of=layout.paths[i]))
+        return reports
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """The bytes that each rank sends per step: as configured, and without compression. Not for use in a graph.
+
+        Allreduces count as in a ring, and IndexedSlices as in the last step. Without compression, Horovod sends the
+        values and row numbers of IndexedSlices, including duplicates. If `hvdc.init()` has found several hosts of
+        several workers, these are the bytes that leave a host, divided by its workers (except for IndexedSlices).
+        """
+        layout, ranks, hosts = self.layout, self.settings.process_set.size(), self.all_hosts
+
+        def nbytes(members: list[int]) -> int:
+            return sum(math.prod(layout.shapes[i]) * layout.dtypes[i].size for i in members)
+
+        rest = layout.uncompressed_members
+        compressed = [i for group in layout.param_groups for i in group.layout.tensors.members]
+        sent, stock = (uncompressed.bytes_sent(nbytes(some), ranks) for some in (rest, [*compressed, *rest]))
+        if hosts is not None:  # a ring leaves each host once
+            sent, stock = sent // hosts.workers, stock // hosts.workers
+        for b, compressor in enumerate(self.compressors()):
+            shapes = self.shapes_of(b, compressor)
+            collective = self.collective(compressor, shapes)
+            if hosts is None:
+                sent += collective.bytes_sent(compressor, shapes, ranks)
+            else:
+                sent += collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
+        counts = self.state.embedding_counts
+        for table, last in zip(layout.embeddings, [] if counts is None else counts.numpy().tolist()):
+            rows = table.bytes_sent(*last)
+            sent, stock = sent + rows[0], stock + rows[1]
+        return sent, stock
+
+    @property
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables that are equal on all ranks, by their names in checkpoints."""
         return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
-
-    def group(self, trace_index: int, what: str) -> Group:
-        """The ranks, and a name for collectives that is the same on all of them.
-
-        The name ignores TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces
-        of the process, and one rank may have traced more than the others.
-
-        Args:
-            trace_index: How often the plan was used in the function before.
-            what: Distinguishes the collectives of a step.
-        """
-        return Group(self.settings.process_set, f"{self.name}_{trace_index}_{what}", ignore_name_scope=True)
 
     def seeds(self, index: int) -> Seeds:
         """The seeds of a bucket in the current step."""

@@ -22,15 +22,7 @@ def follows_keras(settings: Settings) -> bool:
 
 
 def check(settings: Settings, epoch: float | None) -> None:
-    """Checks that the epoch is known if a warm-up counts Keras's epochs.
-
-    Args:
-        settings: The reducer's settings.
-        epoch: The epoch, None if no callback tells it.
-
-    Raises:
-        ValueError: The epoch is not known.
-    """
+    """Raises a ValueError if a warm-up counts Keras's epochs, and no callback tells the epoch: it is None."""
     if follows_keras(settings) and epoch is None:
         raise ValueError(
             "dgc: nobody says which epoch it is, on which the warm-up's density depends: put "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -13,14 +13,13 @@ import tensorflow as tf
 from ..common import checks, host_memory
 from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
-from . import accounting, agreement, progress
+from . import agreement, progress
 from .compression_report import CompressionReport
 from .observer import Observer
 from .plan import Plan
 from .settings import Settings
 from .step import Step
 
-_made = 0  # the number of reducers that this process has made
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 # Make observers for the plans of all reducers that are not watched, see `Reducer.watch`.
 watch_all: list[Callable[[Plan], Observer]] = []
@@ -40,27 +39,23 @@ class Reducer:
     """Reduces lists of gradients over the ranks, and keeps their residuals.
 
     A plan (buckets and residuals) belongs to a list of variables and lives as long as the reducer.
-
-    Attributes:
-        settings: The user's settings.
-        plans: By the variables' identities and the gradients' kinds.
-        pending: Loaded states of plans that are not made yet.
-        epoch: The epoch that began last, None if no callback tells it; see `progress`.
-        name: The prefix of its collectives' names.
     """
+
+    # The number of reducers that this process has made: a part of the next one's name.
+    made: ClassVar[int] = 0
 
     def __init__(self, settings: Settings, build: Build) -> None:
         self.settings = settings
         self._build = build
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, Plan] = {}  # by the variables' identities and the gradients' kinds
         self._functions: dict[Any, Any] = {}  # each plan's step, for calls outside of a graph
-        self.pending: list[Any] = []
-        # Horovod matches collectives by name: two reducers must not share theirs. All ranks make their reducers in the
-        # same order.
-        self.name = f"hvdc_{made()}_{plain_name(settings.name)}"
-        set_made(made() + 1)
+        self.pending: list[Any] = []  # loaded states of plans that are not made yet
+        # The prefix of its collectives' names. Horovod matches collectives by name: two reducers must not share theirs.
+        # All ranks make their reducers in the same order.
+        self.name = f"hvdc_{Reducer.made}_{plain_name(settings.name)}"
+        Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
-        self.epoch: float | None = None
+        self.epoch: float | None = None  # that began last; None if no callback tells it, see `progress`
         self._warned = False  # that a single rank exchanges nothing
         _alive.add(self)
 
@@ -100,42 +95,31 @@ class Reducer:
             for g, v in zip(gradients, variables)
         )
         if key not in self.plans:
-            self.plans[key] = self._new_plan(gradients, variables)
+            host_memory.keep_freed_memory()
+            name, watched = self.agree(gradients, variables)
+            progress.check(self.settings, self.epoch)
+            self.plans[key] = self._build(self, name, gradients, variables, watched)
         plan = self.plans[key]
-        self._attach_watcher(plan)
+        make_observer = self._watcher or next(iter(watch_all), None)
+        if make_observer is not None and not plan.is_recorded:
+            plan.observers.append(make_observer(plan))
         if not tf.executing_eagerly():
             return Step(plan, gradients).run(so_far)
         traced = (key, len(plan.observers))
         if traced not in self._functions:
-            self._functions[traced] = tf.function(
-                lambda gradients, so_far: Step(plan, gradients).run(so_far), autograph=False
-            )
+            self._functions[traced] = tf.function(lambda each, so_far: Step(plan, each).run(so_far), autograph=False)
         return self._functions[traced](list(gradients), so_far)
-
-    def _new_plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
-        host_memory.keep_freed_memory()
-        name, watched = self.agree(gradients, variables)
-        progress.check(self.settings, self.epoch)
-        return self._build(self, name, gradients, variables, watched)
-
-    def _attach_watcher(self, plan: Plan) -> None:
-        make = self._watcher or next(iter(watch_all), None)
-        if make is not None and not _is_recorded(plan):
-            plan.observers.append(make(plan))
 
     def watch(self, make: Callable[[Plan], Observer]) -> bool:
         """Records the steps that are traced from now on, on this rank only; collectives stay as they are.
 
-        Plans whose steps are recorded already keep their observer.
-
-        Args:
-            make: Makes the observer of a plan; it replaces that of an earlier call.
+        Plans whose steps are recorded already keep their observer; for others, `make` replaces that of an earlier call.
 
         Returns:
             Whether any plan's steps were traced without being recorded. The caller must then trace them again.
         """
         self._watcher = make
-        return not all(_is_recorded(plan) for plan in self.plans.values())
+        return not all(plan.is_recorded for plan in self.plans.values())
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
         """Checks that all ranks are about to reduce the same gradients with the same settings.
@@ -157,9 +141,7 @@ class Reducer:
         """Sets the progress at the beginning of an epoch. All ranks call it: they agree on the largest number.
 
         The epoch never goes back, although Keras begins with 0 again in a second `fit` or after an elastic reset.
-
-        Args:
-            epoch: Keras's number of the epoch, from 0 on. Without a warm-up by epochs, nothing happens.
+        Without a warm-up by epochs, nothing happens.
         """
         group = self.settings.process_set
         if not progress.follows_keras(self.settings) or not group.included() or group.size() == 1:
@@ -189,20 +171,12 @@ class Reducer:
         self.pending = list(states)
 
     def report(self) -> CompressionReport:
-        """The compressor of each bucket of the plan that was made last, and the reason for it.
-
-        Raises:
-            RuntimeError: There is no plan yet.
-        """
-        return CompressionReport(tuple(accounting.report(self.last_plan("compression_report()"))))
+        """The compressor of each bucket of the plan that was made last, and the reason for it."""
+        return CompressionReport(tuple(self.last_plan("compression_report()").report()))
 
     def bytes_sent(self) -> tuple[int, int]:
-        """See `accounting.bytes_sent`; of the plan that was made last.
-
-        Raises:
-            RuntimeError: There is no plan yet.
-        """
-        return accounting.bytes_sent(self.last_plan("bytes_sent()"))
+        """See `Plan.bytes_sent`; of the plan that was made last."""
+        return self.last_plan("bytes_sent()").bytes_sent()
 
     def last_plan(self, who: str) -> Plan:
         """The plan that was made last.
@@ -215,10 +189,6 @@ class Reducer:
         return list(self.plans.values())[-1]
 
 
-def _is_recorded(plan: Plan) -> bool:
-    return any(observer.records_steps for observer in plan.observers)
-
-
 def _tensor(gradient: Any, variable: Any) -> Any:
     if gradient is None or tf.is_tensor(gradient) or isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -229,28 +199,13 @@ def _tensor(gradient: Any, variable: Any) -> Any:
         raise TypeError(f"the gradient of {path} must be a tensor, got {error_text(gradient)}") from None
 
 
-def made() -> int:
-    """The number of reducers that this process has made: a part of the next one's name."""
-    return _made
-
-
-def set_made(number: int) -> None:
-    """Sets the number of reducers made, so that new reducers have the same names on all ranks."""
-    global _made
-    _made = number
-
-
 def alive() -> list[Reducer]:
     """All reducers of this process."""
     return list(_alive)
 
 
 def check_not_in_xla() -> None:
-    """Checks that the current graph is not compiled by XLA, which has no Horovod collectives.
-
-    Raises:
-        RuntimeError: The current graph is compiled with `jit_compile=True`.
-    """
+    """Raises a RuntimeError if the current graph is compiled by XLA, which has no Horovod collectives."""
     from tensorflow.python.ops import control_flow_util
 
     graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None

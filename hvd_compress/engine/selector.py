@@ -1,7 +1,7 @@
 """Selectors: which compressor a bucket uses in a step.
 
-A selector subclasses `Selector`. Each candidate is a branch of one graph, and a tensor that is the same on all ranks
-says which branch runs. So the choice may change from step to step without a new trace.
+Each candidate is a branch of one graph, and a tensor that is the same on all ranks says which branch runs. So the
+choice may change from step to step without a new trace.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from ..compressors import Compressor
+from .compression_report import BucketReport
+from .observer import Observer
 
 Result = TypeVar("Result")
 
 
 class Selector(abc.ABC):
-    """Chooses among candidates.
-
-    Subclasses define `switch`, `choice` and `current`.
-    """
+    """Chooses among candidates. Subclasses define `switch`, `choice` and `current`."""
 
     @abc.abstractmethod
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
@@ -64,20 +63,16 @@ class FixedSelector(Selector):
 class StagedSelector(Selector):
     """The stages of a compressor, one after the other, such as the warm-up of `dgc`.
 
-    Args:
-        compressor: The compressor that has the stages.
-        progress: How far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
+    `progress` is how far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
     """
 
     def __init__(self, compressor: Compressor, progress: tf.Variable) -> None:
-        self._compressor = compressor
-        self._progress = progress
+        self._compressor, self._progress = compressor, progress
 
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
         """The exchange with the current stage."""
-        return switch_case(
-            self.choice(bucket), [functools.partial(exchange, stage) for stage in self._compressor.stages]
-        )
+        branches = [functools.partial(exchange, stage) for stage in self._compressor.stages]
+        return switch_case(self.choice(bucket), branches)
 
     def choice(self, bucket: int) -> tf.Tensor:
         """The position of the current stage."""
@@ -88,6 +83,51 @@ class StagedSelector(Selector):
         """The current stage."""
         stage: Compressor = self._compressor.stages[int(self.choice(bucket))]
         return stage
+
+
+class ModelSelector(Selector, Observer):
+    """Chooses for the buckets of `auto`, from what earlier steps measured: a selector that is an observer, too.
+
+    Besides the methods of `Selector` and `Observer`, subclasses define those below, in the order in which a step calls
+    them.
+    """
+
+    @abc.abstractmethod
+    def numbers(self) -> tf.Tensor:
+        """The numbers that this rank sends, float32 [any]; they are reduced along with the uncompressed gradients."""
+
+    @abc.abstractmethod
+    def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> Any:
+        """Measures all gradients of the plan before they are exchanged; `StepMeasurement.probe` is the result.
+
+        `step` is the number of steps before this one, an int64 scalar.
+        """
+
+    @abc.abstractmethod
+    def switch_model(
+        self,
+        per_bucket: Callable[[], Any],
+        uncompressed: Callable[[], Any],
+        model_wide: Callable[[int, tf.Tensor], Any],
+        step: tf.Tensor,
+    ) -> Any:
+        """Calls the function that exchanges all buckets in this step, and returns its result.
+
+        Args:
+            per_bucket: Exchanges each bucket with its own candidate, see `switch`.
+            uncompressed: Exchanges all gradients as stock Horovod does.
+            model_wide: Exchanges all gradients at once. Arguments: the candidate's position, and whether to measure its
+                loss, a bool scalar.
+            step: The number of steps before this one, an int64 scalar.
+        """
+
+    @abc.abstractmethod
+    def replicated_state(self) -> dict[str, tf.Variable]:
+        """The variables that are equal on all ranks, by their names in checkpoints."""
+
+    @abc.abstractmethod
+    def report(self, step: int) -> list[BucketReport]:
+        """The reports of the buckets after `step` steps. Not for use in a graph."""
 
 
 def selector_for(compressor: Compressor, progress: tf.Variable | None) -> Selector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import os
@@ -60,7 +61,7 @@ class Settings:
             raise ValueError(f"gradient_predivide_factor must be above 0, got {self.gradient_predivide_factor}")
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
-        self._set_checked("groups", lambda _, groups: _checked_groups(groups))
+        self._set_checked("groups", _checked_groups)
         self._set_checked("min_compress_size", checks.integer, 0)
         self._set_checked("bucket_bytes", checks.integer, 1)
         self._set_checked("residual_decay", checks.number, 0.0, 1.0)
@@ -69,19 +70,19 @@ class Settings:
         self._set_checked("scale_local_gradients", checks.flag)
         if self.error_feedback is not None:
             self._set_checked("error_feedback", checks.flag)
-        self._set_checked("residual_dtype", lambda _, dtype: _residual_dtype(dtype))
+        self._set_checked("residual_dtype", _checked_dtype)
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in nonfinite.POLICIES:
             raise ValueError(f"on_nonfinite must be one of {nonfinite.POLICIES}, got {error_text(self.on_nonfinite)}")
-        self._set_checked("hierarchical", lambda _, value: _checked_hierarchical(value))
+        if not isinstance(self.hierarchical, (bool, str)) or self.hierarchical not in hosts.CHOICES:
+            raise ValueError(f"hierarchical must be 'auto', True or False, got {error_text(self.hierarchical)}")
         if self.hierarchical is True and self.process_set is not hvd.global_process_set:
             raise ValueError("hierarchical=True needs the global process set: leave process_set out")
         if self.hierarchical is True and self.momentum_correction:
             raise ValueError("hierarchical=True and momentum_correction cannot go together: choose one")
         if self.momentum_correction == 1.0:
             raise ValueError("momentum_correction must be below 1, got 1.0")
-        compressors = self.compressors
         self._set_momentum_of_dgc()
-        for compressor in compressors:
+        for compressor in self.compressors:
             # The momentum of dgc also applies to uncompressed gradients.
             may_be_uncompressed = self.dgc is not None or compressor is not self.compressor
             uncompressed = compressor.uncompressed and may_be_uncompressed
@@ -93,13 +94,13 @@ class Settings:
                     f"{compressor.spec} sends every element every step or keeps no residual"
                 )
 
-        autos = [compressor for compressor in compressors if compressor.automatic]
+        autos = [compressor for compressor in self.compressors if compressor.automatic]
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
 
     def _set_momentum_of_dgc(self) -> None:
         """Sets `momentum_correction` to the momentum of dgc, if dgc is used."""
-        dgcs = self._dgcs
+        dgcs = [compressor for compressor in self.compressors if compressor.momentum_settings is not None]
         for name in ("momentum", "clipnorm", "steps_per_epoch"):
             if len({getattr(dgc, name) for dgc in dgcs}) > 1:
                 specs = " and ".join(dgc.spec for dgc in dgcs)
@@ -122,18 +123,14 @@ class Settings:
         return (self.compressor, *(compressor for _, compressor in self.policy))
 
     @property
-    def _dgcs(self) -> list[Any]:
-        return [compressor for compressor in self.compressors if compressor.momentum_settings is not None]
-
-    @property
     def dgc(self) -> Any:
         """The first compressor that is Deep Gradient Compression; None if it is not used."""
-        return next(iter(self._dgcs), None)
+        return next((c for c in self.compressors if c.momentum_settings is not None), None)
 
     @property
     def op_name(self) -> str:
         """Horovod's name of `op`."""
-        return {hvd.Average: "Average", hvd.Sum: "Sum"}[self.op]
+        return "Average" if self.averages else "Sum"
 
     @property
     def averages(self) -> bool:
@@ -175,7 +172,9 @@ def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
     return int(text)
 
 
-def _checked_groups(groups: Any) -> Any:
+def _checked_groups(name: str, groups: Any) -> Any:
+    if groups is None:
+        return None
     if isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups):
         ids: set[int] = set()
         for variable in (variable for group in groups for variable in group):
@@ -185,27 +184,17 @@ def _checked_groups(groups: Any) -> Any:
                 raise ValueError(f"groups: {error_text(variable)} stands in them twice")
             ids.add(id(variable))
         return groups
-    if groups is None:
-        return groups
     try:
-        return checks.integer("groups", groups, 1)
+        return checks.integer(name, groups, 1)
     except ValueError:
         raise ValueError(
             f"groups should be a non-negative integer or a list of list of tf.Variable, got {error_text(groups)}"
         ) from None
 
 
-def _checked_hierarchical(value: Any) -> bool | str:
-    if not isinstance(value, (bool, str)) or value not in hosts.CHOICES:
-        raise ValueError(f"hierarchical must be 'auto', True or False, got {error_text(value)}")
-    return value
-
-
-def _residual_dtype(dtype: Any) -> str:
-    try:
-        name = tf.as_dtype(dtype).name
-    except (TypeError, ValueError):
-        name = None
-    if name not in ("float32", "bfloat16"):
-        raise ValueError(f"residual_dtype must be 'float32' or 'bfloat16', got {error_text(dtype)}")
-    return str(name)
+def _checked_dtype(name: str, dtype: Any) -> str:
+    with contextlib.suppress(TypeError, ValueError):
+        of_dtype = str(tf.as_dtype(dtype).name)
+        if of_dtype in ("float32", "bfloat16"):
+            return of_dtype
+    raise ValueError(f"{name} must be 'float32' or 'bfloat16', got {error_text(dtype)}")

@@ -31,45 +31,32 @@ NO_STATE = BucketState([], [], [], [])
 
 @dataclasses.dataclass
 class GroupState:
-    """The variables of a parameter group that differ between ranks, in the shapes of its chunks.
+    """The variables of a parameter group that differ between ranks, in the shapes of its chunks."""
 
-    Attributes:
-        residuals: Of dtype `residual_dtype`; empty without error feedback.
-        velocities: Of dtype float32; empty without momentum correction.
-    """
-
-    residuals: list[tf.Variable]
-    velocities: list[tf.Variable]
+    residuals: list[tf.Variable]  # of dtype `residual_dtype`; empty without error feedback
+    velocities: list[tf.Variable]  # of dtype float32; empty without momentum correction
 
 
 @dataclasses.dataclass
 class State:
-    """All variables of a plan.
+    """All variables of a plan."""
 
-    Attributes:
-        step: The number of steps so far, int64.
-        groups: The state of each parameter group.
-        factors: The right factors of each parameter group, equal on all ranks: one variable for all matrices, or none.
-        embeddings: The state of each embedding; a residual has the embedding's shape.
-        has_foreign_residual: For each bucket whose exchange may be hierarchical, by its index: whether this rank may
-            have nonzero residuals of chunks that another worker of its host exchanges. True until the first
-            hierarchical exchange and after each flat one. It is not saved, and true after a restore.
-        velocities: The momentum of uncompressed gradients, float32, by their positions; equal on all ranks.
-        progress: How far training is, float64, for compressors with stages; None without them.
-        embedding_counts: For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together,
-            whether they were exchanged as a dense tensor, and this rank's slices before duplicate rows were summed;
-            None without embeddings.
-        model_wide_factors: The right factors of the model-wide candidates of `auto`, by the candidates' positions.
-    """
-
-    step: tf.Variable
-    groups: list[GroupState]
+    step: tf.Variable  # the number of steps so far, int64
+    groups: list[GroupState]  # of each parameter group
+    # The right factors of each parameter group, equal on all ranks: one variable for all matrices, or none.
     factors: list[list[tf.Variable]]
-    embeddings: list[GroupState]
+    embeddings: list[GroupState]  # of each embedding; a residual has the embedding's shape
+    # For each bucket whose exchange may be hierarchical, by its index: whether this rank may have nonzero residuals of
+    # chunks that another worker of its host exchanges. True until the first hierarchical exchange and after each flat
+    # one. It is not saved, and true after a restore.
     has_foreign_residual: dict[int, tf.Variable]
+    # The momentum of uncompressed gradients, float32, by their positions; equal on all ranks.
     velocities: dict[int, tf.Variable]
-    progress: tf.Variable | None
+    progress: tf.Variable | None  # how far training is, float64, for compressors with stages; None without them
+    # For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether they were
+    # exchanged as a dense tensor, and this rank's slices before duplicate rows were summed. None without embeddings.
     embedding_counts: tf.Variable | None
+    # The right factors of the model-wide candidates of `auto`, by the candidates' positions.
     model_wide_factors: dict[int, tf.Variable]
 
     def of_bucket(self, layout: ModelLayout, b: int) -> BucketState:
@@ -94,60 +81,46 @@ class State:
 
 
 def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
-    """The state before the first step.
+    """The state before the first step; `name` is the prefix of the variables' names."""
 
-    Args:
-        name: The prefix of the variables' names.
-        settings: The user's settings.
-        layout: How the gradients are divided.
-    """
+    def variable(value: tf.Tensor, what: str) -> tf.Variable:
+        return tracing.variable(value, f"{name}_{what}")
 
-    def variable(value: tf.Tensor, what: str, device: str) -> tf.Variable:
-        with tf.device(device):
-            return tracing.variable(value, f"{name}_{what}")
-
-    def zeros(shapes: Sequence[Shape], what: str, dtype: str, device: str) -> list[tf.Variable]:
-        with tf.device(device):
-            return [tracing.variable(tf.zeros(shape, dtype), f"{name}_{what}") for shape in shapes]
-
-    def group_state(compressor: Compressor, shapes: Sequence[Shape], device: str, momentum: float) -> GroupState:
+    def group_state(compressor: Compressor, shapes: Sequence[Shape], momentum: float) -> GroupState:
         feeds_back, dtype = settings.feeds_back(compressor), settings.residual_dtype
         return GroupState(
-            zeros(shapes, "residual", dtype, device) if feeds_back else [],
-            zeros(shapes, "velocity", "float32", device) if momentum else [],
+            [variable(tf.zeros(shape, dtype), "residual") for shape in shapes if feeds_back],
+            [variable(tf.zeros(shape), "velocity") for shape in shapes if momentum],
         )
 
     def factors(compressor: Compressor, shapes: Sequence[Shape]) -> list[tf.Variable]:
-        with tf.device(settings.device_dense):
-            initial = compressor.initial_factors(shapes)
-        return [] if initial is None else [variable(initial, "factors", settings.device_dense)]
+        initial = compressor.initial_factors(shapes)
+        return [] if initial is None else [variable(initial, "factors")]
 
-    groups = [
-        group_state(g.compressor, g.layout.shapes, settings.device_dense, settings.momentum_correction)
-        for g in layout.param_groups
-    ]
-    staged = any(len(g.compressor.stages) > 1 for g in layout.param_groups)
-    with_momentum = settings.dgc is not None and settings.momentum_correction
-    floats = [i for i in layout.uncompressed_members if layout.dtypes[i].is_floating] if with_momentum else []
-    counts = tf.zeros([len(layout.embeddings), 3], tf.int64)
-    candidates = enumerate(layout.auto.candidates) if layout.auto is not None else ()
-    return State(
-        step=tracing.variable(tf.constant(0, tf.int64), f"{name}_step"),
-        groups=groups,
-        factors=[factors(g.compressor, g.layout.shapes) for g in layout.param_groups],
-        embeddings=[group_state(e.compressor, [e.shape], settings.device_sparse, 0.0) for e in layout.embeddings],
-        has_foreign_residual={
-            b: variable(tf.constant(True), "has_foreign_residual", "CPU")
-            for b, bucket in enumerate(layout.buckets)
-            if layout.may_be_hierarchical and groups[bucket.group].residuals
-        },
-        velocities={i: variable(tf.zeros(layout.shapes[i]), "velocity", settings.device_dense) for i in floats},
-        progress=variable(tf.constant(0.0, tf.float64), "progress", "CPU") if staged else None,
-        embedding_counts=variable(counts, "embedding_counts", "CPU") if layout.embeddings else None,
-        model_wide_factors={
+    momentum = settings.momentum_correction
+    with tf.device(settings.device_dense):
+        groups = [group_state(g.compressor, g.layout.shapes, momentum) for g in layout.param_groups]
+        of_groups = [factors(g.compressor, g.layout.shapes) for g in layout.param_groups]
+        # Only `dgc` also applies its momentum to uncompressed gradients.
+        uncompressed = layout.uncompressed_members if settings.dgc is not None and momentum else []
+        floats = [i for i in uncompressed if layout.dtypes[i].is_floating]
+        velocities = {i: variable(tf.zeros(layout.shapes[i]), "velocity") for i in floats}
+        model_wide = {
             c: of_candidate
-            for c, candidate in candidates
+            for c, candidate in enumerate(() if layout.auto is None else layout.auto.candidates)
             if candidate.model_wide
             for of_candidate in factors(candidate, layout.model_wide.shapes)
-        },
-    )
+        }
+    with tf.device(settings.device_sparse):
+        embeddings = [group_state(e.compressor, [e.shape], 0.0) for e in layout.embeddings]
+    with tf.device("CPU"):
+        has_foreign_residual = {
+            b: variable(tf.constant(True), "has_foreign_residual")
+            for b, bucket in enumerate(layout.buckets)
+            if layout.may_be_hierarchical and groups[bucket.group].residuals
+        }
+        staged = any(len(g.compressor.stages) > 1 for g in layout.param_groups)
+        progress = variable(tf.constant(0.0, tf.float64), "progress") if staged else None
+        counts = variable(tf.zeros([len(embeddings), 3], tf.int64), "embedding_counts") if embeddings else None
+    step = variable(tf.constant(0, tf.int64), "step")
+    return State(step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, counts, model_wide)

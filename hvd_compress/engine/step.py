@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from ..common import tracing
+from ..common.gradients import values_of
 from ..common.names import plain_name
 from ..compressors import Compressor
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
-from . import clock, measurement, nonfinite, norms
-from .clock import Timestamps
+from . import clock, nonfinite, norms
 from .embeddings import Embeddings
 from .layout import FlatLayout
-from .model_wide import ModelWideResult, reduce_model
+from .model_wide import reduce_model
 from .observer import BucketMeasurement, StepMeasurement
 from .packing import unpack
 from .pipeline import BucketInput, BucketResult, StepContext, no_measure, reduce_bucket
@@ -53,20 +53,14 @@ class Step:
         self._trace_index = plan.trace_indices.get(graph, -1) + 1
         plan.trace_indices[graph] = self._trace_index
         settings = plan.settings
-        self._transforms = plan.transforms
         self._context = StepContext(
-            settings.scale, plan.collective, self._transforms, settings.residual_decay, settings.feeds_back
+            settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back
         )
-        self._records = any(observer.records_steps for observer in plan.observers)
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
 
     def run(self, progress: tf.Tensor | None = None) -> list[Any]:
-        """The reduced gradients.
-
-        Args:
-            progress: The new value of `State.progress`; None leaves it as it is.
-        """
+        """The reduced gradients; `progress` is the new value of `State.progress`, None leaves it as it is."""
         plan, state, layout = self._plan, self._plan.state, self._plan.layout
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = state.step.read_value()
@@ -76,37 +70,38 @@ class Step:
                 state.progress.assign(progress)
 
             # 1. Transforms
-            self._gradients = self._transforms.prepare(self._gradients)
-            ready = measurement.all_ready(layout, self._gradients) if self._records else None
-            choices = self._choices()
-            slices = [self._gradients[i] for i in layout.sparse]
-            group = self._group("slices")
-            self._embeddings = Embeddings(layout.embeddings, state.embeddings, slices, group, plan.settings)
+            self._gradients = plan.transforms.prepare(self._gradients)
+            ready = self._all_ready() if plan.is_recorded else None
+            choices = [selector.choice(b) if plan.is_recorded else None for b, selector in enumerate(plan.selectors)]
+            own_slices = [self._gradients[i] for i in layout.sparse]
+            self._embeddings = Embeddings(plan, own_slices, self._group("slices"))
 
             # 2. Uncompressed gradients
             dense, agreed, counts = self._reduce_uncompressed()
             reduced: dict[int, Any] = {}
             for tensors, result in zip(layout.uncompressed, dense):
                 reduced |= {i: self._with_momentum(i, t) for i, t in zip(tensors.members, result.tensors)}
-            flags = self._finite(dense)
+            keeps_state = bool(layout.param_groups or self._embeddings.has_residuals or state.velocities)
+            floats = [tensor for result in dense for tensor in result.incoming if tensor.dtype.is_floating]
+            flags = [all_finite(tensor) for tensor in floats if keeps_state]
 
             # 3. Embeddings
-            seeds = [plan.seeds(len(layout.buckets) + e) for e in range(len(layout.embeddings))]
-            sparse = self._embeddings.reduce(counts, seeds, state.embedding_counts)
+            sparse = self._embeddings.reduce(counts)
             reduced |= dict(zip(layout.sparse, sparse))
-            flags += [nonfinite.all_finite([slices]) for slices in sparse if self._keeps_state]
+            flags += [nonfinite.all_finite([slices]) for slices in sparse if keeps_state]
 
             # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, so that they overlap with it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
-            gradients, results, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
+            gradients, times_and_norms, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
             reduced |= gradients
 
             # 6. Observers
             buckets = [
-                BucketMeasurement(*result, choice) if result is not None and result.timestamps else None
-                for result, choice in zip(results, choices)
+                BucketMeasurement(*times_and_norms[b], choice) if times_and_norms[b][0] else None
+                for b, choice in enumerate(choices)
             ]
-            others, nbytes = self._measure_others(dense, sparse), self._embeddings.bytes_sent
+            others = self._measure_others(dense, own_slices, sparse) if plan.is_recorded else []
+            nbytes = self._embeddings.bytes_sent
             measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe)
             for observer in plan.observers:
                 observer.observe(measured)
@@ -145,7 +140,7 @@ class Step:
         variable = self._plan.state.velocities.get(i)
         if variable is None:
             return reduced
-        velocity = self._transforms.after_allreduce(reduced, variable.read_value())
+        velocity = self._plan.transforms.after_allreduce(reduced, variable.read_value())
         assert velocity is not None
         self._changes.append((variable, velocity))
         return tf.cast(velocity, reduced.dtype)
@@ -154,46 +149,45 @@ class Step:
 
     def _reduce_compressed(
         self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], list[_Measured | None], Any, tf.Tensor, Any]:
+    ) -> tuple[dict[int, tf.Tensor], dict[int, tuple[Any, Any]], Any, tf.Tensor, Any]:
         """Reduces all buckets and assigns the new state.
 
         Returns:
-            Reduced gradients by their positions; timestamps and norms of each bucket, or None; the loss of a model-wide
-            candidate; whether the new state was assigned; the result of `ModelSelector.probe`.
+            Reduced gradients by their positions; timestamps and norms of each bucket, () where not taken; the loss of a
+            model-wide candidate; whether the new state was assigned; the result of `ModelSelector.probe`.
         """
         layout, auto = self._plan.layout, self._plan.auto
         fixed = [b for b in range(len(layout.buckets)) if b not in layout.auto_buckets]
         first = self._reduce_buckets(fixed, [] if layout.auto_buckets else before_last)
-        gradients = self._unpack(first)
-        results = [_measured(first.get(b)) for b in range(len(layout.buckets))]
+        gradients, measured = self._unpack(first), _measured(first)
         if auto is None:
-            return gradients, results, (), self._commit(flags, first), None
+            return gradients, measured, (), self._commit(flags, first), None
 
         probe = auto.probe(step, self._gradients)
-        no_loss = auto.no_loss()
+        # The branches return the same structure.
+        no_loss = tf.zeros([2]) if self._plan.state.model_wide_factors else ()
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
-        # The branches return the same structure.
         def per_bucket() -> Any:
             last = self._reduce_buckets(layout.auto_buckets, before_last, after)
             committed = self._commit(flags, {**first, **last})
-            return self._unpack(last), [_measured(last[b]) for b in layout.auto_buckets], committed, no_loss
+            return self._unpack(last), _measured(last), committed, no_loss
 
         def without_compression() -> Any:
             reduced, timestamps = self._reduce_auto_uncompressed()
-            measured = [_Measured(times, self._lossless()) for times in timestamps]
+            measured = {b: (times, self._lossless()) for b, times in timestamps.items()}
             return reduced, measured, self._commit(flags, first), no_loss
 
         def model_wide(candidate: int, probed: tf.Tensor) -> Any:
-            result = self._reduce_model(candidate, [*after, *before_last], probed)
+            group, sample = self._groups("whole"), self._sample_norms
+            result = reduce_model(
+                self._plan, self._gradients, candidate, self._context, group, [*after, *before_last], probed, sample
+            )
             committed = self._commit([*flags, result.ok], first, result.changes)
-            measured = [_Measured(*pair) for pair in zip(result.timestamps, result.norms)]
-            return result.gradients, measured, committed, result.loss
+            return result.gradients, dict(zip(layout.auto_buckets, result.measured)), committed, result.loss
 
-        reduced, measured, committed, loss = auto.switch_model(per_bucket, without_compression, model_wide, step)
-        for b, of_bucket in zip(layout.auto_buckets, measured):
-            results[b] = of_bucket
-        return gradients | reduced, results, loss, committed, probe
+        reduced, others, committed, loss = auto.switch_model(per_bucket, without_compression, model_wide, step)
+        return gradients | reduced, measured | others, loss, committed, probe
 
     def _reduce_buckets(
         self, buckets: Sequence[int], before_last: Sequence[tf.Tensor], after: Sequence[tf.Tensor] = ()
@@ -203,19 +197,16 @@ class Step:
         for b in buckets:
             if b == buckets[-1]:
                 after = [*after, *before_last]
-            members = self._plan.layout.group_of(b).layout.tensors.members
-            gradients = [self._gradients[i] for i in members]
-            results[b] = reduce_bucket(self._bucket(b), gradients, self._context, after)
+            bucket = self._bucket(b)
+            gradients = [self._gradients[i] for i in bucket.layout.tensors.members]
+            results[b] = reduce_bucket(bucket, gradients, self._context, after)
             # When TensorFlow inlines a function, a control dependency on one of its results becomes one on the whole
             # call. An identity keeps it on the result.
             after = [tf.identity(results[b].next_can_start)]
         return results
 
     def _bucket(self, b: int) -> BucketInput:
-        plan = self._plan
-        measure = no_measure
-        if self._sample_norms is not None:
-            measure = functools.partial(norms.of_bucket, self._sample_norms)
+        plan, sample = self._plan, self._sample_norms
         return BucketInput(
             plan.layout.group_of(b).layout,
             plan.layout.buckets[b].chunks,
@@ -225,35 +216,20 @@ class Step:
             plan.state.of_bucket(plan.layout, b),
             b,
             any(observer.wants_times(b) for observer in plan.observers),
-            measure,
+            no_measure if sample is None else functools.partial(norms.of_bucket, sample),
         )
 
-    def _reduce_model(self, candidate: int, after: Sequence[tf.Tensor], probed: tf.Tensor) -> ModelWideResult:
-        plan = self._plan
-        return reduce_model(
-            plan.layout,
-            plan.state,
-            self._gradients,
-            candidate,
-            self._context,
-            plan.seeds(plan.layout.auto_buckets[-1]),
-            self._groups("whole"),
-            after,
-            probed,
-            self._sample_norms,
-        )
-
-    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], list[Timestamps]]:
+    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], dict[int, clock.Timestamps]]:
         """The gradients of `auto`, reduced as by stock Horovod, and the timestamps of their buckets."""
         layout = self._plan.layout
         gradients: dict[int, tf.Tensor] = {}
-        timestamps: list[Timestamps] = []
+        timestamps: dict[int, clock.Timestamps] = {}
         for b in layout.auto_buckets:
             of_group = layout.group_of(b).layout
             assert isinstance(of_group, FlatLayout)
             members = [of_group.tensors.members[i] for i in of_group.beginning_in(layout.buckets[b].chunks)]
             if not members:  # a part of a large gradient, which was reduced with the bucket before
-                timestamps.append(clock.all_at(timestamps[-1].decoded))
+                timestamps[b] = clock.all_at(timestamps[b - 1].decoded)
                 continue
             tensors = [self._gradients[i] for i in members]
             ready = clock.stamp(tensors[-1:])
@@ -261,7 +237,7 @@ class Step:
                 tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
             received = clock.stamp(result.incoming)
-            timestamps.append(Timestamps(ready, ready, received, received))
+            timestamps[b] = clock.Timestamps(ready, ready, received, received)
             gradients |= dict(zip(members, result.tensors))
         return gradients, timestamps
 
@@ -279,18 +255,6 @@ class Step:
         return gradients
 
     # 5. The new state
-
-    @property
-    def _keeps_state(self) -> bool:
-        state, layout = self._plan.state, self._plan.layout
-        return bool(layout.param_groups or self._embeddings.has_residuals or state.velocities)
-
-    def _finite(self, dense: Sequence[uncompressed.Dense]) -> list[tf.Tensor]:
-        """Whether each uncompressed gradient is finite; [] for a plan without state."""
-        if not self._keeps_state:
-            return []
-        tensors = [tensor for result in dense for tensor in result.incoming]
-        return [all_finite(tensor) for tensor in tensors if tensor.dtype.is_floating]
 
     def _commit(self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()) -> tf.Tensor:
         """Assigns the new state if all gradients of all ranks were finite; returns whether they were, a bool scalar."""
@@ -317,22 +281,28 @@ class Step:
 
     # 6. Observers
 
-    def _choices(self) -> list[tf.Tensor | None]:
-        """The position of each bucket's compressor among its candidates; None if no observer records steps."""
-        if not self._records:
-            return [None] * len(self._plan.selectors)
-        return [selector.choice(b) for b, selector in enumerate(self._plan.selectors)]
+    def _all_ready(self) -> tf.Tensor:
+        """The time when the last gradients are ready, those of the first layers; float64 scalar."""
+        layout = self._plan.layout
+        groups = [*(group.layout.tensors for group in layout.param_groups), *layout.uncompressed]
+        last = [*(tensors.members[-1] for tensors in groups), *layout.sparse]
+        return clock.stamp([values_of(self._gradients[i]) for i in dict.fromkeys(last)])
 
     def _measure_others(
-        self, dense: Sequence[uncompressed.Dense], sparse: Sequence[tf.IndexedSlices]
+        self, dense: Sequence[uncompressed.Dense], own: Sequence[tf.IndexedSlices], reduced: Sequence[tf.IndexedSlices]
     ) -> list[BucketMeasurement]:
-        """The measurements of uncompressed gradients, then of embeddings; [] if no observer records steps."""
-        if not self._records:
-            return []
-        slices, sample = [self._gradients[i] for i in self._plan.layout.sparse], self._sample_norms
+        """The measurements of uncompressed gradients, then of embeddings."""
         norms_of_all = [self._lossless() for _ in dense]
-        norms_of_all += [()] * len(sparse) if sample is None else self._embeddings.norms(sample)
-        return measurement.of_uncompressed(dense, slices, sparse, norms_of_all)
+        norms_of_all += [()] * len(own) if self._sample_norms is None else self._embeddings.norms(self._sample_norms)
+        sent_and_received = [(result.outgoing, result.incoming) for result in dense]
+        sent_and_received += [([before.values], [after.values]) for before, after in zip(own, reduced)]
+        measurements = []
+        for (outgoing, incoming), of_both in zip(sent_and_received, norms_of_all):
+            ready = clock.stamp(outgoing)
+            received = clock.stamp(incoming, ready)
+            times = clock.Timestamps(ready, ready, received, received)
+            measurements.append(BucketMeasurement(times, of_both, tf.constant(0)))
+        return measurements
 
     def _lossless(self) -> Any:
         return () if self._sample_norms is None else norms.lossless(self._sample_norms)
@@ -340,18 +310,14 @@ class Step:
     # Names of collectives
 
     def _group(self, what: str) -> Group:
-        return self._plan.group(self._trace_index, what)
+        # Without TensorFlow's name scopes: inside a tf.cond, a scope ends with a number that counts all traces of the
+        # process, and one rank may have traced more than the others.
+        name = f"{self._plan.name}_{self._trace_index}_{what}"
+        return Group(self._plan.settings.process_set, name, ignore_name_scope=True)
 
     def _groups(self, what: str) -> Callable[[Compressor], Group]:
         return lambda compressor: self._group(f"{what}_{plain_name(compressor.spec)}")
 
 
-class _Measured(NamedTuple):
-    """The measurements of a bucket."""
-
-    timestamps: Any  # Timestamps; () where not timed
-    norms: Any  # float32 [4]; () where not sampled
-
-
-def _measured(result: BucketResult | None) -> _Measured | None:
-    return None if result is None else _Measured(result.timestamps, result.measured)
+def _measured(results: Mapping[int, BucketResult]) -> dict[int, tuple[Any, Any]]:
+    return {b: (result.timestamps, result.measured) for b, result in results.items()}

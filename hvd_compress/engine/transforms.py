@@ -1,7 +1,4 @@
-"""Transforms: changes of a rank's gradients before they are encoded.
-
-A transform subclasses `Transform` and overrides the methods that it needs. `transforms_for` makes those of a plan.
-"""
+"""Transforms: changes of a rank's gradients before they are encoded. `transforms_for` makes those of a plan."""
 
 from __future__ import annotations
 
@@ -28,20 +25,15 @@ class LocalChunks(NamedTuple):
 class Transform:
     """A change of the gradients.
 
-    Methods to override, in the order in which a step calls them:
-
-    - `prepare(gradients)`: changes all gradients of the rank, once in a step.
-    - `apply(local)`: changes the chunks of a bucket before they are encoded.
-    - `update(local, residuals)`: returns the bucket's new velocities after the exchange.
-    - `after_allreduce(gradient, velocity)`: changes a gradient that was reduced uncompressed.
+    Subclasses override any of `prepare`, `apply`, `update` and `after_allreduce`; a step calls them in this order.
     """
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
-        """All gradients (tensors, IndexedSlices or None) of this rank, changed."""
+        """All gradients (tensors, IndexedSlices or None) of this rank, changed; called once in a step."""
         return gradients
 
     def apply(self, local: LocalChunks) -> LocalChunks:
-        """A bucket's chunks, changed."""
+        """A bucket's chunks, changed before they are encoded."""
         return local
 
     def update(self, local: LocalChunks, residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -49,19 +41,32 @@ class Transform:
         return []
 
     def after_allreduce(self, gradient: tf.Tensor, velocity: tf.Tensor) -> tf.Tensor | None:
-        """The new velocity, float32, which replaces the reduced gradient; None for no change."""
+        """The new velocity, float32, which replaces a gradient that was reduced uncompressed; None for no change."""
         return None
 
 
 class Clip(Transform):
-    """Local gradient clipping (Lin et al. 2018, DGC, section 3.2): the norm over all gradients is `limit` at most."""
+    """Local gradient clipping (Lin et al. 2018, DGC, section 3.2): the norm over all gradients is `limit` at most.
+
+    Integers stay as they are. Where a value is infinite or NaN, some value of the result is, too.
+    """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
 
     def prepare(self, gradients: list[Any]) -> list[Any]:
         """Scales all gradients down together."""
-        return clipped(gradients, self._limit)
+        values = [values_of(g) for g in gradients]
+        floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
+        if not floats:
+            return gradients
+        norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
+        factor = tf.minimum(1.0, self._limit / norm)
+
+        def scaled(values: tf.Tensor) -> tf.Tensor:
+            return values * tf.cast(factor, values.dtype) if values.dtype.is_floating else values
+
+        return [with_values(gradient, scaled) for gradient in gradients]
 
 
 class Predivide(Transform):
@@ -89,10 +94,8 @@ class MomentumCorrection(Transform):
         """Replaces the chunks by velocity + decay * residual: `update` needs this sum."""
         if not local.velocities:
             return local
-        velocities = [
-            accelerate(chunk, value_of(velocity), self._momentum)
-            for chunk, velocity in zip(local.chunks, local.velocities)
-        ]
+        pairs = zip(local.chunks, local.velocities)
+        velocities = [accelerate(chunk, value_of(velocity), self._momentum) for chunk, velocity in pairs]
         residuals = map(value_of, local.residuals)
         chunks = [error_feedback.add(v, r, local.decay) for v, r in zip(velocities, residuals)]
         return LocalChunks(chunks, [None] * len(chunks), 1.0, velocities)
@@ -163,24 +166,3 @@ def accelerate(gradient: tf.Tensor, velocity: tf.Tensor, momentum: float) -> tf.
 def mask(velocity: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
     """`velocity` with zeros where `sent`, the decoded payload, is not zero."""
     return tf.where(sent == 0.0, velocity, tf.zeros_like(velocity))
-
-
-def clipped(gradients: Sequence[Any], limit: float) -> list[Any]:
-    """Gradients scaled down together so that the 2-norm over all of them is at most `limit`.
-
-    Args:
-        gradients: Tensors, IndexedSlices or None; integers stay as they are. Where a value is infinite or NaN, some
-            value of the result is, too.
-        limit: Above 0.
-    """
-    values = [values_of(g) for g in gradients]
-    floats = [tf.cast(v, tf.float32) for v in values if v is not None and v.dtype.is_floating]
-    if not floats:
-        return list(gradients)
-    norm = tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(v) for v in floats]))
-    factor = tf.minimum(1.0, limit / norm)
-
-    def scaled(values: tf.Tensor) -> tf.Tensor:
-        return values * tf.cast(factor, values.dtype) if values.dtype.is_floating else values
-
-    return [with_values(gradient, scaled) for gradient in gradients]

@@ -77,7 +77,6 @@ def measure(
     import tensorflow as tf
 
     from ..cost.calibrate import calibrate
-    from ..engine import accounting
     from ..exchange import hosts
     from .timed_exchange import Method, barrier, gradients, relative_error, slowest
 
@@ -105,7 +104,7 @@ def measure(
     totals = {spec: timing.summary(row) for spec, row in zip(specs, seconds)}
     rows = []
     for spec, total in totals.items():
-        sent, plain = accounting.bytes_sent(methods[spec].plan)
+        sent, plain = methods[spec].plan.bytes_sent()
         predicted = forecast(spec, work, network, hvd.size())
         coding = predicted.encode + predicted.decode
         rows.append({

@@ -125,10 +125,10 @@ def test_clipping_scales_all_gradients_together():
     norm = math.sqrt(np.sum(dense.astype(float) ** 2) + np.sum(rows.astype(float) ** 2))
     for limit in (norm / 3, 2 * norm):
         factor = min(1.0, limit / norm)
-        found = transforms.clipped(gradients, limit)
+        found = transforms.Clip(limit).prepare(gradients)
         np.testing.assert_allclose(found[0], factor * dense, rtol=1e-6)
         np.testing.assert_allclose(found[2].values, factor * rows, rtol=1e-6)
         assert found[1] is None and found[3].numpy().tolist() == [3, 4]
-    np.testing.assert_array_equal(transforms.clipped([tf.zeros(3)], 1.0)[0], np.zeros(3))
+    np.testing.assert_array_equal(transforms.Clip(1.0).prepare([tf.zeros(3)])[0], np.zeros(3))
     for bad in (math.inf, math.nan):
-        assert not np.isfinite(transforms.clipped([tf.constant([1.0, bad])], 1.0)[0]).all()
+        assert not np.isfinite(transforms.Clip(1.0).prepare([tf.constant([1.0, bad])])[0]).all()

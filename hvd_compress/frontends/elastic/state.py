@@ -149,7 +149,7 @@ class KerasState(ObjectState):
         with horovod_errors():
             name = "" if self._reducer is None else self._reducer.name
             commits = {c.number: (c.rank, c.ranks) for c in self._commits if c.number != _UNSHARED}
-            statuses = hvd.allgather_object(_Status(commits, reducers.made(), name), name="hvdc_elastic_hello")
+            statuses = hvd.allgather_object(_Status(commits, reducers.Reducer.made, name), name="hvdc_elastic_hello")
             # The last commit that is complete on all ranks with commits, and these ranks.
             agreed = min((max(status.commits) for status in statuses if status.commits), default=_UNSHARED)
             old = [rank for rank, status in enumerate(statuses) if agreed in status.commits]
@@ -157,7 +157,7 @@ class KerasState(ObjectState):
             if commits and max(commits) > agreed:
                 self._commits = [commit for commit in self._commits if commit.number <= agreed]
                 self.restore()
-            reducers.set_made(max(status.made for status in statuses))
+            reducers.Reducer.made = max(status.made for status in statuses)
             if self._reducer is not None:
                 self._reducer.name = statuses[root].name
                 # Training continues, on a rank that was reset or that joins.
