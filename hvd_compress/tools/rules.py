@@ -35,17 +35,11 @@ _SMALL_BUCKET = 256 * 1024  # bytes
 
 
 class Rule(NamedTuple):
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        name: What it is called.
-        check: Returns what shows the fault, with the figures, in one line; None if the run does not have it.
-        advice: What to change.
-    """
-
-    name: str
-    check: Callable[[Run], str | None]
-    advice: str
+    name: str  # what it is called
+    check: Callable[[Run], str | None]  # what shows the fault, with the figures, in one line; None if there is none
+    advice: str  # what to change
 
 
 def communication_dominates(run: Run) -> str | None:
@@ -127,20 +121,18 @@ def slow_rank(run: Run) -> str | None:
 
 def to_and_fro(run: Run) -> str | None:
     """`auto` switches a bucket back to what it had before, again and again; trials of two steps do not count."""
-    unsteady: list[tuple[int, str, list[str], int]] = []  # times back, bucket, compressors in turn, steps
+    unsteady: list[tuple[int, str]] = []  # times back, what is found
     for name, columns in run.first.buckets.items():
         stays = [(spec, len(list(steps))) for spec, steps in itertools.groupby(columns["compressor"].tolist())]
         turns = [spec for spec, _ in itertools.groupby(spec for spec, steps in stays if steps > _TRIAL)]
         returns = sum(turns[i] in turns[max(0, i - 3) : i] for i in range(1, len(turns)))
         steps = len(columns["step"])
         if returns >= max(_RETURNS, steps / _STEPS):
-            unsteady.append((returns, name, turns, steps))
-    if not unsteady:
-        return None
-    returns, name, turns, steps = max(unsteady, key=lambda bucket: bucket[0])
-    most = " and ".join(compressor for compressor, _ in Counter(turns).most_common(2))
-    switches = len(turns) - 1
-    return f"bucket {name} switched {switches} times in {steps} steps, {returns} times back, mostly between {most}"
+            most = " and ".join(compressor for compressor, _ in Counter(turns).most_common(2))
+            switches = f"bucket {name} switched {len(turns) - 1} times in {steps} steps"
+            unsteady.append((returns, f"{switches}, {returns} times back, mostly between {most}"))
+    _, worst = max(unsteady, key=lambda bucket: bucket[0], default=(0, None))
+    return worst
 
 
 def small_buckets(run: Run) -> str | None:
@@ -158,7 +150,7 @@ def memory_grows(run: Run) -> str | None:
     """The memory of a process grows throughout the run."""
     growths: list[tuple[float, str]] = []
     for rank in run.ranks:
-        memory = rank.steps.get("memory_mb", np.array([]))
+        memory = rank.steps["memory_mb"]
         memory = memory[~np.isnan(memory)]
         if len(memory) < 4 * FEWEST:
             continue

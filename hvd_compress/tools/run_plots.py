@@ -28,13 +28,14 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 def draw(run: Run) -> list[tuple[str, str]]:
     """All plots: a caption and an SVG element each."""
-    return [(caption, _svg(plot, run)) for caption, plot in _PLOTS]
+    return [(caption, _svg(plot, label, run)) for caption, label, plot in _PLOTS]
 
 
-def _svg(plot: Callable[[Axes, Run], None], run: Run) -> str:
+def _svg(plot: Callable[[Axes, Run], None], label: str, run: Run) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axes = figure.add_subplot()
+        axes.set(xlabel="step", ylabel=label.format(rank=run.first.number))
         plot(axes, run)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
@@ -83,13 +84,11 @@ def _loss(axes: Axes, run: Run) -> None:
     known = run.losses[np.isfinite(run.losses)]
     if len(known) and known.min() > 0 and known.max() > 50 * known.min():
         axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss")
 
 
 def _time(axes: Axes, run: Run) -> None:
     _ranks(axes, run, "step_ms")
     _without_stalls(axes, run.first.steps["step_ms"])
-    axes.set(xlabel="step", ylabel="ms per step")
 
 
 def _parts(axes: Axes, run: Run) -> None:
@@ -111,19 +110,16 @@ def _coding(axes: Axes, run: Run) -> None:
     steps = run.first.steps
     _columns(axes, run.first, ("encode_ms", "wire_ms", "decode_ms"))
     _without_stalls(axes, np.concatenate([steps["wire_ms"], steps["encode_ms"]]))
-    axes.set(xlabel="step", ylabel=f"ms per step, rank {run.first.number}")
 
 
 def _ratio(axes: Axes, run: Run) -> None:
     _line(axes, run.first.steps["step"], run.first.steps["ratio"])
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="compression ratio")
 
 
 def _norms(axes: Axes, run: Run) -> None:
     _columns(axes, run.first, ("residual_norm", "gradient_norm"), marker=".")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel=f"norm, rank {run.first.number}")
 
 
 def _error(axes: Axes, run: Run) -> None:
@@ -133,22 +129,21 @@ def _error(axes: Axes, run: Run) -> None:
             label = f"bucket {name}" if len(buckets) <= 8 else None
             _line(axes, columns["step"], columns["relative_error"], label, marker=".")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="relative error")
 
 
 def _memory(axes: Axes, run: Run) -> None:
     _ranks(axes, run, "memory_mb")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="memory, MB")
 
 
-_PLOTS: tuple[tuple[str, Callable[[Axes, Run], None]], ...] = (
-    ("Loss of each step, mean over the ranks.", _loss),
-    ("Time from the end of one step to the end of the next.", _time),
-    ("What a step consists of. The slowest rank waits least.", _parts),
-    ("The exchange of all buckets; what is hidden behind the backward pass is included.", _coding),
-    ("Bytes without compression over bytes sent.", _ratio),
-    ("What is owed (residual) and what comes in (gradient), where they were taken.", _norms),
-    ("||x - C(x)|| / ||x|| of x = gradient + residual, by bucket.", _error),
-    ("Resident memory.", _memory),
-)
+_PLOTS: tuple[tuple[str, str, Callable[[Axes, Run], None]], ...] = (
+    ("Loss of each step, mean over the ranks.", "loss", _loss),
+    ("Time from the end of one step to the end of the next.", "ms per step", _time),
+    ("What a step consists of. The slowest rank waits least.", "", _parts),
+    ("The exchange of all buckets; what is hidden behind the backward pass is included.",
+     "ms per step, rank {rank}", _coding),
+    ("Bytes without compression over bytes sent.", "compression ratio", _ratio),
+    ("What is owed (residual) and what comes in (gradient), where they were taken.", "norm, rank {rank}", _norms),
+    ("||x - C(x)|| / ||x|| of x = gradient + residual, by bucket.", "relative error", _error),
+    ("Resident memory.", "memory, MB", _memory),
+)  # fmt: skip

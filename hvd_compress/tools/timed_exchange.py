@@ -48,9 +48,8 @@ class Method:
         bucket_bytes: int | None = None,
         hierarchical: bool | str = "auto",
     ) -> None:
-        settings = Settings(
-            Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES, hierarchical=hierarchical
-        )
+        size = bucket_bytes or BUCKET_BYTES
+        settings = Settings(Compression.parse(spec), bucket_bytes=size, hierarchical=hierarchical)
         self._reducer = new_reducer(settings)
         self.run = tf.function(lambda: self._reducer([v.value() for v in variables], variables), autograph=False)
 
