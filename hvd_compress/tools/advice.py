@@ -37,8 +37,7 @@ def best_of(forecasts: Sequence[Forecast]) -> Forecast:
 def ranges(at: Callable[[float], Sequence[Forecast]]) -> Ranges:
     """Which compressor is the best one up to which rate, slowest links first; the last one has no limit.
 
-    Args:
-        at: The forecasts at a rate, bits per second.
+    `at` returns the forecasts at a rate in bits per second.
     """
 
     def best_at(rate: float) -> str:

@@ -81,12 +81,7 @@ def best(
 ) -> np.ndarray:
     """The choice of `auto` with its default settings: the candidate of each bucket, [B].
 
-    Args:
-        uncompressed: bool [C], whether candidates do not compress.
-        waits: [B], seconds of the backward pass between the bucket before and this one.
-        seconds: [B, C], of each bucket's exchange with each candidate.
-        lost: [C], the share of the energy that each candidate loses.
-        nbytes: [B], bytes of gradient.
+    Arguments are those of `choices.options` and `choices.cost_of`, except that `lost` is [C], by candidate.
     """
     lost = np.broadcast_to(lost, seconds.shape)
     allowed = (1.0 - lost >= TARGET) | (lost <= lost.min())

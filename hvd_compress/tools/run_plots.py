@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .run_log import Rank, Run
+from .run_log import Columns, Run
 
 _POINTS = 400  # of a line: a plot cannot show more
 _GRAY = "#808890"  # text and axes: readable on white and on black
@@ -47,24 +47,19 @@ def _svg(plot: Callable[[Axes, Run], None], label: str, run: Run) -> str:
     return re.sub(r'(href="|url\()#', rf"\1#{plot.__name__}-", svg)
 
 
-def _line(axes: Axes, step: np.ndarray, values: np.ndarray, label: str | None = None, marker: str = "") -> None:
-    """Draws the known values, as medians of neighbors where there are too many."""
+def _line(axes: Axes, columns: Columns, name: str, label: str | None = None, marker: str = "") -> None:
+    """Draws the known values of a column, as medians of neighbors where there are too many."""
+    step, values = columns["step"], columns[name]
     known = np.flatnonzero(np.isfinite(values))
     parts = np.array_split(known, min(_POINTS, len(known))) if len(known) else []
     medians = [np.median(values[part]) for part in parts]
     axes.plot([step[part[-1]] for part in parts], medians, label=label, marker=marker)
 
 
-def _columns(axes: Axes, rank: Rank, names: Iterable[str], marker: str = "") -> None:
-    """Draws a line for each of these columns of a rank."""
-    for name in names:
-        _line(axes, rank.steps["step"], rank.steps[name], name.removesuffix("_ms").replace("_", " "), marker)
-
-
 def _ranks(axes: Axes, run: Run, name: str) -> None:
     """Draws a line for each rank's column."""
     for rank in run.ranks:
-        _line(axes, rank.steps["step"], rank.steps[name], f"rank {rank.number}")
+        _line(axes, rank.steps, name, f"rank {rank.number}")
 
 
 def _without_stalls(axes: Axes, values: np.ndarray) -> None:
@@ -80,8 +75,9 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _loss(axes: Axes, run: Run) -> None:
-    _line(axes, run.of_all("step")[0], run.losses)
-    known = run.losses[np.isfinite(run.losses)]
+    losses = run.losses
+    _line(axes, {"step": run.of_all("step")[0], "loss": losses}, "loss")
+    known = losses[np.isfinite(losses)]
     if len(known) and known.min() > 0 and known.max() > 50 * known.min():
         axes.set_yscale("log")
 
@@ -108,17 +104,19 @@ def _parts(axes: Axes, run: Run) -> None:
 
 def _coding(axes: Axes, run: Run) -> None:
     steps = run.first.steps
-    _columns(axes, run.first, ("encode_ms", "wire_ms", "decode_ms"))
+    for name in ("encode", "wire", "decode"):
+        _line(axes, steps, f"{name}_ms", name)
     _without_stalls(axes, np.concatenate([steps["wire_ms"], steps["encode_ms"]]))
 
 
 def _ratio(axes: Axes, run: Run) -> None:
-    _line(axes, run.first.steps["step"], run.first.steps["ratio"])
+    _line(axes, run.first.steps, "ratio")
     _from_zero(axes)
 
 
 def _norms(axes: Axes, run: Run) -> None:
-    _columns(axes, run.first, ("residual_norm", "gradient_norm"), marker=".")
+    for name in ("residual", "gradient"):
+        _line(axes, run.first.steps, f"{name}_norm", f"{name} norm", marker=".")
     _from_zero(axes)
 
 
@@ -127,7 +125,7 @@ def _error(axes: Axes, run: Run) -> None:
     for name, columns in buckets.items():
         if np.nanmax(np.nan_to_num(columns["relative_error"]), initial=0.0) > 0.0:
             label = f"bucket {name}" if len(buckets) <= 8 else None
-            _line(axes, columns["step"], columns["relative_error"], label, marker=".")
+            _line(axes, columns, "relative_error", label, marker=".")
     _from_zero(axes)
 
 

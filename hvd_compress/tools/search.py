@@ -160,10 +160,7 @@ def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
 def next_parameters(tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
-    Args:
-        tried: The outcomes so far, the fastest first.
-        kinds: The compressors that may be tried.
-        may_repeat: Whether a setting may be run again.
+    `tried` are the outcomes so far, the fastest first. With `may_repeat`, a setting may be run again.
     """
     known = [outcome.parameters for outcome in tried]
     for format in map(FORMATS.parse, _OPENING):

@@ -59,14 +59,9 @@ class Tuner:
         return str(self.metric or self.study.user_attrs.get("metric", "metric"))
 
     def run_next(self, may_repeat: bool, say: Callable[[str], None]) -> bool:
-        """Runs the script once and records the run in the study, if there is a setting to try.
+        """Runs the script once and records the run in the study; False if there is no setting left to try.
 
-        Args:
-            may_repeat: Whether the best settings may be run again.
-            say: Shows progress.
-
-        Returns:
-            Whether there was one.
+        With `may_repeat`, the best settings may be run again. `say` shows progress.
         """
         import optuna
 
