@@ -52,12 +52,12 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     return _forecast(spec, work, _model(network, ranks, rate), buckets, compressors, workers)
 
 
-def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
+def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
     """A step with what `compression="auto"` would choose once its first steps are over.
 
     The rule is that of `auto`; each candidate is taken to lose what it loses of white noise.
     """
-    model, workers = _model(network, ranks, rate), network.compressed_by(ranks)
+    model, workers = _model(network, ranks, None), network.compressed_by(ranks)
     candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
     buckets = buckets_of(work, candidates, ranks, workers)
     chosen: list[Format] = [NoCompression()] * len(buckets)

@@ -44,10 +44,6 @@ class Setting:
     compression: str
     bucket_bytes: int
 
-    def environment(self) -> dict[str, str]:
-        """The environment variables that give a script this setting."""
-        return {"HVD_COMPRESS": self.compression, "HVD_COMPRESS_BUCKET_BYTES": str(self.bucket_bytes)}
-
     def line(self) -> str:
         """The line that gives a script this setting for good."""
         size = "" if self.bucket_bytes == BUCKET_BYTES else f", bucket_bytes={self.bucket_bytes}"

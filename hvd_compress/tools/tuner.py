@@ -94,8 +94,9 @@ class Tuner:
                 return "diverged"
             return "slow" if run.step > slow else None
 
+        environment = {"HVD_COMPRESS": setting.compression, "HVD_COMPRESS_BUCKET_BYTES": str(setting.bucket_bytes)}
         try:
-            return trial.run(self.command, setting.environment(), limit, self.pattern, watch)
+            return trial.run(self.command, environment, limit, self.pattern, watch)
         except OSError as error:
             raise click.ClickException(f"{self.command[0]} cannot be started: {error.strerror}") from None
 

@@ -17,7 +17,8 @@ from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
 from ..formats import Format
 
 
-@dataclasses.dataclass(frozen=True)
+# Each forecast uses it as a cache key: to hash many shapes each time would take long.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """What is trained."""
 
@@ -40,14 +41,6 @@ class Workload:
     def _numel_before(self) -> list[int]:
         """The number of parameters before each gradient."""
         return [0, *itertools.accumulate(map(math.prod, self.shapes))]
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shapes, self.backward, self.rest, self.bucket_bytes))
-
-    def __hash__(self) -> int:
-        """Computed once: each forecast uses it as a cache key, and there may be many gradients."""
-        return self._hash
 
 
 @dataclasses.dataclass(frozen=True)
