@@ -1,12 +1,16 @@
-"""Which compressor is the best one, and up to which bandwidth."""
+"""Every compressor's forecast between so many ranks: which one is the best, and up to which bandwidth."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from .prediction import Forecast
+from .network import Network
+from .prediction import Forecast, forecast, forecast_auto
+from .workload import Workload
 
 # Compressors, each with the rate (bits per second) up to which it is the best one; None: any rate.
 Ranges = tuple[tuple["float | None", str], ...]
@@ -33,8 +37,7 @@ def best_of(forecasts: Sequence[Forecast]) -> Forecast:
 def ranges(at: Callable[[float], Sequence[Forecast]]) -> Ranges:
     """Which compressor is the best one up to which rate, slowest links first; the last one has no limit.
 
-    Args:
-        at: The forecasts at a rate, bits per second.
+    `at` returns the forecasts at a rate in bits per second.
     """
 
     def best_at(rate: float) -> str:
@@ -56,3 +59,58 @@ def stops_paying(ranges: Ranges) -> float | None:
     if ranges[-1][1] != "none":
         return None
     return ranges[-2][0] if len(ranges) > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """All forecasts for a number of ranks."""
+
+    ranks: int
+    alone: float  # seconds of a step on a single rank
+    forecasts: tuple[Forecast, ...]  # one per compressor; the first one is without compression
+    auto: Forecast  # what `auto` would do
+    ranges: Ranges
+
+    @property
+    def none(self) -> Forecast:
+        """The forecast without compression."""
+        return self.forecasts[0]
+
+    @property
+    def best(self) -> Forecast:
+        """The one to take; see `best_of`."""
+        return best_of(self.forecasts)
+
+    def speedup(self, forecast: Forecast) -> float:
+        """How many times as fast a step is as without compression."""
+        return self.none.step / forecast.step
+
+    def efficiency(self, forecast: Forecast) -> float:
+        """The share of its speed alone that each rank keeps."""
+        return self.alone / forecast.step if forecast.step else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts; seconds, bytes, bits per second."""
+        buckets = [{"bytes": nbytes, "compressor": spec} for nbytes, spec in self.auto.chosen]
+        return {
+            "ranks": self.ranks,
+            "best": self.best.compressor,
+            "compressors": [self._fields(forecast) for forecast in self.forecasts],
+            "auto": {**self._fields(self.auto), "buckets": buckets},
+            "best_by_bandwidth": [{"up_to": rate, "compressor": spec} for rate, spec in self.ranges],
+            "stops_paying": stops_paying(self.ranges),
+        }
+
+    def _fields(self, forecast: Forecast) -> dict[str, Any]:
+        fields = dataclasses.asdict(forecast)
+        del fields["chosen"]
+        return {**fields, "speedup": self.speedup(forecast), "efficiency": self.efficiency(forecast)}
+
+
+def case_of(work: Workload, network: Network, ranks: int, specs: tuple[str, ...]) -> Case:
+    """All forecasts for so many ranks; ValueError if the network does not fit them."""
+
+    def at(rate: float | None = None) -> tuple[Forecast, ...]:
+        return tuple(forecast(spec, work, network, ranks, rate) for spec in specs)
+
+    return Case(ranks, work.backward + work.rest, at(), forecast_auto(work, network, ranks), ranges(at))

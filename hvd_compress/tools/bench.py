@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from ..cost.calibration import COLLECTIVES
+from ..engine.grouping import Shape
 from ..engine.layout import LARGEST
 from . import console, options, plots, timing, units
 from .models import MODELS, of_size
@@ -32,7 +34,7 @@ Examples:
 @click.option("--rounds", type=click.IntRange(3), default=9, show_default=True, help="How often each is timed.")
 @options.bucket_bytes
 @options.output("Write it there as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), callback=plots.plot_file, help="Draw the times.")
+@click.option("--plot", type=plots.PLOT_FILE, help="Draw the times.")
 @console.json_option
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
@@ -54,7 +56,8 @@ def bench(
     if result is None:  # another rank prints
         return
     if output is not None:
-        console.write(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        with console.writing(output):
+            output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if plot is not None:
         plots.bench(plot, result)
     if as_json:
@@ -62,16 +65,14 @@ def bench(
         return
     out = console.output()
     out.print(_table(result))
-    out.print(advice(result), soft_wrap=True)
+    out.print(_advice(result), soft_wrap=True)
     errors = [abs(row["predicted"] / row["total"]["median"] - 1.0) for row in result["compressors"]]
     out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
     if plot is not None:
         out.print(f"plot: {plot}")
 
 
-def measure(
-    shapes: list[tuple[int, ...]], specs: tuple[str, ...], rounds: int, bucket_bytes: int
-) -> dict[str, Any] | None:
+def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_bytes: int) -> dict[str, Any] | None:
     """What `bench` measures; on rank 0, None on others. A collective call."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
@@ -122,30 +123,26 @@ def measure(
     return {"params": work.numel, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
 
 
-def _table(result: dict[str, Any]) -> Any:
+def _table(result: dict[str, Any]) -> Table:
     rows = []
     for row in result["compressors"]:
         total = {key: units.show_seconds(seconds) for key, seconds in row["total"].items()}
-        rows.append([
-            row["compressor"],
-            *(units.show_seconds(row[part]) for part in ("encode", "wire", "decode")),
-            total["median"],
-            f"{total['low']} to {total['high']}",
-            f"{row['speedup']:.2f}x",
-            units.show_bytes(row["sent"]),
-            f"{row['ratio']:.3g}",
-            f"{row['error']:.2g}" if row["error"] else "",
-            units.show_seconds(row["predicted"]),
-        ])  # fmt: skip
-    columns = [
-        "compressor", "encode", "wire", "decode", "total", "quartiles", "speedup", "sent", "ratio", "error",
-        "predicted",
-    ]  # fmt: skip
+        rows.append({
+            "compressor": row["compressor"],
+            **{part: units.show_seconds(row[part]) for part in ("encode", "wire", "decode")},
+            "total": total["median"],
+            "quartiles": f"{total['low']} to {total['high']}",
+            "speedup": f"{row['speedup']:.2f}x",
+            "sent": units.show_bytes(row["sent"]),
+            "ratio": f"{row['ratio']:.3g}",
+            "error": f"{row['error']:.2g}" if row["error"] else "",
+            "predicted": units.show_seconds(row["predicted"]),
+        })  # fmt: skip
     title = f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks, medians of {result['rounds']}"
-    return console.table(title, columns, rows)
+    return console.table(title, rows)
 
 
-def advice(result: dict[str, Any]) -> str:
+def _advice(result: dict[str, Any]) -> str:
     """What the table comes to."""
     none, *others = result["compressors"]
     base = none["total"]["median"]
@@ -159,7 +156,5 @@ def advice(result: dict[str, Any]) -> str:
     line = f"{best['compressor']} is the fastest: {best['speedup']:.2g} times as fast as no compression"
     if careful is None or careful is best:
         return line + "."
-    return (
-        f"{line}; {careful['compressor']} loses little (error {careful['error']:.2g}) and is "
-        f"{careful['speedup']:.2g} times as fast."
-    )
+    mild_one = f"{careful['compressor']} loses little (error {careful['error']:.2g})"
+    return f"{line}; {mild_one} and is {careful['speedup']:.2g} times as fast."

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
 
 from ..cost import Calibration, Link
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
 from . import console, options, units
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
 
@@ -43,12 +41,10 @@ def calibrate(output: Path | None, rate: float | None, specs: tuple[str, ...], e
     if hvd.rank() != 0:
         return
     if output is not None:
-        try:
+        with console.writing(output):
             calibration.save(output)
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
     if as_json:
-        console.print_json(as_fields(calibration, rate))
+        console.print_json(_as_json(calibration, rate))
         return
     out = console.output()
     out.print(_links(calibration, rate))
@@ -58,7 +54,7 @@ def calibrate(output: Path | None, rate: float | None, specs: tuple[str, ...], e
         out.print(f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.", soft_wrap=True)
 
 
-def as_fields(calibration: Calibration, rate: float | None) -> dict[str, Any]:
+def _as_json(calibration: Calibration, nominal: float | None) -> dict[str, Any]:
     """For scripts: seconds, bits per second, and shares."""
     links = {
         name: {
@@ -67,7 +63,7 @@ def as_fields(calibration: Calibration, rate: float | None) -> dict[str, Any]:
             "burst": link.burst,
             "rate": _rate(link),
             "residual": calibration.residuals[name],
-            "efficiency": 8.0 / link.beta / rate if rate and link.beta else None,
+            "efficiency": 8.0 / link.beta / nominal if nominal and link.beta else None,
         }
         for name, link in calibration.links.items()
     }
@@ -82,41 +78,37 @@ def _rate(link: Link) -> float | None:
 
 
 def _links(calibration: Calibration, nominal: float | None) -> Table:
-    def row(name: str, link: Link, residual: str = "", share: str = "") -> list[str]:
+    def row(name: str, link: Link, residual: float | None = None) -> dict[str, str]:
         rate = _rate(link)
-        return [
-            name,
-            units.show_seconds(link.alpha),
-            f"{1e9 * link.beta:.3g} ns",
-            units.show_bytes(link.burst) if link.burst else "",
-            units.show_rate(rate) if rate else "no limit seen",
-            residual,
-            *([share] if nominal else []),
-        ]
+        cells = {
+            "collective": name,
+            "alpha, per message": units.show_seconds(link.alpha),
+            "beta, per byte": f"{1e9 * link.beta:.3g} ns",
+            "burst": units.show_bytes(link.burst) if link.burst else "",
+            "rate": units.show_rate(rate) if rate else "no limit seen",
+            "residual of the fit": "" if residual is None else f"{residual:.0%}",
+        }
+        if nominal:  # the rate of the link between all ranks
+            cells[f"of {units.show_rate(nominal)}"] = f"{rate / nominal:.0%}" if rate and residual is not None else ""
+        return cells
 
-    rows = []
-    for name, link in calibration.links.items():
-        share = f"{8.0 / link.beta / nominal:.0%}" if nominal and link.beta else ""
-        rows.append(row(name, link, f"{calibration.residuals[name]:.0%}", share))
+    rows = [row(name, link, calibration.residuals[name]) for name, link in calibration.links.items()]
     if calibration.levels is not None:
         for where, links in (("inside", calibration.levels.inside), ("across", calibration.levels.across)):
             rows += [row(f"{name} {where} hosts", link) for name, link in links.items()]
-    columns = ["collective", "alpha, per message", "beta, per byte", "burst", "rate", "residual of the fit"]
-    if nominal:
-        columns.append(f"of {units.show_rate(nominal)}")
-    return console.table(f"link between {calibration.ranks} ranks", columns, rows)
+    return console.table(f"link between {calibration.ranks} ranks", rows)
 
 
 def _kernels(calibration: Calibration) -> Table:
     rows = [
-        [
-            spec,
-            units.show_seconds(cost.encoding(1e6)),
-            units.show_seconds(cost.decoding(1e6, calibration.ranks)),
-        ]
+        {
+            "compressor": spec,
+            "encode": units.show_seconds(cost.encoding(1e6)),
+            "decode": units.show_seconds(cost.decoding(1e6, calibration.ranks)),
+        }
         for spec, cost in calibration.kernels.items()
     ]
-    return console.table("kernels, 1 MB of gradient", ["compressor", "encode", "decode"], rows)
+    return console.table("kernels, 1 MB of gradient", rows)
 
 
 def _advice(calibration: Calibration, nominal: float | None) -> str:

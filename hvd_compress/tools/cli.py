@@ -18,12 +18,10 @@ except ImportError as error:
 from ..version import __version__
 from . import bench, calibrate, doctor, plan, report, tune
 
-COMMANDS: tuple[click.Command, ...] = (
-    plan.plan, calibrate.calibrate, bench.bench, tune.tune, doctor.doctor, report.report,
-)  # fmt: skip
+COMMANDS = (plan.plan, calibrate.calibrate, bench.bench, tune.tune, doctor.doctor, report.report)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="hvd-compress")
 def main() -> None:
     """Gradient compression for Horovod: predict, measure, and tune it on your network.
@@ -32,9 +30,6 @@ def main() -> None:
     a problem was found or something failed, 2 for wrong usage.
     """
 
-
-for _command in COMMANDS:
-    main.add_command(_command)
 
 if __name__ == "__main__":
     main(prog_name="hvd-compress")

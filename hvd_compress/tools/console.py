@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import units
+
 _PIPE_WIDTH = 160  # Rich would assume 80
 _SECONDS_BETWEEN_LINES = 4.0  # of progress
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")
 
 
-def output_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback: whether a file can be written, checked before anything is measured.
+def output_file(text: str) -> Path:
+    """A file to write; ValueError if it cannot be written, so that this is known before anything is measured.
 
     Under horovodrun, only rank 0 writes, and so only rank 0 checks.
-
-    Raises:
-        click.BadParameter: It cannot.
     """
-    if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
+    path = Path(text)
+    if os.environ.get("HOROVOD_RANK", "0") != "0":
         return path
     if path.is_dir():
-        problem = "is a directory: name a file"
-    elif not path.parent.is_dir():
-        problem = f"cannot be written: there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "cannot be written: permission denied"
-    else:
-        return path
-    raise click.BadParameter(f"{path} {problem}", context, option)
+        raise ValueError(f"{path} is a directory: name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: permission denied")
+    return path
+
+
+OUTPUT_FILE = units.Parsed("path", output_file)
 
 
 def output() -> Console:
@@ -53,66 +54,44 @@ def errors() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def print_json(result: Any) -> None:
-    """Prints a result as JSON, indented.
+def working(what: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows on standard error that something takes a while."""
+    return errors().status(what)
 
-    Raises:
-        ValueError: It holds a number that JSON has not, such as infinity.
-    """
+
+def print_json(result: Any) -> None:
+    """Prints a result as JSON, indented; ValueError if it holds a number that JSON has not, such as infinity."""
     click.echo(json.dumps(result, indent=2, allow_nan=False))
 
 
-def write(path: Path, text: str) -> None:
-    """Writes a result to a file.
-
-    Raises:
-        click.ClickException: It cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is aligned to the left; the others hold numbers and are aligned to the right."""
+def table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    """A table of rows, each with all columns by name. The first column is aligned to the left, numbers to the right."""
     result = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
+    for i, column in enumerate(rows[0]):
         result.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*row.values())
     return result
 
 
-class Steps:
+class Steps(Progress):
     """Progress on standard error: a bar, or a line every few seconds if that is a pipe, as under horovodrun.
 
-    A context manager.
+    Args:
+        what: What is being done.
+        total: The number of steps.
+        show: Whether to show anything; False on all ranks but one.
     """
 
     def __init__(self, what: str, total: int, show: bool = True) -> None:
-        """Prepare.
-
-        Args:
-            what: What is being done.
-            total: The number of steps.
-            show: Whether to show anything; False on all ranks but one.
-        """
+        console = errors()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        super().__init__(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
         self._what, self._total = what, total
         self._step = -1
         self._last_line = time.monotonic()
-        console = errors()
         self._prints_lines = show and not console.is_terminal
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._bar = Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
-        self._task = self._bar.add_task(what, total=total)
-
-    def __enter__(self) -> Steps:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._bar = self.add_task(what, total=total)
 
     def step(self, name: str = "") -> None:
         """Begins the next step."""
@@ -121,18 +100,14 @@ class Steps:
 
     def say(self, name: str) -> None:
         """Shows what is being done in this step."""
-        self._bar.update(self._task, completed=self._step, description=f"{self._what} {name}".strip())
+        self.update(self._bar, completed=self._step, description=f"{self._what} {name}".strip())
         if self._prints_lines and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             click.echo(f"hvd-compress: {self._what} {self._step}/{self._total} {name}".rstrip(), err=True)
 
 
 def under_horovodrun(example: str) -> None:
-    """Whether this process is one of several that horovodrun has started.
-
-    Raises:
-        click.UsageError: It is not; `example` shows how to.
-    """
+    """Refuses to go on, showing an example, if this process is not one of several that horovodrun has started."""
     if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
         raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
 
@@ -156,7 +131,10 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows on standard error that something takes a while."""
-    with errors().status(what):
+def writing(path: Path) -> Iterator[None]:
+    """Says in one line, status 1, why this file cannot be written in here."""
+    try:
         yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise click.ClickException(f"{path} cannot be written: {reason}") from None

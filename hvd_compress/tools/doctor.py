@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import click
 
@@ -11,15 +11,8 @@ from .figures import ENOUGH
 from .run_log import Run
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A rule that holds for a run.
-
-    Attributes:
-        problem: The rule's name.
-        figures: What shows it.
-        advice: What to change.
-    """
+class Finding(NamedTuple):
+    """A rule that holds for a run: its name, what shows it, and what to change."""
 
     problem: str
     figures: str
@@ -34,17 +27,16 @@ def examine(run: Run) -> list[Finding]:
 
 def is_short(run: Run) -> bool:
     """Whether there are too few steps for most rules."""
-    return len(run.first.steps["step"]) < ENOUGH
+    return run.num_steps < ENOUGH
 
 
 def summary(run: Run) -> str:
     """One line about a run."""
-    steps = len(run.first.steps["step"])
     compression = run.settings.get("compression", "unknown compression")
     first = run.meta.get("first_step_seconds")
     compiled = "" if first is None else f", the first in {first:.1f} s"
     ranks = f"{run.meta['ranks']} ranks ({len(run.ranks)} wrote)"
-    return f"{run.path}: {compression}, {ranks}, {steps} steps{compiled}"
+    return f"{run.path}: {compression}, {ranks}, {run.num_steps} steps{compiled}"
 
 
 @click.command(epilog="Example: hvd-compress doctor logs/run-1")
@@ -56,16 +48,16 @@ def doctor(run_dir: str, as_json: bool) -> None:
     RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The exit status is 0 if nothing
     was found, 1 if something was, and 2 if there is no run to read.
     """
-    run = load(run_dir)
+    run = run_log.load(run_dir)
     findings = examine(run)
     if as_json:
         console.print_json({
             "run": run.path,
             "ranks": run.meta["ranks"],
-            "steps": len(run.first.steps["step"]),
+            "steps": run.num_steps,
             "healthy": not findings,
             "too_short": is_short(run),
-            "findings": [dataclasses.asdict(finding) for finding in findings],
+            "findings": [finding._asdict() for finding in findings],
         })  # fmt: skip
     else:
         out = console.output()
@@ -75,21 +67,8 @@ def doctor(run_dir: str, as_json: bool) -> None:
             out.print(f"  what:   {finding.figures}", markup=False, soft_wrap=True)
             out.print(f"  advice: {finding.advice}", markup=False, soft_wrap=True)
         if is_short(run):
-            steps = len(run.first.steps["step"])
-            out.print(f"\nonly {steps} steps: most rules need {ENOUGH} to judge by, let it run for longer")
+            out.print(f"\nonly {run.num_steps} steps: most rules need {ENOUGH} to judge by, let it run for longer")
         elif not findings:
             out.print(f"healthy: none of {len(rules.RULES)} rules found anything", markup=False)
     if findings:
         raise SystemExit(1)
-
-
-def load(run_dir: str) -> Run:
-    """The run of a directory.
-
-    Raises:
-        click.UsageError: There is none that can be read.
-    """
-    try:
-        return run_log.load(run_dir)
-    except run_log.NoRun as error:
-        raise click.UsageError(str(error)) from None

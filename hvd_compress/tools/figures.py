@@ -40,25 +40,6 @@ def rate(per_byte: float) -> str:
     return f"at {1e-6 / per_byte:.3g} GB/s" if per_byte > 0.0 else "over a link too fast to be measured"
 
 
-def backlog(run: Run) -> tuple[float, float] | None:
-    """The residual's norm over the gradient's, largest over ranks, in the middle third of a run and in the last one.
-
-    None if there are too few norms. A gradient's norm counts as at least the median: gradients that vanish at the end
-    of training leave some residual.
-    """
-    residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
-    known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
-    if known.sum() < 12 or not (residual[:, known] > 0.0).any():
-        return None
-    step = run.of_all("step")[0]
-    third = (3.0 * (step - step[0]) / (step[-1] - step[0] + 1.0)).astype(int)[known]
-    usual = np.median(gradient[:, known], 1, keepdims=True)
-    ratios = (residual[:, known] / np.maximum(gradient[:, known], usual)).max(0)
-    if (third == 1).sum() < 2 or (third == 2).sum() < 2:
-        return None
-    return float(np.median(ratios[third == 1])), float(np.median(ratios[third == 2]))
-
-
 def beginning(loss: np.ndarray) -> float:
     """The loss of the first steps; of the very first one, if it jumps up right then."""
     return float(min(loss[0], np.median(loss[: max(1, min(5, len(loss) // 20))])))

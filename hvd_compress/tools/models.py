@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Shape = tuple[int, ...]
+from ..engine.grouping import Shape
 
 
 def mnist() -> list[Shape]:
@@ -35,10 +35,7 @@ def bert_base() -> list[Shape]:
 
 
 def of_size(parameters: int) -> list[Shape]:
-    """Matrices of 1,024 columns and up to 1,024 rows, with so many parameters in all but for the last row.
-
-    A single vector where that is less than a row.
-    """
+    """Matrices of up to 1,024 rows of 1,024 parameters, rounded to whole rows; a vector if there is less than a row."""
     if parameters < 1024:
         return [(parameters,)]
     rows = max(1, round(parameters / 1024))

@@ -10,36 +10,26 @@ from ..cost.calibration import Measured
 from ..cost.defaults import KERNELS
 from ..cost.model import SHAPES
 
+_FREE = Link(0.0, 0.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A network and the machines on it.
+    """A network and the machines on it."""
 
-    Attributes:
-        rate: Bits per second of a link.
-        latency: Seconds per message.
-        shape: "ring", "star", "tree", "fat-tree" or "two-level".
-        workers: With two levels: the workers of each host.
-        local: With two levels: the link inside of a host.
-        between: With two levels: the shape of the network between hosts.
-        hierarchical: With two levels: whether float32 is summed inside of hosts, and compressed between them.
-        ranks_per_leaf: With a fat tree: the ranks at a leaf switch, or the hosts if it is the network between these.
-        oversubscription: With a fat tree: that of its leaves.
-        measured: The calibrated link of each collective, if there is a calibration. Their rates belong to `rate`.
-        kernels: What encoding costs, by spec string or name.
-    """
-
-    rate: float
-    latency: float = 0.0
-    shape: str = "ring"
-    workers: int = 1
-    local: Link | None = None
-    between: str = "ring"
-    hierarchical: bool = False
-    ranks_per_leaf: int = 1
-    oversubscription: float = 1.0
-    measured: Mapping[str, Link] | None = None
-    kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: dict(KERNELS))
+    rate: float  # bits per second of a link
+    latency: float = 0.0  # seconds per message
+    shape: str = "ring"  # or "star", "tree", "fat-tree", "two-level"
+    measured: Mapping[str, Link] | None = None  # the calibrated link of each collective; their rates belong to `rate`
+    kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: KERNELS)  # by spec string or name
+    # With two levels:
+    workers: int = 1  # of each host
+    local: Link = _FREE  # inside of a host
+    between: str = "ring"  # the shape of the network between hosts
+    hierarchical: bool = False  # whether float32 is summed inside of hosts, and compressed between them
+    # With a fat tree:
+    ranks_per_leaf: int = 1  # ranks at a leaf switch, or hosts if it is the network between these
+    oversubscription: float = 1.0  # of its leaves
 
     def compressed_by(self, ranks: int) -> int:
         """Among how many workers of a host each bucket is divided before it is compressed; 1 if it is not."""
@@ -58,18 +48,14 @@ class Network:
         rate = self.rate if rate is None else rate
         if self.measured is not None:
             # Each collective goes on to reach its own part of the rate.
-            scaled = {
-                name: dataclasses.replace(link, beta=link.beta * self.rate / rate)
-                for name, link in self.measured.items()
-            }
+            links = self.measured.items()
+            scaled = {name: dataclasses.replace(link, beta=link.beta * self.rate / rate) for name, link in links}
             return Measured(scaled, ranks)
         if self.shape == "two-level":
-            assert self.local is not None
             if ranks % self.workers:
                 raise ValueError(f"{ranks} ranks do not fill hosts of {self.workers} workers")
             hosts = ranks // self.workers
-            link, between = self.link(rate), self._flat(self.between, hosts, rate)
-            return TwoLevel(link, self.local, hosts, self.workers, between)
+            return TwoLevel(self.link(rate), self.local, hosts, self.workers, self._flat(self.between, hosts, rate))
         return self._flat(self.shape, ranks, rate)
 
     def _flat(self, shape: str, ranks: int, rate: float) -> Topology:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,10 +24,9 @@ bucket_bytes = click.option(
 )  # fmt: skip
 
 
-def output(text: str) -> Any:
+def output(text: str, **settings: Any) -> Any:
     """The option that names the file to write."""
-    path = click.Path(path_type=Path)
-    return click.option("--output", "-o", type=path, callback=console.output_file, help=text)
+    return click.option("--output", "-o", type=console.OUTPUT_FILE, help=text, **settings)
 
 
 def with_none(specs: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from ..cost import Calibration, FatTree, Link
 from ..cost.model import SHAPES
-from . import console, options, plan_text, plots, units
-from .cases import case_of
+from . import console, options, plots, units
+from .advice import Case, Ranges, case_of, stops_paying
 from .models import MODELS, of_size
 from .network import Network, calibrated
 from .workload import Workload
@@ -31,40 +33,29 @@ Examples:
 @click.option("--ranks", type=units.RANKS, help="How many workers, such as 8,16,64.  [default: the calibration's]")
 @click.option("--bandwidth", type=units.RATE, help="Of a link, such as 10gbit.  [default: the calibration's]")
 @click.option(
-    "--latency",
-    type=units.SECONDS,
-    default=LATENCY,
-    show_default=False,
-    help="Of a message.  [default: 50us]",
+    "--latency", type=units.SECONDS, default=LATENCY, show_default=False, help="Of a message.  [default: 50us]"
 )
 @click.option("--backward", type=units.SECONDS, default="0", help="The backward pass, such as 120ms.")
 @click.option("--forward", type=units.SECONDS, default="0", help="Rest of a step: forward, update.")
 @click.option("--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring")
 @click.option(
-    "--oversubscription",
-    type=float,
+    "--oversubscription", type=float,
     help="With --topology fat-tree: what a leaf's ranks send over what its links to the core carry, such as 4.",
-)
+)  # fmt: skip
 @click.option(
     "--ranks-per-leaf", type=units.COUNT, default=32, help="With --topology fat-tree: ranks at a leaf switch."
 )
 @click.option("--workers-per-host", type=units.COUNT, help="With --topology two-level: workers that share a link.")
 @click.option(
-    "--hierarchical",
-    is_flag=True,
+    "--hierarchical", is_flag=True,
     help="With --topology two-level: sum float32 inside of hosts, compress what crosses between them.",
-)
+)  # fmt: skip
 @click.option("--local-bandwidth", type=units.RATE, default="100gbit", help="Inside of a host.")
 @click.option("--local-latency", type=units.SECONDS, default="5us", help="Inside of a host.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `hvd-compress calibrate` wrote.")
 @options.compressors
 @options.bucket_bytes
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    callback=plots.plot_file,
-    help="Draw step times against bandwidth and ranks.",
-)
+@click.option("--plot", type=plots.PLOT_FILE, help="Draw step times against bandwidth and ranks.")
 @console.json_option
 def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, specs: tuple[str, ...],
          forward: float, backward: float, bucket_bytes: int, plot: Path | None, as_json: bool,
@@ -107,13 +98,13 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
         })  # fmt: skip
         return
     out = console.output()
-    out.print(plan_text.title(work, network))
+    out.print(_title(work, network))
     for case in cases:
-        out.print(plan_text.table(case))
-        for sentence in plan_text.advice_on(case, network):
+        out.print(_table(case))
+        for sentence in _advice(case, network):
             out.print(sentence, soft_wrap=True)
         out.print()
-    out.print(plan_text.source_of_kernels(network_options["calibration"], by_default), soft_wrap=True)
+    out.print(_source_of_kernels(network_options["calibration"], by_default), soft_wrap=True)
     if plot is not None:
         out.print(f"plot: {plot}")
 
@@ -123,11 +114,7 @@ def network_of(
     workers_per_host: int | None, hierarchical: bool, local_bandwidth: float, local_latency: float,
     calibration: Path | None,
 ) -> tuple[Network, Calibration | None]:  # fmt: skip
-    """The network that the options describe, and the calibration that they name.
-
-    Raises:
-        click.UsageError: They do not go together.
-    """
+    """The network that the options describe, and the calibration that they name."""
     if (topology == "two-level") != (workers_per_host is not None):
         raise click.UsageError("--topology two-level and --workers-per-host go together.")
     if hierarchical and topology != "two-level":
@@ -139,20 +126,97 @@ def network_of(
             FatTree(Link(0.0, 0.0), 1, ranks_per_leaf, oversubscription)
     with console.usage("--calibration"):
         measured = Calibration.load(calibration) if calibration else None
-        if bandwidth is not None:
-            network = Network(
-                rate=bandwidth,
-                latency=latency,
-                shape=topology,
-                workers=workers_per_host or 1,
-                local=Link.of_rate(local_bandwidth, local_latency),
-                hierarchical=hierarchical,
-                ranks_per_leaf=ranks_per_leaf,
-                oversubscription=oversubscription or 1.0,
-            )
-            return (calibrated(measured, network) if measured else network), measured
-        if measured is None:
-            raise click.UsageError("Give --bandwidth, such as --bandwidth 10gbit, or --calibration.")
-        if topology != "ring":
-            raise click.UsageError("--topology needs --bandwidth: a calibration holds what was measured, as a ring.")
-        return calibrated(measured, None), measured
+        if bandwidth is None:
+            if measured is None:
+                raise click.UsageError("Give --bandwidth, such as --bandwidth 10gbit, or --calibration.")
+            if topology != "ring":
+                raise click.UsageError(
+                    "--topology needs --bandwidth: a calibration holds what was measured, as a ring."
+                )
+            return calibrated(measured, None), measured
+        network = Network(
+            bandwidth, latency, topology, workers=workers_per_host or 1, hierarchical=hierarchical,
+            local=Link.of_rate(local_bandwidth, local_latency), ranks_per_leaf=ranks_per_leaf,
+            oversubscription=oversubscription or 1.0,
+        )  # fmt: skip
+        return (calibrated(measured, network) if measured else network), measured
+
+
+def _title(work: Workload, network: Network) -> str:
+    """What is predicted: the model, the network and the times of a step."""
+    link = f"{units.show_rate(network.rate)}, {units.show_seconds(network.latency)} per message"
+    shape = "as measured" if network.measured is not None else network.shape
+    if shape == "two-level":
+        inside = f"{units.show_rate(8.0 / network.local.beta)}, {units.show_seconds(network.local.alpha)}"
+        shape = f"hosts of {network.workers} workers (inside {inside})"
+        shape += ", compressed between them" if network.hierarchical else ""
+    elif shape == "fat-tree":
+        leaves = f"leaves of {network.ranks_per_leaf} ranks"
+        shape = f"fat tree, {leaves}, oversubscribed {network.oversubscription:g} times"
+    times = f"backward pass {units.show_seconds(work.backward)}"
+    if work.rest:
+        times += f", rest of a step {units.show_seconds(work.rest)}"
+    return f"{units.show_count(work.numel)} parameters; {link}; {shape}; {times}"
+
+
+def _table(case: Case) -> Table:
+    """A row per compressor, and one for `auto`."""
+    rows = []
+    for forecast in (*case.forecasts, case.auto):
+        ratio = forecast.plain / forecast.sent
+        rows.append({
+            "compressor": forecast.compressor,
+            "step": units.show_seconds(forecast.step),
+            "speedup": f"{case.speedup(forecast):.2f}x",
+            "efficiency": f"{case.efficiency(forecast):.0%}" if case.alone else "",
+            "exchange": units.show_seconds(forecast.exchange),
+            "not hidden": units.show_seconds(forecast.exposed),
+            "sent per rank": units.show_bytes(forecast.sent),
+            "ratio": f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}",
+            "loses": f"{100 * forecast.lost:.2g}%" if forecast.lost else "",
+        })  # fmt: skip
+    return console.table(f"{case.ranks} ranks, predicted", rows)
+
+
+def _advice(case: Case, network: Network) -> list[str]:
+    """What the table of a case comes to, in sentences."""
+    best, none, rate = case.best, case.none, units.show_rate(network.rate)
+    fastest = min(case.forecasts, key=lambda forecast: forecast.step)
+    if best is not none:
+        line = (
+            f"Take {best.compressor} at {rate}: a step of {units.show_seconds(best.step)} instead of "
+            f"{units.show_seconds(none.step)}, {case.speedup(best):.2g} times as fast."
+        )
+    elif fastest is none:
+        line = f"Do not compress at {rate}: nothing is faster."
+    else:
+        gain = 100 * (case.speedup(fastest) - 1)
+        line = f"Do not compress at {rate}: the fastest, {fastest.compressor}, would gain {gain:.1f}%."
+    chosen = dict.fromkeys(spec for _, spec in case.auto.chosen if spec != "none") or ["none"]
+    auto = f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}."
+    return [line, _by_bandwidth(case.ranges), auto]
+
+
+def _by_bandwidth(ranges: Ranges) -> str:
+    *limited, (_, last) = ranges
+    parts = [f"{spec} up to {units.show_rate(limit)}" for limit, spec in limited if limit]
+    parts.append(f"{last} {'beyond' if parts else 'everywhere'}")
+    limit = stops_paying(ranges)
+    if limit is None:
+        end = "Compression pays up to 1 Tbit/s and more."
+    elif limit:
+        end = f"Compression stops paying at {units.show_rate(limit)}."
+    else:
+        end = "Compression pays nowhere."
+    return f"Best by bandwidth: {', '.join(parts)}. {end}"
+
+
+def _source_of_kernels(calibration: Path | None, by_default: Sequence[str]) -> str:
+    """Where the kernels' speeds come from: the file, but for the compressors that it does not hold."""
+    if calibration is None:
+        return (
+            "Kernels are those of one server core, not yours: measure them and the link with "
+            "`horovodrun -np 2 hvd-compress calibrate -o link.json`, then add --calibration link.json."
+        )
+    others = f", but those of {', '.join(by_default)}, which are of another machine" if by_default else ""
+    return f"Kernels are those of {calibration}{others}."

@@ -6,80 +6,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
-from ..cost import weak_scaling
 from . import console, units
 from .network import Network
 from .prediction import forecast
 from .workload import Workload
 
 _MOST_RANKS = 4096
+_DPI = 120
 
 
-def _pyplot() -> Any:
+def _plot_file(text: str) -> Path:
+    """As `console.output_file`; ValueError also if plots cannot be drawn into a file of this name."""
+    path = console.output_file(text)
     with console.needed_by("--plot"):
-        import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def plot_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback: as `console.output_file`, and whether plots can be drawn into a file of this name.
-
-    Raises:
-        click.BadParameter: There is no such format.
-        click.ClickException: There is no matplotlib.
-    """
-    path = console.output_file(context, option, path)
-    if path is not None:
-        _pyplot()
         from matplotlib.backend_bases import FigureCanvasBase
 
-        known = sorted(FigureCanvasBase.get_supported_filetypes())
-        if path.suffix[1:].lower() not in known:
-            message = f"{str(path)!r} does not end in one of .{', .'.join(known)}"
-            raise click.BadParameter(message, param_hint="'--plot'")
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{str(path)!r} does not end in one of .{', .'.join(known)}")
     return path
 
 
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise click.ClickException(f"the plot cannot be written to {path}: {reason}") from None
-    _pyplot().close(figure)
+PLOT_FILE = units.Parsed("path", _plot_file)
 
 
 def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ranks: int) -> None:
     """Step time against bandwidth between `ranks`, and against ranks up to 4,096, a line per compressor.
 
     If a step's time on a single rank is known, the efficiency of each rank is drawn, too.
-
-    Raises:
-        click.ClickException: It cannot be drawn or written.
     """
-    plt = _pyplot()
+    from matplotlib.figure import Figure
+
     rates = network.rate * np.logspace(-2, 2, 41)
     step = network.workers if network.shape == "two-level" else 1
     counts = sorted({max(2 * step, step * round(2**power / step)) for power in range(1, 13)})
     counts = [count for count in counts if count <= _MOST_RANKS]
     alone = work.backward + work.rest
     columns, width = (3, 18) if alone else (2, 13)
-    figure, (left, right, *rest) = plt.subplots(1, columns, figsize=(width, 5), layout="constrained")
+    figure = Figure(figsize=(width, 5), layout="constrained")
+    left, right, *rest = figure.subplots(1, columns)
     for spec in specs:
         style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
-        by_rate = [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates]
-        left.plot(rates / 1e9, by_rate, **style)
-        steps = {count: forecast(spec, work, network, count).step for count in counts}
-        right.plot(counts, [1e3 * step for step in steps.values()], label=spec, **style)
+        left.plot(rates / 1e9, [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates], **style)
+        steps = np.array([forecast(spec, work, network, count).step for count in counts])
+        right.plot(counts, 1e3 * steps, label=spec, **style)
         for axes in rest:
-            scaled = weak_scaling(steps.__getitem__, alone, counts)
-            axes.plot(counts, [100 * row.efficiency for row in scaled], **style)
+            axes.plot(counts, 100 * alone / steps, **style)
     left.axvline(network.rate / 1e9, color="gray", linestyle=":")
     left.set(xlabel="Gbit/s", title=f"{ranks} ranks")
     right.set(xlabel="ranks", title=units.show_rate(network.rate))
@@ -93,23 +67,21 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     for axes in (left, right, *rest):
         axes.grid(True, which="both", alpha=0.2)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    figure.suptitle(
-        f"{units.show_count(work.numel)} parameters, backward pass {units.show_seconds(work.backward)} (predicted)"
-    )
-    _save(figure, path)
+    backward = units.show_seconds(work.backward)
+    figure.suptitle(f"{units.show_count(work.numel)} parameters, backward pass {backward} (predicted)")
+    with console.writing(path):
+        figure.savefig(path, dpi=_DPI)
 
 
 def bench(path: Path, result: Mapping[str, Any]) -> None:
-    """Measured totals, a bar per compressor with its quartiles, and what was predicted.
+    """Measured totals, a bar per compressor with its quartiles, and what was predicted."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        click.ClickException: It cannot be drawn or written.
-    """
-    plt = _pyplot()
     rows = result["compressors"]
     names = [row["compressor"] for row in rows]
     low, totals, high = (np.array([1e3 * row["total"][key] for row in rows]) for key in ("low", "median", "high"))
-    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    axes = figure.subplots()
     colors = ["gray" if name == "none" else "tab:blue" for name in names]
     bars = axes.barh(names, totals, xerr=[totals - low, high - totals], color=colors)
     axes.bar_label(bars, [f"{total:.3g} ms" for total in totals], padding=4)
@@ -119,4 +91,5 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("ms per exchange, median and quartiles")
     axes.set_title(f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks")
-    _save(figure, path)
+    with console.writing(path):
+        figure.savefig(path, dpi=_DPI)

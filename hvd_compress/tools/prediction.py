@@ -12,7 +12,6 @@ import numpy as np
 from .. import formats
 from ..auto import choices
 from ..cost import CostModel, Prediction
-from ..engine.grouping import Shape
 from ..exchange import choice, volume
 from ..exchange.hierarchical import HostCounts
 from ..formats import Format, NoCompression
@@ -24,41 +23,28 @@ from .workload import Bucket, Workload, buckets_of
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A step with one compressor, or with those that `auto` would choose.
+    """A step with one compressor, or with those that `auto` would choose. Times are seconds."""
 
-    Attributes:
-        compressor: Its spec string, or "auto".
-        step: Seconds of a step.
-        exchange: Seconds of all buckets' exchanges, one after the other. A bucket's encoding does not count as long as
-            messages of the bucket before are on their way.
-        exposed: Seconds of the exchange that the backward pass does not hide.
-        encode: Seconds of encoding.
-        wire: Seconds on the wire, inside of hosts included.
-        decode: Seconds of decoding.
-        sent: Bytes that each rank sends; with the two-level exchange, those that it sends to other hosts.
-        plain: Bytes that it would send uncompressed.
-        lost: The share of the energy of white noise that a step leaves to later ones; see `noise_lost`.
-        chosen: The bytes and the compressor of each bucket.
-    """
-
-    compressor: str
+    compressor: str  # its spec string, or "auto"
     step: float
+    # All buckets' exchanges, one after the other. A bucket's encoding does not count as long as messages of the bucket
+    # before are on their way.
     exchange: float
-    exposed: float
+    exposed: float  # the part of the exchange that the backward pass does not hide
     encode: float
-    wire: float
+    wire: float  # inside of hosts included
     decode: float
-    sent: int
-    plain: int
-    lost: float
-    chosen: tuple[tuple[int, str], ...]
+    sent: int  # bytes that each rank sends; with the two-level exchange, those that it sends to other hosts
+    plain: int  # bytes that it would send uncompressed
+    lost: float  # the share of the energy of white noise that a step leaves to later ones; see `noise_lost`
+    chosen: tuple[tuple[int, str], ...]  # the bytes and the compressor of each bucket
 
 
 def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
     """A step with this compressor.
 
     Raises:
-        ValueError: The spec string is not known, or what it costs, or the network does not fit the ranks.
+        ValueError: The spec string or its cost is not known, or the network does not fit the ranks.
     """
     compressor, workers = formats.parse(spec), network.compressed_by(ranks)
     buckets = buckets_of(work, (compressor,), ranks, workers)
@@ -66,12 +52,12 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     return _forecast(spec, work, _model(network, ranks, rate), buckets, compressors, workers)
 
 
-def forecast_auto(work: Workload, network: Network, ranks: int, rate: float | None = None) -> Forecast:
+def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
     """A step with what `compression="auto"` would choose once its first steps are over.
 
     The rule is that of `auto`; each candidate is taken to lose what it loses of white noise.
     """
-    model, workers = _model(network, ranks, rate), network.compressed_by(ranks)
+    model, workers = _model(network, ranks, None), network.compressed_by(ranks)
     candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
     buckets = buckets_of(work, candidates, ranks, workers)
     chosen: list[Format] = [NoCompression()] * len(buckets)
@@ -95,19 +81,13 @@ def best(
 ) -> np.ndarray:
     """The choice of `auto` with its default settings: the candidate of each bucket, [B].
 
-    Args:
-        uncompressed: bool [C], whether candidates do not compress.
-        waits: [B], seconds of the backward pass between the bucket before and this one.
-        seconds: [B, C], of each bucket's exchange with each candidate.
-        lost: [C], the share of the energy that each candidate loses.
-        nbytes: [B], bytes of gradient.
+    Arguments are those of `choices.options` and `choices.cost_of`, except that `lost` is [C], by candidate.
     """
     lost = np.broadcast_to(lost, seconds.shape)
     allowed = (1.0 - lost >= TARGET) | (lost <= lost.min())
     options = choices.options(np, allowed, uncompressed, seconds)
     costs = choices.cost_of(np, options, waits, seconds, lost, nbytes, MAX_SLOWDOWN)
-    picks: np.ndarray = options[np.argmin(costs)]
-    return picks
+    return options[np.argmin(costs)]
 
 
 class _Exchange(NamedTuple):
@@ -120,12 +100,9 @@ class _Exchange(NamedTuple):
     sent: int
 
 
+@functools.lru_cache(maxsize=4096)  # most buckets of a large model are alike, and so equal
 def _exchange(bucket: Bucket, compressor: Format, ranks: int, workers: int) -> _Exchange:
-    return _exchange_of(bucket.nbytes, bucket.shapes, compressor, ranks, workers)
-
-
-@functools.lru_cache(maxsize=4096)  # most buckets of a large model are alike
-def _exchange_of(nbytes: int, shapes: tuple[Shape, ...], compressor: Format, ranks: int, workers: int) -> _Exchange:
+    nbytes, shapes = bucket.nbytes, bucket.shapes
     hosts = HostCounts(ranks // workers, workers) if workers > 1 else None
     collective = choice.choose(compressor, shapes, ranks, hosts)
     if compressor.uncompressed:
@@ -150,7 +127,7 @@ def _sustained(cost: Prediction) -> Prediction:
 
 def _forecast(
     name: str, work: Workload, model: CostModel, buckets: Sequence[Bucket], compressors: Sequence[Format], workers: int
-) -> Forecast:  # fmt: skip
+) -> Forecast:
     exchanges = [_exchange(bucket, c, model.ranks, workers) for bucket, c in zip(buckets, compressors)]
     cost_of = {exchange: _cost(model, exchange) for exchange in set(exchanges)}
     # Only the first exchange begins after a pause.

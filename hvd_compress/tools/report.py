@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from . import console, doctor
+from . import console, doctor, options, run_log
 from .run_log import Columns, Run
 
 _RANK_COLUMNS = ("step_ms", "exchange_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms", "memory_mb")
@@ -25,12 +26,9 @@ def page(run: Run) -> str:
         from . import run_plots
 
         plots = run_plots.draw(run)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvd_compress.tools"),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    templates = jinja2.PackageLoader("hvd_compress.tools")
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(loader=templates, autoescape=True, trim_blocks=True, undefined=strict)
     return environment.get_template("report.html").render(
         run=run,
         summary=doctor.summary(run),
@@ -46,26 +44,17 @@ def page(run: Run) -> str:
 def _rank_table(run: Run) -> list[list[str]]:
     """A header and a row per rank: medians over the steps."""
     rows = [[f"rank {rank.number}", *_medians(rank.steps, _RANK_COLUMNS)] for rank in run.ranks]
-    return [["median", *_titles(_RANK_COLUMNS)], *rows]
+    return [["median", *_RANK_COLUMNS], *rows]
 
 
 def _bucket_table(run: Run) -> list[list[str]]:
     """A header and a row per bucket: its size, its compressors, and medians over the steps of the first rank."""
-    sizes = {bucket["name"]: bucket["nbytes"] for bucket in run.meta.get("buckets", [])}
+    sizes = {bucket["name"]: f"{bucket['nbytes'] / 1e6:.3g}" for bucket in run.meta.get("buckets", [])}
     rows = [
-        [
-            name,
-            f"{sizes.get(name, 0) / 1e6:.3g}",
-            _compressors(columns["compressor"]),
-            *_medians(columns, _BUCKET_COLUMNS),
-        ]
+        [name, sizes.get(name, "0"), _compressors(columns["compressor"]), *_medians(columns, _BUCKET_COLUMNS)]
         for name, columns in run.first.buckets.items()
     ]
-    return [["bucket", "MB", "compressor", *_titles(_BUCKET_COLUMNS)], *rows]
-
-
-def _titles(columns: tuple[str, ...]) -> list[str]:
-    return [column.replace("_", " ") for column in columns]
+    return [["bucket", "MB", "compressor", *_BUCKET_COLUMNS], *rows]
 
 
 def _medians(columns: Columns, names: tuple[str, ...]) -> list[str]:
@@ -80,11 +69,10 @@ def _medians(columns: Columns, names: tuple[str, ...]) -> list[str]:
 
 def _compressors(used: np.ndarray) -> str:
     """The compressors of a bucket, the most frequent one first, with their shares of the steps."""
-    names, counts = np.unique(used, return_counts=True)
-    if len(names) == 1:
-        return str(names[0])
-    order = np.argsort(-counts, kind="stable")
-    return ", ".join(f"{names[i]} ({counts[i] / counts.sum():.0%})" for i in order)
+    counts = Counter(sorted(used.tolist())).most_common()
+    if len(counts) == 1:
+        return str(used[0])
+    return ", ".join(f"{name} ({count / len(used):.0%})" for name, count in counts)
 
 
 def _settings(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -101,10 +89,7 @@ def _settings(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 @click.command(epilog="Example: hvd-compress report logs/run-1 -o report.html")
 @click.argument("run_dir")
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), callback=console.output_file, default="report.html",
-    show_default=True, help="The page to write.",
-)  # fmt: skip
+@options.output("The page to write.", default="report.html", show_default=True)
 @console.json_option
 def report(run_dir: str, output: Path, as_json: bool) -> None:
     """Make a self-contained HTML page of a run.
@@ -112,10 +97,11 @@ def report(run_dir: str, output: Path, as_json: bool) -> None:
     RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The page has plots, tables and what
     doctor finds.
     """
-    run = doctor.load(run_dir)
+    run = run_log.load(run_dir)
     with console.working("drawing"):
         text = page(run)
-    console.write(output, text)
+    with console.writing(output):
+        output.write_text(text, encoding="utf-8")
     if as_json:
         console.print_json({"run": run.path, "page": str(output), "findings": len(doctor.examine(run))})
     else:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .figures import FEWEST, WARM_UP, late, link_of, median, rate, trimmed
+from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .run_log import Run
 from .training_rules import loss_diverges, loss_oscillates, residual_grows
 
@@ -35,17 +35,11 @@ _SMALL_BUCKET = 256 * 1024  # bytes
 
 
 class Rule(NamedTuple):
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        name: What it is called.
-        check: Returns what shows the fault, with the figures, in one line; None if the run does not have it.
-        advice: What to change.
-    """
-
-    name: str
-    check: Callable[[Run], str | None]
-    advice: str
+    name: str  # what it is called
+    check: Callable[[Run], str | None]  # what shows the fault, with the figures, in one line; None if there is none
+    advice: str  # what to change
 
 
 def communication_dominates(run: Run) -> str | None:
@@ -80,7 +74,7 @@ def compression_costs(run: Run) -> str | None:
     cost = min(median(run, "encode_ms") + median(run, "decode_ms"), median(run, "exchange_ms"))
     step, exposed = median(run, "step_ms"), median(run, "exposed_ms")
     sent, ratio = median(run, "bytes"), median(run, "ratio")
-    if not ratio > 1.05 or len(run.first.steps["step"]) < FEWEST + WARM_UP:
+    if not ratio > 1.05 or run.num_steps < ENOUGH:
         return None
     saved = (ratio - 1.0) * sent * per_byte
     # What the backward pass hides costs nothing.
@@ -102,7 +96,7 @@ def slow_rank(run: Run) -> str | None:
         return None
     step, exposed = run.of_all("step_ms"), run.of_all("exposed_ms")
     known = ~(np.isnan(step) | np.isnan(exposed)).any(0)
-    if known.sum() < FEWEST + WARM_UP:
+    if known.sum() < ENOUGH:
         return None
     step, exposed = step[:, known][:, WARM_UP:], exposed[:, known][:, WARM_UP:]
     own = trimmed((step - exposed).T)  # of each rank, without the exchange
@@ -127,20 +121,18 @@ def slow_rank(run: Run) -> str | None:
 
 def to_and_fro(run: Run) -> str | None:
     """`auto` switches a bucket back to what it had before, again and again; trials of two steps do not count."""
-    unsteady: list[tuple[int, str, list[str], int]] = []  # times back, bucket, compressors in turn, steps
+    unsteady: list[tuple[int, str]] = []  # times back, what is found
     for name, columns in run.first.buckets.items():
         stays = [(spec, len(list(steps))) for spec, steps in itertools.groupby(columns["compressor"].tolist())]
         turns = [spec for spec, _ in itertools.groupby(spec for spec, steps in stays if steps > _TRIAL)]
         returns = sum(turns[i] in turns[max(0, i - 3) : i] for i in range(1, len(turns)))
         steps = len(columns["step"])
         if returns >= max(_RETURNS, steps / _STEPS):
-            unsteady.append((returns, name, turns, steps))
-    if not unsteady:
-        return None
-    returns, name, turns, steps = max(unsteady, key=lambda bucket: bucket[0])
-    most = " and ".join(compressor for compressor, _ in Counter(turns).most_common(2))
-    switches = len(turns) - 1
-    return f"bucket {name} switched {switches} times in {steps} steps, {returns} times back, mostly between {most}"
+            most = " and ".join(compressor for compressor, _ in Counter(turns).most_common(2))
+            switches = f"bucket {name} switched {len(turns) - 1} times in {steps} steps"
+            unsteady.append((returns, f"{switches}, {returns} times back, mostly between {most}"))
+    _, worst = max(unsteady, key=lambda bucket: bucket[0], default=(0, None))
+    return worst
 
 
 def small_buckets(run: Run) -> str | None:
@@ -158,7 +150,7 @@ def memory_grows(run: Run) -> str | None:
     """The memory of a process grows throughout the run."""
     growths: list[tuple[float, str]] = []
     for rank in run.ranks:
-        memory = rank.steps.get("memory_mb", np.array([]))
+        memory = rank.steps["memory_mb"]
         memory = memory[~np.isnan(memory)]
         if len(memory) < 4 * FEWEST:
             continue
@@ -168,12 +160,10 @@ def memory_grows(run: Run) -> str | None:
         # The growth is steady if most of the parts add their share.
         is_steady = (rises > 0.25 * growth / len(rises)).sum() >= len(rises) - 1
         if growth > max(20.0, 0.03 * parts[0]) and is_steady:
+            sizes = f"from {parts[0]:.0f} to {parts[-1]:.0f} MB"
             per_step = growth / (len(memory) * 5 / 6)
-            text = (
-                f"rank {rank.number} grows steadily from {parts[0]:.0f} to {parts[-1]:.0f} MB in the last three "
-                f"quarters of the run, {1e3 * per_step:.0f} MB per 1000 steps"
-            )
-            growths.append((growth, text))
+            lately = f"in the last three quarters of the run, {1e3 * per_step:.0f} MB per 1000 steps"
+            growths.append((growth, f"rank {rank.number} grows steadily {sizes} {lately}"))
     if not growths:
         return None
     _, text = max(growths)
@@ -184,32 +174,31 @@ def memory_grows(run: Run) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule("loss diverges", loss_diverges,
          "lower the learning rate, or warm it up (hvdc.callbacks.LearningRateWarmupCallback). If it had not risen "
-         "before it was no number, look at the data and the loss function instead (NaN in the input, log(0), 0/0). "
-         "If it trains well with compression='none', compress less (a larger ratio, int8) and leave error_feedback "
-         "at its default"),
+         "before it was no number, look at the data and the loss function instead (NaN in the input, log(0), 0/0). If "
+         "it trains well with compression='none', compress less (a larger ratio, int8) and leave error_feedback at "
+         "its default"),
     Rule("loss oscillates", loss_oscillates,
          "lower the learning rate or clip gradients. If it is calm with compression='none', compress less and leave "
          "error_feedback at its default"),
     Rule("residual grows", residual_grows,
-         "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a "
-         "little below 1, or leave error_feedback at its default for this compressor"),
+         "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a little "
+         "below 1, or leave error_feedback at its default for this compressor"),
     Rule("communication dominates", communication_dominates,
          "compress more (compression='auto', or hybrid with a smaller ratio); more samples or "
          "backward_passes_per_step for each exchange; where little is sent already, it is the network's latency: "
          "fewer, larger buckets"),
     Rule("compression costs more than it saves", compression_costs,
-         "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which "
-         "knows no compression"),
+         "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which knows no "
+         "compression"),
     Rule("slow rank", slow_rank,
-         "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, and what "
-         "else runs on its host; every other rank waits for it in every step"),
+         "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, and what else "
+         "runs on its host; every other rank waits for it in every step"),
     Rule("switching to and fro", to_and_fro,
-         "auto cannot decide: the network changes, or two candidates are equally good. Name fewer candidates, or "
-         "the one that was used most, as compression"),
+         "auto cannot decide: the network changes, or two candidates are equally good. Name fewer candidates, or the "
+         "one that was used most, as compression"),
     Rule("small buckets", small_buckets,
-         "each bucket costs some milliseconds of latency: leave bucket_bytes at its default (25 MB) and groups "
-         "unset"),
+         "each bucket costs some milliseconds of latency: leave bucket_bytes at its default (25 MB) and groups unset"),
     Rule("memory grows", memory_grows,
-         "something is kept from step to step: tensors or logs appended to a list, tf.function traced again and "
-         "again (Python numbers as arguments), a dataset.cache() without limit"),
+         "something is kept from step to step: tensors or logs appended to a list, tf.function traced again and again "
+         "(Python numbers as arguments), a dataset.cache() without limit"),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 FORMAT = 1
@@ -26,49 +27,41 @@ BUCKET_COLUMNS = (
 )  # fmt: skip
 
 
-class NoRun(ValueError):
+class NoRun(click.UsageError):
     """The directory holds no run that can be read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What one rank wrote.
-
-    Attributes:
-        number: The rank.
-        steps: The columns of rank-R.csv, float64 [steps]; NaN for empty cells.
-        buckets: Those of rank-R-buckets.csv by bucket, float64 [steps], but for `compressor`, which is text.
-    """
+    """What one rank wrote."""
 
     number: int
-    steps: Columns
-    buckets: dict[str, Columns]
+    steps: Columns  # of rank-R.csv, float64 [steps]; NaN for empty cells
+    buckets: dict[str, Columns]  # of rank-R-buckets.csv by bucket, likewise, but for `compressor`, which is text
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's directory.
-
-    Attributes:
-        path: The directory.
-        meta: run.json.
-        ranks: Those that have files, in their order; at least one.
-    """
+    """A run's directory."""
 
     path: str
-    meta: dict[str, Any]
-    ranks: Sequence[Rank]
+    meta: dict[str, Any]  # run.json
+    ranks: Sequence[Rank]  # those that have files, in their order; at least one
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the optimizer or tape."""
-        settings: dict[str, Any] = self.meta.get("settings", {})
-        return settings
+        return self.meta.get("settings", {})
 
     @property
     def first(self) -> Rank:
         """The first rank that has files, usually rank 0."""
         return self.ranks[0]
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the first rank."""
+        return len(self.first.steps["step"])
 
     @property
     def losses(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .run_log import Rank, Run
+from .run_log import Columns, Run
 
 _POINTS = 400  # of a line: a plot cannot show more
 _GRAY = "#808890"  # text and axes: readable on white and on black
@@ -28,13 +28,14 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 def draw(run: Run) -> list[tuple[str, str]]:
     """All plots: a caption and an SVG element each."""
-    return [(caption, _svg(plot, run)) for caption, plot in _PLOTS]
+    return [(caption, _svg(plot, label, run)) for caption, label, plot in _PLOTS]
 
 
-def _svg(plot: Callable[[Axes, Run], None], run: Run) -> str:
+def _svg(plot: Callable[[Axes, Run], None], label: str, run: Run) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axes = figure.add_subplot()
+        axes.set(xlabel="step", ylabel=label.format(rank=run.first.number))
         plot(axes, run)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
@@ -46,24 +47,19 @@ def _svg(plot: Callable[[Axes, Run], None], run: Run) -> str:
     return re.sub(r'(href="|url\()#', rf"\1#{plot.__name__}-", svg)
 
 
-def _line(axes: Axes, step: np.ndarray, values: np.ndarray, label: str | None = None, marker: str = "") -> None:
-    """Draws the known values, as medians of neighbors where there are too many."""
+def _line(axes: Axes, columns: Columns, name: str, label: str | None = None, marker: str = "") -> None:
+    """Draws the known values of a column, as medians of neighbors where there are too many."""
+    step, values = columns["step"], columns[name]
     known = np.flatnonzero(np.isfinite(values))
     parts = np.array_split(known, min(_POINTS, len(known))) if len(known) else []
     medians = [np.median(values[part]) for part in parts]
     axes.plot([step[part[-1]] for part in parts], medians, label=label, marker=marker)
 
 
-def _columns(axes: Axes, rank: Rank, names: Iterable[str], marker: str = "") -> None:
-    """Draws a line for each of these columns of a rank."""
-    for name in names:
-        _line(axes, rank.steps["step"], rank.steps[name], name.removesuffix("_ms").replace("_", " "), marker)
-
-
 def _ranks(axes: Axes, run: Run, name: str) -> None:
     """Draws a line for each rank's column."""
     for rank in run.ranks:
-        _line(axes, rank.steps["step"], rank.steps[name], f"rank {rank.number}")
+        _line(axes, rank.steps, name, f"rank {rank.number}")
 
 
 def _without_stalls(axes: Axes, values: np.ndarray) -> None:
@@ -79,17 +75,16 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _loss(axes: Axes, run: Run) -> None:
-    _line(axes, run.of_all("step")[0], run.losses)
-    known = run.losses[np.isfinite(run.losses)]
+    losses = run.losses
+    _line(axes, {"step": run.of_all("step")[0], "loss": losses}, "loss")
+    known = losses[np.isfinite(losses)]
     if len(known) and known.min() > 0 and known.max() > 50 * known.min():
         axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss")
 
 
 def _time(axes: Axes, run: Run) -> None:
     _ranks(axes, run, "step_ms")
     _without_stalls(axes, run.first.steps["step_ms"])
-    axes.set(xlabel="step", ylabel="ms per step")
 
 
 def _parts(axes: Axes, run: Run) -> None:
@@ -109,21 +104,20 @@ def _parts(axes: Axes, run: Run) -> None:
 
 def _coding(axes: Axes, run: Run) -> None:
     steps = run.first.steps
-    _columns(axes, run.first, ("encode_ms", "wire_ms", "decode_ms"))
+    for name in ("encode", "wire", "decode"):
+        _line(axes, steps, f"{name}_ms", name)
     _without_stalls(axes, np.concatenate([steps["wire_ms"], steps["encode_ms"]]))
-    axes.set(xlabel="step", ylabel=f"ms per step, rank {run.first.number}")
 
 
 def _ratio(axes: Axes, run: Run) -> None:
-    _line(axes, run.first.steps["step"], run.first.steps["ratio"])
+    _line(axes, run.first.steps, "ratio")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="compression ratio")
 
 
 def _norms(axes: Axes, run: Run) -> None:
-    _columns(axes, run.first, ("residual_norm", "gradient_norm"), marker=".")
+    for name in ("residual", "gradient"):
+        _line(axes, run.first.steps, f"{name}_norm", f"{name} norm", marker=".")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel=f"norm, rank {run.first.number}")
 
 
 def _error(axes: Axes, run: Run) -> None:
@@ -131,24 +125,23 @@ def _error(axes: Axes, run: Run) -> None:
     for name, columns in buckets.items():
         if np.nanmax(np.nan_to_num(columns["relative_error"]), initial=0.0) > 0.0:
             label = f"bucket {name}" if len(buckets) <= 8 else None
-            _line(axes, columns["step"], columns["relative_error"], label, marker=".")
+            _line(axes, columns, "relative_error", label, marker=".")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="relative error")
 
 
 def _memory(axes: Axes, run: Run) -> None:
     _ranks(axes, run, "memory_mb")
     _from_zero(axes)
-    axes.set(xlabel="step", ylabel="memory, MB")
 
 
-_PLOTS: tuple[tuple[str, Callable[[Axes, Run], None]], ...] = (
-    ("Loss of each step, mean over the ranks.", _loss),
-    ("Time from the end of one step to the end of the next.", _time),
-    ("What a step consists of. The slowest rank waits least.", _parts),
-    ("The exchange of all buckets; what is hidden behind the backward pass is included.", _coding),
-    ("Bytes without compression over bytes sent.", _ratio),
-    ("What is owed (residual) and what comes in (gradient), where they were taken.", _norms),
-    ("||x - C(x)|| / ||x|| of x = gradient + residual, by bucket.", _error),
-    ("Resident memory.", _memory),
-)
+_PLOTS: tuple[tuple[str, str, Callable[[Axes, Run], None]], ...] = (
+    ("Loss of each step, mean over the ranks.", "loss", _loss),
+    ("Time from the end of one step to the end of the next.", "ms per step", _time),
+    ("What a step consists of. The slowest rank waits least.", "", _parts),
+    ("The exchange of all buckets; what is hidden behind the backward pass is included.",
+     "ms per step, rank {rank}", _coding),
+    ("Bytes without compression over bytes sent.", "compression ratio", _ratio),
+    ("What is owed (residual) and what comes in (gradient), where they were taken.", "norm, rank {rank}", _norms),
+    ("||x - C(x)|| / ||x|| of x = gradient + residual, by bucket.", "relative error", _error),
+    ("Resident memory.", "memory, MB", _memory),
+)  # fmt: skip

@@ -23,25 +23,12 @@ VALUES: dict[str, tuple[float, ...]] = {
     "block": (4, 8, 16, 32),
     "rank": (1, 2, 4, 8),
 }
-ARGUMENTS = {
-    kind: [field.name for field in dataclasses.fields(FORMATS.classes[kind]) if field.name in VALUES] for kind in KINDS
-}
-# The opening: parameters that are tried first, strong and mild ones of each idea.
-OPENING: tuple[dict[str, Any], ...] = tuple(
-    {"compressor": kind, **arguments, "bucket_bytes": BUCKET_BYTES}
-    for kind, arguments in (
-        ("none", {}),
-        ("quantize", {"bits": 8}),
-        ("hybrid", {"ratio": 0.01, "bits": 4}),
-        ("quantize", {"bits": 4}),
-        ("quantize", {"bits": 2}),
-        ("hybrid", {"ratio": 0.05, "bits": 4}),
-        ("onebit", {}),
-        ("powersgd", {"rank": 4}),
-        ("block_topk", {"ratio": 0.01}),
-        ("fp16", {}),
-    )
-)
+ARGUMENTS = {kind: [f.name for f in dataclasses.fields(FORMATS.classes[kind]) if f.name in VALUES] for kind in KINDS}
+# The opening: what is tried first, strong and mild settings of each idea.
+_OPENING = (
+    "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "quantize:bits=2", "hybrid:ratio=0.05,bits=4", "onebit",
+    "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
+)  # fmt: skip
 # While a gap in the first argument of a compressor is halved, a second argument has this value.
 _SECOND_ARGUMENT = {"bits": 4, "block": 16}
 _SIMILAR = 1.1  # Steps whose times differ by less may be equally fast.
@@ -52,19 +39,10 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a run tries.
-
-    Attributes:
-        compression: A spec string.
-        bucket_bytes: As in `hvdc.DistributedOptimizer`.
-    """
+    """What a run tries: a spec string, and the bucket size as in `hvdc.DistributedOptimizer`."""
 
     compression: str
     bucket_bytes: int
-
-    def environment(self) -> dict[str, str]:
-        """The environment variables that give a script this setting."""
-        return {"HVD_COMPRESS": self.compression, "HVD_COMPRESS_BUCKET_BYTES": str(self.bucket_bytes)}
 
     def line(self) -> str:
         """The line that gives a script this setting for good."""
@@ -77,27 +55,16 @@ BASELINE = Setting("none", BUCKET_BYTES)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The runs of one setting.
-
-    Attributes:
-        setting: The setting.
-        parameters: Its parameters in the study.
-        status: "done", "too slow" or "failed": how the first run ended.
-        step: Mean seconds of a step; infinity if no run made enough steps.
-        metric: Mean metric of the last epoch; None if no run was completed.
-        loss_increase: By how much the metric is worse than without compression, as a mean; None likewise.
-        allowed: By how much it may be worse.
-        runs: The number of runs.
-    """
+    """The runs of one setting."""
 
     setting: Setting
-    parameters: dict[str, Any]
-    status: str
-    step: float
-    metric: float | None
-    loss_increase: float | None
-    allowed: float
-    runs: int
+    parameters: dict[str, Any]  # of the setting in the study
+    status: str  # "done", "too slow" or "failed": how the first run ended
+    step: float  # mean seconds of a step; infinity if no run made enough steps
+    metric: float | None  # its mean in the last epoch; None if no run was completed
+    loss_increase: float | None  # by how much the metric is worse than without compression, as a mean; None likewise
+    allowed: float  # by how much it may be worse
+    runs: int  # their number
 
     @property
     def verdict(self) -> str:
@@ -108,11 +75,7 @@ class Outcome:
 
 
 def open_study(path: Path, allowed: float) -> Any:
-    """Opens the Optuna study in a file, or creates it.
-
-    Args:
-        path: The file.
-        allowed: By how much the metric may be worse.
+    """Opens the Optuna study in a file, or creates it; the metric may be worse by `allowed`.
 
     Raises:
         ValueError: The file is something else.
@@ -127,16 +90,12 @@ def open_study(path: Path, allowed: float) -> Any:
             # The last options are experimental in Optuna 4, and `constraints_func` is deprecated in 5.
             warnings.simplefilter("ignore")
             sampler = optuna.samplers.TPESampler(
-                seed=_SEED,
+                seed=_SEED, multivariate=True, group=True,
                 n_startup_trials=0,  # The opening takes the place of random trials.
-                multivariate=True,
-                group=True,
                 constraints_func=lambda trial: (trial.user_attrs.get("loss_increase", 0.0) - allowed,),
-            )
-        return optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(path))), sampler=sampler,
-            study_name="hvd_compress", load_if_exists=True,
-        )  # fmt: skip
+            )  # fmt: skip
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        return optuna.create_study(storage=storage, sampler=sampler, study_name="hvd_compress", load_if_exists=True)
     except (KeyError, UnicodeDecodeError, ValueError):
         raise ValueError(f"{path} is no study of `hvd-compress tune`: name another file") from None
 
@@ -197,14 +156,13 @@ def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
 def next_parameters(tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
-    Args:
-        tried: The outcomes so far, the fastest first.
-        kinds: The compressors that may be tried.
-        may_repeat: Whether a setting may be run again.
+    `tried` are the outcomes so far, the fastest first. With `may_repeat`, a setting may be run again.
     """
     known = [outcome.parameters for outcome in tried]
-    for parameters in OPENING:
-        if parameters["compressor"] in ("none", *kinds) and parameters not in known:
+    for format in map(FORMATS.parse, _OPENING):
+        arguments = {name: getattr(format, name) for name in ARGUMENTS[format.name]}
+        parameters = {"compressor": format.name, **arguments, "bucket_bytes": BUCKET_BYTES}
+        if format.name in ("none", *kinds) and parameters not in known:
             return parameters
     return (uncertain(tried) if may_repeat else None) or halve_gap(tried, kinds)
 
@@ -231,14 +189,10 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] 
         if not ARGUMENTS[kind]:
             continue
         argument, *others = ARGUMENTS[kind]
-        family = {
-            "compressor": kind,
-            **{name: _SECOND_ARGUMENT[name] for name in others},
-            "bucket_bytes": BUCKET_BYTES,
-        }
-        known = {
-            outcome.parameters[argument]: outcome for outcome in tried if family.items() <= outcome.parameters.items()
-        }
+        second = {name: _SECOND_ARGUMENT[name] for name in others}
+        family = {"compressor": kind, **second, "bucket_bytes": BUCKET_BYTES}
+        of_family = [outcome for outcome in tried if family.items() <= outcome.parameters.items()]
+        known = {outcome.parameters[argument]: outcome for outcome in of_family}
         steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}
         lossy = [value for value in steps if known[value].verdict == "loses too much"]
         low = max(lossy, default=-math.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -35,11 +35,7 @@ def slowest(seconds: Any, name: str) -> np.ndarray:
 
 
 class Method:
-    """The exchange with one compressor.
-
-    Attributes:
-        run: Exchanges the gradients of one step and updates the residuals; returns the averaged gradients.
-    """
+    """The exchange with one compressor: `run` does that of one step, and returns the averaged gradients."""
 
     def __init__(
         self,
@@ -48,9 +44,8 @@ class Method:
         bucket_bytes: int | None = None,
         hierarchical: bool | str = "auto",
     ) -> None:
-        settings = Settings(
-            Compression.parse(spec), bucket_bytes=bucket_bytes or BUCKET_BYTES, hierarchical=hierarchical
-        )
+        size = bucket_bytes or BUCKET_BYTES
+        settings = Settings(Compression.parse(spec), bucket_bytes=size, hierarchical=hierarchical)
         self._reducer = new_reducer(settings)
         self.run = tf.function(lambda: self._reducer([v.value() for v in variables], variables), autograph=False)
 
@@ -68,10 +63,6 @@ class Method:
 
 def relative_error(reduced: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]) -> float:
     """||reduced - exact|| / ||exact||."""
-
-    def energy(tensors: Iterable[np.ndarray]) -> float:
-        return sum(float(np.sum(np.square(tensor, dtype=np.float64))) for tensor in tensors)
-
-    total = energy(tensor.numpy() for tensor in exact)
-    lost = energy(a.numpy() - b.numpy() for a, b in zip(reduced, exact))
-    return math.sqrt(lost / total) if total else 0.0
+    total = float(tf.linalg.global_norm(exact))
+    lost = float(tf.linalg.global_norm([a - b for a, b in zip(reduced, exact)]))
+    return lost / total if total else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .figures import FEWEST, backlog, beginning, spread, windows
+from .figures import FEWEST, beginning, spread, windows
 from .run_log import Run
 
 # Of the first loss: how much it must jump, and how much lower it must be in the end for that not to matter.
@@ -90,13 +90,20 @@ def loss_oscillates(run: Run) -> str | None:
 
 def residual_grows(run: Run) -> str | None:
     """The residual is many gradients large and still grows."""
-    ratios = backlog(run)
-    if ratios is None:
+    residual, gradient = run.of_all("residual_norm"), run.of_all("gradient_norm")
+    known = ~(np.isnan(residual) | np.isnan(gradient)).any(0) & (gradient > 0.0).all(0)
+    if known.sum() < 12 or not (residual[:, known] > 0.0).any():
         return None
-    middle, end = ratios
+    step = run.of_all("step")[0]
+    third = (3.0 * (step - step[0]) / (step[-1] - step[0] + 1.0)).astype(int)[known]
+    if (third == 1).sum() < 2 or (third == 2).sum() < 2:
+        return None
+    # A gradient counts as at least the median one: gradients that vanish at the end of training leave some residual.
+    usual = np.median(gradient[:, known], 1, keepdims=True)
+    ratios = (residual[:, known] / np.maximum(gradient[:, known], usual)).max(0)
+    middle, end = np.median(ratios[third == 1]), np.median(ratios[third == 2])
     if end < 8.0 or end < 1.15 * middle:
         return None
-    residual = run.of_all("residual_norm")
     last = residual[:, ~np.isnan(residual).any(0)][:, -1].max()
     return (
         f"the residual is {end:.3g} times as large as a step's gradient in the last third of the run, "

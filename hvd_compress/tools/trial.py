@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import re
 import statistics
 import subprocess
@@ -19,33 +18,22 @@ from ..monitor.tune_protocol import MARK, VARIABLE
 
 _KEPT_LINES = 15
 _FIRST_STEPS = 10  # These wait for compilation and connections.
+_INTERVAL = 0.2  # seconds between two calls of `watch`
 
 
 @dataclasses.dataclass
 class Run:
-    """What a run has reported.
+    """What a run has reported."""
 
-    Attributes:
-        status: "done", "failed", "late" (it reached its time limit), or for what other reason it was stopped.
-        seconds: How long it took.
-        steps: Seconds of each step.
-        metrics: The metrics of the last epoch that reported any.
-        printed: The last number in the output that matches a pattern; None if there was none.
-        compression: The spec string that the script used.
-        bucket_bytes: The bucket size that the script used.
-        worker_lines: The last lines of the workers' output.
-        launcher_lines: The last lines of the launcher's own output.
-    """
-
-    status: str = "running"
-    seconds: float = 0.0
-    steps: list[float] = dataclasses.field(default_factory=list)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    printed: float | None = None
-    compression: str | None = None
-    bucket_bytes: int | None = None
-    worker_lines: list[str] = dataclasses.field(default_factory=list)
-    launcher_lines: list[str] = dataclasses.field(default_factory=list)
+    status: str = "running"  # then "done", "failed", "late" (it reached its time limit), or why else it was stopped
+    seconds: float = 0.0  # how long it took
+    steps: list[float] = dataclasses.field(default_factory=list)  # seconds of each step
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of the last epoch that reported any
+    printed: float | None = None  # the last number in the output that matches a pattern
+    compression: str | None = None  # the spec string that the script used
+    bucket_bytes: int | None = None  # the bucket size that the script used
+    worker_lines: list[str] = dataclasses.field(default_factory=list)  # the last ones of the workers' output
+    launcher_lines: list[str] = dataclasses.field(default_factory=list)  # the last ones of the launcher's own output
 
     @property
     def last_lines(self) -> list[str]:
@@ -65,7 +53,7 @@ class Run:
         """Reads a line of output."""
         _, mark, report = line.partition(MARK)
         if mark:
-            with contextlib.suppress(ValueError):  # not JSON
+            with contextlib.suppress(ValueError, AttributeError):  # a torn line: not JSON, or no object
                 self._read_report(json.loads(report))
             return
         text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line)
@@ -111,37 +99,28 @@ def run(
         command, env={**os.environ, **environment, VARIABLE: "1"}, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
     )  # fmt: skip
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            result.read(line, pattern)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
-        while True:
+        has_ended = False
+        while reader.is_alive() and not has_ended:  # Processes that it left behind may keep the pipe open.
+            has_ended = process.poll() is not None
+            reader.join(_INTERVAL)
             result.seconds = time.monotonic() - start
-            reason = watch(result)
-            if reason is None and limit is not None and result.seconds > limit:
-                reason = "late"
+            is_late = limit is not None and result.seconds > limit
+            reason = watch(result) or ("late" if is_late else None)
             if reason is not None:
                 result.status = reason
                 return result
-            has_ended = process.poll() is not None
-            try:
-                line = lines.get(timeout=0.2)
-            except queue.Empty:
-                if has_ended:  # Processes that it left behind keep the pipe open.
-                    break
-                continue
-            if line is None:
-                break
-            result.read(line, pattern)
         result.status = "failed" if process.wait() else "done"
         return result
     finally:
         end(process)
-
-
-def _read_lines(stream: Any, lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from . import console, search, units
 from .search import BASELINE, Outcome
@@ -23,25 +23,20 @@ from .tuner import Tuner
 _FEWEST_RUNS, _LAST_RUNS = 10, 4
 
 
-def _pattern(context: click.Context, option: click.Parameter, text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
+def _pattern(text: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise click.BadParameter(f"{text!r} is no regular expression: {error}") from None
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
     if not pattern.groups:
-        raise click.BadParameter(f"{text!r} has no group: put the number into (parentheses)")
+        raise ValueError(f"{text!r} has no group: put the number into (parentheses)")
     return pattern
 
 
-def _launcher(context: click.Context, option: click.Parameter, text: str) -> list[str]:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+def _launcher(text: str) -> list[str]:
+    words = shlex.split(text)
     if not words:
-        raise click.BadParameter("it is empty: leave it out, or name the program, such as horovodrun")
+        raise ValueError("it is empty: leave it out, or name the program, such as horovodrun")
     # The program of this environment comes first, also where the environment is not activated.
     program = shutil.which(words[0], path=str(Path(sys.executable).parent)) or shutil.which(words[0])
     if program is None:
@@ -59,13 +54,12 @@ Examples:
 @click.option("-np", "ranks", type=click.IntRange(2), required=True, help="Workers, as horovodrun's.")
 @click.option("-H", "hosts", help="Hosts and their slots, as horovodrun's.")
 @click.option(
-    "--launcher", default="horovodrun", show_default=True, callback=_launcher,
+    "--launcher", type=units.Parsed("text", _launcher), default="horovodrun", show_default=True,
     help="With other options of its, such as --gloo.",
 )  # fmt: skip
 @click.option(
-    "--trials", type=click.IntRange(2), default=20, show_default=True,
-    help="Runs, those in the study included.",
-)  # fmt: skip
+    "--trials", type=click.IntRange(2), default=20, show_default=True, help="Runs, those in the study included."
+)
 @click.option("--metric", help="What must not suffer.  [default: val_loss, else loss]")
 @click.option(
     "--mode", type=click.Choice(["auto", "min", "max"]), default="auto",
@@ -76,7 +70,7 @@ Examples:
     help="By how much it may be worse.",
 )  # fmt: skip
 @click.option(
-    "--metric-regex", "pattern", callback=_pattern,
+    "--metric-regex", "pattern", type=units.Parsed("text", _pattern),
     help="Find the metric in the output: the last match's first group.",
 )  # fmt: skip
 @click.option("--time-limit", type=units.DURATION, help="Of a run.  [default: 1.5 times the first one, and 1 min]")
@@ -85,9 +79,8 @@ Examples:
     help="Try these only; may be repeated.",
 )  # fmt: skip
 @click.option(
-    "--study", "path", type=click.Path(path_type=Path), callback=console.output_file,
-    help="What is found is kept there.  [default: tune-SCRIPT.log]",
-)  # fmt: skip
+    "--study", "path", type=console.OUTPUT_FILE, help="What is found is kept there.  [default: tune-SCRIPT.log]"
+)
 @console.json_option
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -103,12 +96,10 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     """
     # The run ends when this process is ended: the exception passes through `trial.run`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    path = path or Path(f"tune-{script.stem}.log")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.UsageError(f"{path} cannot be written here: name another file with --study.")
     on_hosts = ["-H", hosts] if hosts else []
     command = [*launcher, "-np", str(ranks), *on_hosts, sys.executable, str(script), *arguments]
     with console.usage("--study"):
+        path = path or console.output_file(f"tune-{script.stem}.log")
         study = search.open_study(path, allowed)
         tuner = Tuner(study, command, kinds or search.KINDS, allowed=allowed, **options)
         tuner.check_study()
@@ -123,15 +114,13 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     best = search.good_outcomes(tried)[0]
     baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
     if as_json:
-        console.print_json(
-            {
-                "baseline": _json_outcome(baseline),
-                "best": _json_outcome(best),
-                "line": best.setting.line(),
-                "study": str(path),
-                "trials": [search.row(trial) for trial in search.runs(study)],
-            }
-        )
+        console.print_json({
+            "baseline": _json_outcome(baseline),
+            "best": _json_outcome(best),
+            "line": best.setting.line(),
+            "study": str(path),
+            "trials": [search.row(trial) for trial in search.runs(study)],
+        })  # fmt: skip
         return
     out = console.output()
     out.print(_table(tried, baseline, best, tuner.metric_name))
@@ -149,18 +138,18 @@ def _json_outcome(outcome: Outcome) -> dict[str, Any]:
     return {**dataclasses.asdict(outcome.setting), **{key: getattr(outcome, key) for key in keys}}
 
 
-def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) -> Any:
+def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) -> Table:
     rows = []
     for outcome in tried:
         is_timed = outcome.step < math.inf
-        rows.append(
-            [
-                outcome.setting.compression,
-                units.show_bytes(outcome.setting.bucket_bytes),
-                units.show_seconds(outcome.step) if is_timed else "",
-                f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
-                f"{outcome.metric:.4g}" if outcome.metric is not None else "",
-                "best" if outcome is best else outcome.verdict,
-            ]
-        )
-    return console.table("runs", ["compression", "bucket", "step", "speedup", metric, "verdict"], rows)
+        rows.append({
+            "compression": outcome.setting.compression,
+            "bucket": units.show_bytes(outcome.setting.bucket_bytes),
+            "step": units.show_seconds(outcome.step) if is_timed else "",
+            "speedup": f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
+            "metric": f"{outcome.metric:.4g}" if outcome.metric is not None else "",
+            "verdict": "best" if outcome is best else outcome.verdict,
+        })  # fmt: skip
+    table = console.table("runs", rows)
+    table.columns[4].header = metric  # which may be the name of another column
+    return table

@@ -26,27 +26,16 @@ _MAX_KNOWN = 50  # After so many suggestions of known settings in a row, there i
 
 @dataclasses.dataclass
 class Tuner:
-    """Runs a script with one setting after the other.
+    """Runs a script with one setting after the other."""
 
-    Attributes:
-        study: The Optuna study that keeps the runs.
-        command: Starts the script.
-        kinds: The compressors that may be tried.
-        metric: The metric's name; None for `val_loss` or `loss`.
-        mode: "min", "max" or "auto".
-        allowed: By how much the metric may be worse.
-        pattern: Finds the metric in the output, if given.
-        time_limit: Seconds of a run; None for a multiple of the first one.
-    """
-
-    study: Any
-    command: list[str]
-    kinds: tuple[str, ...]
-    metric: str | None
-    mode: str
-    allowed: float
-    pattern: re.Pattern[str] | None
-    time_limit: float | None
+    study: Any  # the Optuna study that keeps the runs
+    command: list[str]  # starts the script
+    kinds: tuple[str, ...]  # the compressors that may be tried
+    metric: str | None  # its name; None for `val_loss` or `loss`
+    mode: str  # "min", "max" or "auto"
+    allowed: float  # by how much the metric may be worse
+    pattern: re.Pattern[str] | None  # finds the metric in the output, if given
+    time_limit: float | None  # seconds of a run; None for a multiple of the first one
 
     def check_study(self) -> None:
         """Checks that earlier runs in the study can be compared with the next ones.
@@ -70,17 +59,9 @@ class Tuner:
         return str(self.metric or self.study.user_attrs.get("metric", "metric"))
 
     def run_next(self, may_repeat: bool, say: Callable[[str], None]) -> bool:
-        """Runs the script once and records the run in the study.
+        """Runs the script once and records the run in the study; False if there is no setting left to try.
 
-        Args:
-            may_repeat: Whether the best settings may be run again.
-            say: Shows progress.
-
-        Returns:
-            Whether there was a setting to try.
-
-        Raises:
-            click.ClickException: The run shows that the script cannot be tuned.
+        With `may_repeat`, the best settings may be run again. `say` shows progress.
         """
         import optuna
 
@@ -93,37 +74,29 @@ class Tuner:
             setting = search.suggest(asked, self.kinds)
             if parameters is not None or all(outcome.setting != setting for outcome in tried):
                 # If this is interrupted, the trial does not count, and its setting is tried again.
-                self._record(asked, setting, self._run(asked, setting, tried, say))
+                self._record(asked, setting, self._run(setting, tried, say))
                 return True
             self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
         return False
 
-    def _run(self, asked: Any, setting: Setting, tried: list[Outcome], say: Callable[[str], None]) -> Run:
-        import optuna
-
+    def _run(self, setting: Setting, tried: list[Outcome], say: Callable[[str], None]) -> Run:
         limit, first = self.time_limit, self._first_run()
         if limit is None and first is not None:
             limit = _SLOW_RUN * first["seconds"] + _STARTUP
         slow = _SLOW_STEPS * search.good_outcomes(tried)[0].step if tried else math.inf
-        self.study.pruner = optuna.pruners.ThresholdPruner(upper=slow, n_warmup_steps=_FEWEST_STEPS)
-        size, reported = units.show_bytes(setting.bucket_bytes), 0
+        size = units.show_bytes(setting.bucket_bytes)
 
         def watch(run: Run) -> str | None:
-            nonlocal reported
-            steps = len(run.steps)
-            say(f"{setting.compression}, buckets of {size}: {run.seconds:.0f} s, {steps} steps")
-            if steps < _FEWEST_STEPS:
+            say(f"{setting.compression}, buckets of {size}: {run.seconds:.0f} s, {len(run.steps)} steps")
+            if len(run.steps) < _FEWEST_STEPS:
                 return None
             if not math.isfinite(run.metrics.get(self.metric_name, 0.0)):
                 return "diverged"
-            if steps == reported:
-                return None
-            reported = steps
-            asked.report(run.step, steps)
-            return "slow" if asked.should_prune() else None
+            return "slow" if run.step > slow else None
 
+        environment = {"HVD_COMPRESS": setting.compression, "HVD_COMPRESS_BUCKET_BYTES": str(setting.bucket_bytes)}
         try:
-            return trial.run(self.command, setting.environment(), limit, self.pattern, watch)
+            return trial.run(self.command, environment, limit, self.pattern, watch)
         except OSError as error:
             raise click.ClickException(f"{self.command[0]} cannot be started: {error.strerror}") from None
 
@@ -134,8 +107,7 @@ class Tuner:
         if run.status == "failed":
             state = TrialState.FAIL
             if setting == BASELINE:
-                lines = "\n".join(run.last_lines)
-                raise click.ClickException(f"the script fails without compression:\n{lines}")
+                raise click.ClickException("\n".join(["the script fails without compression:", *run.last_lines]))
         elif run.status == "late":
             state = TrialState.PRUNED
             if self._first_run() is None:
@@ -143,6 +115,7 @@ class Tuner:
         elif run.status == "slow":
             state = TrialState.PRUNED
             facts["step"] = run.step
+            asked.report(run.step, len(run.steps))  # for Optuna's sampler
         else:  # "done" or "diverged"
             state = TrialState.COMPLETE
             _check_use(run, setting)
@@ -159,16 +132,13 @@ class Tuner:
         """The metric and by how much it is worse than without compression, in numbers that JSON has."""
         first = self._first_run()
         if first is None and not abs(metric) < _HUGE:
-            raise click.ClickException(
-                f"without compression {self.metric_name} is {metric}: there is nothing to compare with"
-            )
+            problem = f"without compression {self.metric_name} is {metric}"
+            raise click.ClickException(f"{problem}: there is nothing to compare with")
         increase = metric - (metric if first is None else first["metric"])
         if search.is_maximized(self.metric_name) if self.mode == "auto" else self.mode == "max":
             increase = -increase
-        return {
-            "metric": metric if abs(metric) < _HUGE else None,
-            "loss_increase": increase if abs(increase) < _HUGE else _HUGE,
-        }
+        increase = increase if abs(increase) < _HUGE else _HUGE
+        return {"metric": metric if abs(metric) < _HUGE else None, "loss_increase": increase}
 
     def _metric_of(self, run: Run) -> float:
         if self.pattern is not None:

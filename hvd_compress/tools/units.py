@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: 25.6M, 10gbit, 50us, 25MiB."""
+"""Numbers with units, as people write them: 25.6M, 10gbit, 50us, 25MiB. `parse_*` raises ValueError for other text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+
+from .. import formats
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
@@ -23,11 +25,7 @@ _LONGEST = 24 * 3600.0
 
 
 def parse_count(text: str) -> int:
-    """A whole number: 25600000, 25.6M.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """A whole number: 25600000, 25.6M."""
     value = _parse(text.lower(), _COUNTS, text, "a number such as 25600000 or 25.6M (K, M, G)")
     if value < 1 or value != round(value):
         raise ValueError(f"{text!r} is not a whole number from 1 on")
@@ -35,11 +33,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second: 10gbit, 500 Mbit/s, 1Gbps.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Bits per second: 10gbit, 500 Mbit/s, 1Gbps."""
     # Gb/s is Gbit/s; a capital B would be bytes.
     bits = re.sub(r"(?<![a-zA-Z])([kKmMgGtT]?)b(?=ps$|/s$)", r"\1bit", text.strip())
     short = re.sub(r"(/s|ps)$", "", bits)
@@ -50,11 +44,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds: 50us, 120ms, 1.5s, 10min; 0 needs no unit.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Seconds: 50us, 120ms, 1.5s, 10min; 0 needs no unit."""
     if text.strip() == "0":
         return 0.0
     value = _parse(text.lower(), _SECONDS, text, "a time such as 50us, 120ms, 1.5s or 10min")
@@ -64,11 +54,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes: 26214400, 25MiB, 10MB.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Bytes: 26214400, 25MiB, 10MB."""
     value = _parse(text, _BYTES, text, "a size such as 10MB or 25MiB")
     if value < 1:
         raise ValueError(f"{text!r} is not a size from 1 byte on")
@@ -84,20 +70,6 @@ def _parse(text: str, units: Mapping[str, float], original: str, what: str) -> f
         raise ValueError(f"{original!r} is too large")
     # 25.6 * 1e6 is 25600000.000000004 or so.
     return round(value) if value >= 1 and abs(value - round(value)) < 1e-6 * value else value
-
-
-class _Type(click.ParamType):
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def _parse_duration(text: str) -> float:
@@ -124,21 +96,36 @@ def _parse_parameters(text: str) -> int:
 
 
 def _parse_spec(text: str) -> str:
-    from .. import formats
-
     if text.strip() == "auto":
         raise ValueError("auto is no compressor, it chooses among some: name one of these, such as 'int8'")
     return formats.parse(text).spec
 
 
-COUNT = _Type("count", parse_count)
-PARAMETERS = _Type("count", _parse_parameters)
-RATE = _Type("rate", parse_rate)
-SECONDS = _Type("time", parse_seconds)
-BYTES = _Type("bytes", parse_bytes)
-DURATION = _Type("time", _parse_duration)
-RANKS = _Type("ranks", _parse_ranks)
-SPEC = _Type("spec", _parse_spec)
+class Parsed(click.ParamType):
+    """The type of an option. Its error says what `parse` says; that of click's FuncParamType says only the value."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Called by click."""
+        if not isinstance(value, str):  # a default
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+COUNT = Parsed("count", parse_count)
+PARAMETERS = Parsed("count", _parse_parameters)
+RATE = Parsed("rate", parse_rate)
+SECONDS = Parsed("time", parse_seconds)
+BYTES = Parsed("bytes", parse_bytes)
+DURATION = Parsed("time", _parse_duration)
+RANKS = Parsed("ranks", _parse_ranks)
+SPEC = Parsed("spec", _parse_spec)
 
 
 def show_rate(bits_per_second: float) -> str:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -18,21 +17,16 @@ from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
 from ..formats import Format
 
 
-@dataclasses.dataclass(frozen=True)
+# Each forecast uses it as a cache key: to hash many shapes each time would take long.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        shapes: The shapes of all gradients, first layer first.
-        backward: Seconds of the backward pass. Gradients become ready evenly in it, byte by byte, last layer first.
-        rest: Seconds of a step in which nothing can cross: forward pass, update.
-        bucket_bytes: Bytes of a bucket's gradients, as float32.
-    """
-
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...]  # of all gradients, first layer first
+    # Seconds of the backward pass. Gradients become ready evenly in it, byte by byte, last layer first.
     backward: float = 0.0
-    rest: float = 0.0
-    bucket_bytes: int = BUCKET_BYTES
+    rest: float = 0.0  # seconds of a step in which nothing can cross: forward pass, update
+    bucket_bytes: int = BUCKET_BYTES  # of a bucket's gradients, as float32
 
     @functools.cached_property
     def numel(self) -> int:
@@ -48,35 +42,20 @@ class Workload:
         """The number of parameters before each gradient."""
         return [0, *itertools.accumulate(map(math.prod, self.shapes))]
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shapes, self.backward, self.rest, self.bucket_bytes))
-
-    def __hash__(self) -> int:
-        """Computed once: each forecast uses it as a cache key, and there may be many gradients."""
-        return self._hash
-
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that cross together.
+    """Gradients that cross together. Buckets are equal if their exchanges are."""
 
-    Attributes:
-        nbytes: Bytes of gradient, as float32.
-        shapes: The shapes of its chunks.
-        ready: The share of the backward pass after which its last gradient is ready.
-        dense: Whether it is never compressed.
-    """
-
-    nbytes: int
-    shapes: tuple[Shape, ...]
-    ready: float
-    dense: bool = False
+    nbytes: int  # of gradient, as float32
+    shapes: tuple[Shape, ...]  # of its chunks
+    ready: float = dataclasses.field(compare=False)  # the share of the backward pass after which it is complete
+    dense: bool = False  # whether it is never compressed
 
 
 @functools.lru_cache(maxsize=1024)
 def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, workers: int = 1) -> list[Bucket]:
-    """The buckets of a step, in the order in which they cross, as `hvd_compress.plan` makes them.
+    """The buckets of a step, in the order in which they cross, as `engine.model_layout` makes them.
 
     Args:
         work: What is trained.
@@ -91,7 +70,7 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
         return dense
     (gradients,) = grouping.assign(work.shapes, chosen, sys.maxsize)
     limit = geometry.bucket_limit(work.bucket_bytes, gradients.numel)
-    layout: Any
+    layout: geometry.Layout
     if candidates[0].per_tensor:
         layout = geometry.PerTensorLayout(gradients)
         limit = sys.maxsize if candidates[0].model_wide else limit
@@ -103,7 +82,6 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
     compressed = []
     for chunks in layout.in_buckets(limit):
         last = int(np.searchsorted(gradient_ends, chunk_ends[chunks[-1]]))  # the gradient in which the bucket ends
-        last = min(last, len(gradient_ends) - 1)
         shapes = tuple(layout.shapes[chunks.start : chunks.stop])
         nbytes = 4 * sum(chunk_sizes[chunks.start : chunks.stop])
         compressed.append(Bucket(nbytes, shapes, work.ready(gradients.members[last])))
