@@ -21,21 +21,12 @@ Buckets = Sequence[Sequence[Shape]]  # the shapes of each bucket's chunks
 
 
 def flat_compressors(
-    candidates: Sequence[tuple[Compressor, Buckets]],
-    calibration: Calibration,
-    settings: Settings,
-    hosts: Hosts,
+    candidates: Sequence[tuple[Compressor, Buckets]], calibration: Calibration, settings: Settings, hosts: Hosts
 ) -> list[Compressor]:
     """Returns the compressors whose flat exchange is faster than their hierarchical one.
 
     All ranks call it together. The numbers of rank 0 decide. Compressors that do not fit the hierarchical exchange are
-    left out.
-
-    Args:
-        candidates: Compressors, each with the buckets that it may be used for.
-        calibration: The calibration between these ranks.
-        settings: How gradients are reduced.
-        hosts: The hosts and their ranks.
+    left out. Each candidate is a compressor with the buckets that it may be used for.
     """
     comparable = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
     if not comparable:
@@ -45,12 +36,8 @@ def flat_compressors(
         model = calibration.model()
         seconds[:] = [_predicted(model, hosts, *candidate) for candidate in comparable]
     with tf.device("CPU"):
-        agreed = hvd.broadcast(
-            tf.constant(seconds),
-            settings.process_set.ranks[0],
-            name="hvdc_levels",
-            process_set=settings.process_set,
-        ).numpy()
+        group = settings.process_set
+        agreed = hvd.broadcast(tf.constant(seconds), group.ranks[0], name="hvdc_levels", process_set=group).numpy()
     if hvd.rank() == 0:
         print(_line([c.spec for c, _ in comparable], agreed, hosts), file=sys.stderr, flush=True)
     return [c for (c, _), (flat, hierarchical) in zip(comparable, agreed) if not hierarchical < flat]
