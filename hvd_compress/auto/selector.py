@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,12 +25,9 @@ from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
 from ..engine.model_selector import ModelSelector
 from ..engine.observer import StepMeasurement
-from ..engine.selector import switch_case
-from ..engine.settings import Settings
-from ..engine.state import State
+from ..engine.plan import Plan
+from ..engine.selector import Result, switch_case
 from . import policy, probe, report
-
-Result = TypeVar("Result")
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
@@ -42,30 +39,26 @@ _UNTIMED = 2
 class AutoSelector(ModelSelector):
     """The selector for the buckets of `auto`; `start.selector` makes it.
 
+    Args:
+        plan: The plan.
+        costs: Predicted costs of each bucket and candidate.
+        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
+        choice: The first choice: the position of each bucket's candidate, int32 [B].
+
     Attributes:
         auto: The compressor `auto`.
         nbytes: Bytes of each bucket, as float32.
-        costs: Predicted costs of each bucket and candidate.
-        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
         state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        state: State,
-        settings: Settings,
-        costs: policy.Costs,
-        prior: tf.Tensor,
-        choice: tf.Tensor,
-    ) -> None:
-        """Makes the variables, for a first choice: the position of each bucket's candidate, int32 [B]."""
-        self.auto: Auto = layout.auto
-        self.nbytes = nbytes_of(layout)
-        self.costs, self.prior = costs, prior
-        self._layout, self._plan_state, self._settings = layout, state, settings
-        self._place = {b: place for place, b in enumerate(layout.auto_buckets)}
-        self._ranks, self._rank = settings.process_set.size(), settings.process_set.rank()
+    def __init__(self, plan: Plan, costs: policy.Costs, prior: tf.Tensor, choice: tf.Tensor) -> None:
+        # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
+        self._layout, self._plan_state, self._settings = plan.layout, plan.state, plan.settings
+        self._costs, self._prior = costs, prior
+        self.auto: Auto = plan.layout.auto
+        self.nbytes = nbytes_of(plan.layout)
+        self._place = {b: place for place, b in enumerate(plan.layout.auto_buckets)}
+        self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
         candidates = list(enumerate(self.auto.candidates))
         self._uncompressed = [candidate.uncompressed for _, candidate in candidates]
         # The positions of model-wide candidates, and of the others.
@@ -152,7 +145,7 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
-        return report.of_buckets(self.auto, self.nbytes, self.costs, self.prior, state, step)
+        return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
 
     # Observer
 
@@ -171,11 +164,11 @@ class AutoSelector(ModelSelector):
             probed, _ = self._probe_index(step - 1)
             # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
             fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
-            state = policy.follow(state, policy.Measured(probed=probed % len(self.nbytes), **fields), self.costs)
+            state = policy.follow(state, policy.Measured(probed=probed % len(self.nbytes), **fields), self._costs)
             chosen = tf.where(votes >= 0, votes, state.choice)
-            report.log_switches(self.auto, self.nbytes, self.costs, state, chosen, show=self._rank == 0)
+            report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
             state = policy.in_step(state, chosen, trial, measurement.committed)
-            state, *votes = propose(self.auto, state, self.costs, self.prior, self.nbytes, tf.cast(step, tf.int32))
+            state, *votes = propose(self.auto, state, self._costs, self._prior, self.nbytes, tf.cast(step, tf.int32))
             for variable, value in zip(self.state, state):
                 variable.assign(value)
             self._numbers.assign(self._pack(measurement, votes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -15,43 +14,34 @@ from ..cost import Calibration
 from ..cost.calibrate import calibrate
 from ..engine import agreement
 from ..engine.grouping import Shape
-from ..engine.model_layout import ModelLayout
+from ..engine.plan import Plan
 from ..engine.settings import Settings
-from ..engine.state import State
 from ..exchange import volume
-from ..exchange.collective import Collective
 from . import policy, report
 from .selector import AutoSelector, nbytes_of, propose
 
 
-def selector(
-    layout: ModelLayout,
-    state: State,
-    settings: Settings,
-    calibrated: Calibration,
-    collective: Callable[[Compressor, Sequence[Shape]], Collective],
-) -> AutoSelector:
+def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """Makes the selector for the buckets of `auto`, with its first choice.
 
-    All ranks call it together. The numbers of rank 0 decide. `collective` returns the collective for a compressor and
-    the shapes of chunks or gradients.
+    All ranks call it together. The numbers of rank 0 decide.
     """
+    layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
-    nbytes, costs = nbytes_of(layout), _costs(layout, calibrated, collective)
+    nbytes, costs = nbytes_of(layout), _costs(plan, calibrated)
     shapes = layout.shapes_of(layout.auto_buckets[0])
     noise_losses = [c.noise_loss(layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
-    group, root = settings.process_set, settings.process_set.ranks[0]
     with tf.device("CPU"):
         table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, noise_losses)]), tf.float32)
-        table = hvd.broadcast(table, root, name="hvdc_costs", process_set=group).numpy()
+        table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()
         *parts, lost = np.split(table, np.cumsum([part.size for part in costs]))
         costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
         prior = tf.constant(np.broadcast_to(lost, costs.encode.shape))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
         start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
         _, first, _ = propose(auto, start, costs, prior, nbytes, tf.constant(0))
-        first = hvd.broadcast(first, root, name="hvdc_first_choice", process_set=group)
-    chosen = AutoSelector(layout, state, settings, costs, prior, first)
+        first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
+    chosen = AutoSelector(plan, costs, prior, first)
     if group.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
@@ -94,19 +84,17 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     return calibration
 
 
-def _costs(
-    layout: ModelLayout, calibration: Calibration, collective: Callable[[Compressor, Sequence[Shape]], Collective]
-) -> policy.Costs:
+def _costs(plan: Plan, calibration: Calibration) -> policy.Costs:
     """The predicted costs of each bucket with each candidate; those of model-wide ones stand with the last bucket."""
-    model, last, every_gradient = calibration.model(), layout.auto_buckets[-1], layout.model_wide.shapes
+    model, layout = calibration.model(), plan.layout
 
     def cost(b: int, candidate: Compressor) -> tuple[float, ...]:
-        if candidate.model_wide and b != last:
+        shapes = plan.shapes_of(b, candidate)
+        if not shapes:
             return 0.0, 0.0, 0.0, 0.0
-        shapes = every_gradient if candidate.model_wide else layout.shapes_of(b)
         payload = volume.payload_bytes(candidate, shapes) if candidate.model_wide else None
         nbytes = 4 * sum(map(math.prod, shapes))
-        prediction = model.predict(candidate, nbytes, collective(candidate, shapes).name, payload=payload)
+        prediction = model.predict(candidate, nbytes, plan.collective(candidate, shapes).name, payload=payload)
         # The burst is not subtracted: a link grants it only once in a step.
         transfer = prediction.wire + prediction.burst - prediction.latency
         # Not part of the wire: the link inside a host does not change with the one between hosts.

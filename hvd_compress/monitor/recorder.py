@@ -53,16 +53,12 @@ class WatchedBucket(NamedTuple):
 
 
 class Recorder(Observer):
-    """Records the steps of one plan.
-
-    Attributes:
-        buckets: The compressed buckets of the plan, then uncompressed gradients, then IndexedSlices.
-    """
+    """Records the steps of one plan."""
 
     records_steps = True
 
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
-        self.buckets = watched_buckets(plan)
+        self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
         self._num_read = 0

@@ -76,7 +76,5 @@ def table(steps: Sequence[Steps], first_step_seconds: float | None) -> str:
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     first = "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
-    lines = [f"{sum(map(len, steps))} steps{first}"]
-    for name, *numbers in cells:
-        lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))
-    return "\n".join(lines)
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return "\n".join([f"{sum(map(len, steps))} steps{first}", *lines])
