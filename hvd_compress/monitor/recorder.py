@@ -43,7 +43,7 @@ Loss = Callable[[], "tuple[tf.Tensor, tf.Tensor] | None"]
 
 
 class WatchedBucket(NamedTuple):
-    """What is known of a bucket before the first step. Bytes of IndexedSlices differ from step to step, and are 0."""
+    """What is known of a bucket before the first step. Bytes of IndexedSlices are 0, as they differ in each step."""
 
     name: str  # "0", "1", ... in the order of sending; "dense-0", ...: uncompressed gradients; "sparse-0", ...: slices
     nbytes: int  # bytes of its gradients
