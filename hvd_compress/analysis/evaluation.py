@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -32,22 +33,16 @@ class Batch(NamedTuple):
 class Objective:
     """The loss that the training of a model minimizes, with training=False: a function of the weights only.
 
-    Attributes:
-        model: The model.
-        variables: The trainable variables of the model.
+    Args:
+        model: A Keras model. It is built with the batch `example` if it is not built yet.
+        loss: A Keras loss, its name, or a function of (y, y_pred). None uses the loss of `model.compile`.
+        example: A batch.
+
+    Raises:
+        ValueError: There is no loss, or the model has no trainable weights.
     """
 
     def __init__(self, model: Any, loss: Any, example: Batch) -> None:
-        """Builds the model with the batch `example` if it is not built yet.
-
-        Args:
-            model: A Keras model.
-            loss: A Keras loss, its name, or a function of (y, y_pred). None uses the loss of `model.compile`.
-            example: A batch.
-
-        Raises:
-            ValueError: There is no loss, or the model has no trainable weights.
-        """
         if loss is None and not getattr(model, "compiled", getattr(model, "_is_compiled", False)):
             raise ValueError(
                 "sensitivity: the model is not compiled: call model.compile(loss=...) first, or pass loss="
@@ -71,8 +66,7 @@ class Objective:
 
     def gradient(self, batch: Batch) -> list[tf.Tensor]:
         """The gradient of the loss for each variable, dense, float32; zeros if the loss does not depend on it."""
-        gradients: list[tf.Tensor] = self._gradient(*batch)
-        return gradients
+        return self._gradient(*batch)
 
     def _value_of(self, x: Any, y: Any, sample_weight: Any) -> tf.Tensor:
         predicted = self.model(x, training=False)
@@ -149,16 +143,13 @@ def _tensor(value: Any) -> Any:
     return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
 
 
-class Restored:
-    """Context manager that restores the variables of a model and of its metrics at its end."""
-
-    def __init__(self, model: Any) -> None:
-        variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
-        self._saved = [(variable, tf.identity(tf.convert_to_tensor(variable))) for variable in variables]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        for variable, value in self._saved:
+@contextlib.contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Restores the variables of a model and of its metrics at its end."""
+    variables = [*model.variables, *(v for metric in model.metrics for v in metric.variables)]
+    saved = [(variable, tf.identity(tf.convert_to_tensor(variable))) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in saved:
             variable.assign(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..engine.layout import FlatLayout, Layout, PerTensorLayout
 from ..engine.packing import pack, unpack
 from ..engine.settings import MIN_COMPRESS_SIZE
 from ..kernels import noise
-from .evaluation import Batch, Objective, Restored, batches_of
+from .evaluation import Batch, Objective, batches_of, restored
 from .sensitivity_report import Row, Sensitivity
 
 # Number of learning rates that are tried; each is half of the previous one.
@@ -61,9 +61,8 @@ def sensitivity(
     also look at `relative_error`. Each variable is compressed by itself. In training, variables with the same
     compressor share buckets, and a sparse compressor then sends more of those with large gradients.
 
-    The function does not communicate; its result is that of this rank's data. Call it on one rank and send the
-    policy to
-    the others: `hvd.broadcast_object(policy)`.
+    The function does not communicate; its result is that of this rank's data. Call it on one rank and send the policy
+    to the others: `hvd.broadcast_object(policy)`.
 
     Example:
         report = hvdc.sensitivity(model, dataset, ["int8", "topk:ratio=0.01"])
@@ -75,8 +74,7 @@ def sensitivity(
             restored at the end, also after an error. Its optimizer is not used.
         data: Shuffled batches (x, y) or (x, y, sample_weight): a `tf.data.Dataset`, a Keras `PyDataset` or
             `Sequence`, or another iterable. Or a tuple of such arrays, which are shuffled (always in the same way)
-            and divided into batches. steps * 5 / 4 batches are read; if there are fewer, the last fifth is held
-            out.
+            and divided into batches. steps * 5 / 4 batches are read; if there are fewer, the last fifth is held out.
         compression: A compressor as in `hvdc.DistributedOptimizer`, or a list of compressors among which `policy`
             chooses.
         loss: A Keras loss, its name, or a function of (y, y_pred) whose mean is taken. The regularization losses of the
@@ -101,15 +99,15 @@ def sensitivity(
     compressors = [resolve(candidate) for candidate in candidates]
     checks.integer("sensitivity: steps", steps, 1)
     checks.integer("sensitivity: batch_size", batch_size, 1)
-    if learning_rate is not None:
-        _check_learning_rate(learning_rate)
+    if learning_rate is not None and not (checks.is_number(learning_rate) and 0.0 < learning_rate < math.inf):
+        raise ValueError(f"sensitivity: learning_rate must be a number above 0, got {learning_rate!r}")
     batches = batches_of(data, steps + math.ceil(steps / 4), batch_size)
     if len(batches) < 2:
         problem = "has only one batch" if batches else "is empty"
         raise ValueError(f"sensitivity: data {problem}: give two or more, so that some can be held out")
     objective = Objective(model, loss, batches[0])
     count = min(steps, max(1, len(batches) * 4 // 5))
-    with Restored(model):
+    with restored(model):
         return _measure(objective, batches[:count], batches[count:], compressors, learning_rate)
 
 
@@ -128,8 +126,7 @@ def _measure(
             paths.setdefault(path_of(variable), []).append(i)
     channels = [
         (path, compressor, {i: _Channel(compressor, tuple(variables[i].shape)) for i in members})
-        for path, members in paths.items()
-        for compressor in compressors
+        for (path, members), compressor in itertools.product(paths.items(), compressors)
     ]
     total = [tf.zeros(variable.shape) for variable in variables]
     for step, batch in enumerate(batches):
@@ -180,13 +177,9 @@ class _Channel:
         self._layout: Layout = (
             PerTensorLayout(group) if compressor.per_tensor else FlatLayout(group, 1, compressor.alignment)
         )
+        self.wire_bytes = sum(map(compressor.wire_bytes, self._layout.shapes))  # of one gradient
         # Of each chunk, the sum of all gradients minus the sum of what was sent: with error feedback, the residual.
         self._missing = [tf.zeros(chunk) for chunk in self._layout.shapes]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of one compressed gradient."""
-        return sum(map(self._compressor.wire_bytes, self._layout.shapes))
 
     def send(self, gradient: tf.Tensor, step: int) -> None:
         """Compresses one step's gradient."""
@@ -218,10 +211,7 @@ class _Descent:
         return self._objective.value(self._held_out)
 
     def loss_without(self, rate: float, missing: Mapping[int, tf.Tensor]) -> float:
-        """The loss with g - missing instead of g for some variables.
-
-        The weights must be at w - rate * g, and are there again at the end.
-        """
+        """The loss with g - missing for some variables; the weights are at w - rate * g before and after."""
         for i, m in missing.items():
             self._move(i, rate, self._gradient[i] - m)
         loss = self._objective.value(self._held_out)
@@ -251,9 +241,3 @@ class _Descent:
 def _energy(tensors: Iterable[tf.Tensor]) -> float:
     """The sum of squares of all elements, computed in float64, because float32 may overflow."""
     return sum(float(tf.reduce_sum(tf.square(tf.cast(tensor, tf.float64)))) for tensor in tensors)
-
-
-def _check_learning_rate(value: Any) -> None:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0.0 < value < math.inf:
-        raise ValueError(f"sensitivity: learning_rate must be a number above 0, got {value!r}")

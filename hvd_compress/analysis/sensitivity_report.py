@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import numbers
 from typing import Union
 
+from ..common import checks
 from ..compressors import Compressor
 
 Policy = dict[str, Union[str, Compressor]]
@@ -21,11 +21,10 @@ class Row:
         elements: Number of elements of the variable.
         compressor: The compressor.
         wire_bytes: Bytes of the compressed gradient. Uncompressed, each element has 4 bytes.
-        relative_error: ||g - c|| / ||g||, where g is the mean gradient and c is the mean of what was sent of it. 0 if g
-            is zero.
+        relative_error: ||g - c|| / ||g||, where g is the mean gradient and c is the mean of what was sent; 0 if g is 0.
         loss_increase: How much higher the loss is than after the uncompressed step, relative to the decrease by that
-            step: 0.03 means that 3% of the progress is missing. Negative if the loss is lower; infinite if it is
-            not finite.
+            step: 0.03 means that 3% of the progress is missing. Negative if the loss is lower; infinite if it is not
+            finite.
     """
 
     path: str
@@ -70,7 +69,7 @@ class Sensitivity:
         Raises:
             ValueError: `tolerance` is not a number from 0 on.
         """
-        if isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real) or not tolerance >= 0:
+        if not checks.is_number(tolerance) or not tolerance >= 0:
             raise ValueError(f"policy: tolerance must be a number from 0 on, got {tolerance!r}")
         chosen: Policy = {}
         fewest: dict[str, int] = {}
@@ -88,25 +87,16 @@ class Sensitivity:
             f"{self.learning_rate:.3g}; compressed over {self.steps} steps"
         ]
         header = ("variable", "elements", "compressor", "bytes", "gradient error", "loss increase")
-        cells = [header, *(_cells(row) for row in self.rows)]
+        cells = [header]
+        cells += [
+            (r.path, f"{r.elements:,}", r.compressor.spec, f"{r.wire_bytes:,}", f"{r.relative_error:.2%}",
+             f"{r.loss_increase:.2%}")
+            for r in self.rows
+        ]  # fmt: skip
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         for row in cells:
-            columns = [
-                text.ljust(width) if i in (0, 2) else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths))
-            ]
+            columns = [text.ljust(w) if i in (0, 2) else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
             lines.append("  ".join(columns).rstrip())
         if not self.rows:
             lines.append("(no variable is large enough to be compressed)")
         return "\n".join(lines)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.path,
-        f"{row.elements:,}",
-        row.compressor.spec,
-        f"{row.wire_bytes:,}",
-        f"{row.relative_error:.2%}",
-        f"{row.loss_increase:.2%}",
-    )

@@ -77,12 +77,9 @@ def options(xp: Any, allowed: Any, uncompressed: Sequence[bool], seconds: Any) -
 def _divided(buckets: int, candidates: int) -> np.ndarray:
     """All choices of one candidate for the first buckets and one for the rest, int32 [N, B], without duplicates."""
     ends = sorted({round(buckets * i / _PARTS) for i in range(1, _PARTS)} - {0, buckets})
+    pairs = itertools.permutations(range(candidates), 2)
     picks = [[c] * buckets for c in range(candidates)]
-    picks += [
-        [first] * end + [rest] * (buckets - end)
-        for end in ends
-        for first, rest in itertools.permutations(range(candidates), 2)
-    ]
+    picks += [[first] * end + [rest] * (buckets - end) for end, (first, rest) in itertools.product(ends, pairs)]
     return np.array(picks, np.int32)
 
 

@@ -22,21 +22,13 @@ Buckets = Sequence[Sequence[Shape]]  # the shapes of each bucket's chunks
 
 
 def flat_compressors(
-    candidates: Sequence[tuple[Compressor, Buckets]],
-    calibration: Calibration | None,
-    settings: Settings,
-    hosts: Hosts,
+    candidates: Sequence[tuple[Compressor, Buckets]], calibration: Calibration | None, settings: Settings, hosts: Hosts
 ) -> list[Compressor]:
     """Returns the compressors whose flat exchange is faster than their hierarchical one.
 
     All ranks call it together. The numbers of rank 0 decide. Compressors that do not fit the hierarchical exchange are
-    left out.
-
-    Args:
-        candidates: Compressors, each with the buckets that it may be used for.
-        calibration: The calibration between these ranks; None to make one, if any compressor is left.
-        settings: How gradients are reduced.
-        hosts: The hosts and their ranks.
+    left out. Each candidate is a compressor with the buckets that it may be used for. Without a calibration between
+    these ranks, one is made if any compressor is left.
     """
     comparable = [(c, buckets) for c, buckets in candidates if fits(c, buckets, hosts)]
     if not comparable:
@@ -49,12 +41,8 @@ def flat_compressors(
         model = calibration.model()
         seconds[:] = [_predicted(model, hosts, *candidate) for candidate in comparable]
     with tf.device("CPU"):
-        agreed = hvd.broadcast(
-            tf.constant(seconds),
-            settings.process_set.ranks[0],
-            name="hvdc_levels",
-            process_set=settings.process_set,
-        ).numpy()
+        group = settings.process_set
+        agreed = hvd.broadcast(tf.constant(seconds), group.ranks[0], name="hvdc_levels", process_set=group).numpy()
     if hvd.rank() == 0:
         print(_line([c.spec for c, _ in comparable], agreed, hosts), file=sys.stderr, flush=True)
     return [c for (c, _), (flat, hierarchical) in zip(comparable, agreed) if not hierarchical < flat]

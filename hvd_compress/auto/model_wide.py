@@ -3,6 +3,9 @@
 A model-wide candidate (`powersgd`) needs gradients in their own shapes, so it is used for all buckets or for none. Its
 whole cost stands with the last bucket, and zeros with the others: it is exchanged when the last gradient is ready. It
 loses the same share of every bucket. B buckets, C candidates; float32.
+
+`lost` [B, C] is the share of its energy that each bucket loses, `nbytes` [B] the bytes of gradient, and `model_wide`,
+bool [C], whether candidates are model-wide.
 """
 
 from __future__ import annotations
@@ -14,13 +17,7 @@ import tensorflow as tf
 
 
 def averaged(lost: tf.Tensor, nbytes: tf.Tensor, model_wide: Sequence[bool]) -> tf.Tensor:
-    """Replaces the shares that model-wide candidates lose by their mean over the buckets, weighted by bytes.
-
-    Args:
-        lost: [B, C], the share of its energy that each bucket loses.
-        nbytes: [B], bytes of gradient.
-        model_wide: bool [C].
-    """
+    """Replaces the shares that model-wide candidates lose by their mean over the buckets, weighted by bytes."""
     mean = tf.reduce_sum(lost * nbytes[:, None], 0) / tf.reduce_sum(nbytes)
     return tf.where(tf.constant(list(model_wide)), mean, lost)
 
@@ -32,11 +29,7 @@ def admit(reached: tf.Tensor, lost: tf.Tensor, nbytes: tf.Tensor, model_wide: Se
     candidate that does, then the candidates that lose least may be chosen, too: either a model-wide one or, for each
     bucket, the best of the others.
 
-    Args:
-        reached: bool [B, C], whether candidates reach the target.
-        lost: [B, C], as returned by `averaged`.
-        nbytes: [B], bytes of gradient.
-        model_wide: bool [C].
+    `reached`, bool [B, C], says which candidates reach the target; `lost` is what `averaged` returned.
     """
     is_model_wide = tf.constant(list(model_wide))
     every_bucket = tf.reduce_all(tf.reduce_any(reached & ~is_model_wide, -1))
@@ -53,12 +46,7 @@ def admit(reached: tf.Tensor, lost: tf.Tensor, nbytes: tf.Tensor, model_wide: Se
 
 
 def allowed(options: tf.Tensor, admitted: tf.Tensor) -> tf.Tensor:
-    """Which choices use only admitted candidates, bool [N].
-
-    Args:
-        options: int32 [N, B], the choices: each bucket's candidate.
-        admitted: bool [B, C].
-    """
+    """Which of the choices, int32 [N, B], use only candidates that are `admitted`, bool [B, C]: bool [N]."""
     is_chosen = tf.one_hot(options, admitted.shape[1], True, False, dtype=tf.bool)  # [N, B, C]
     return tf.reduce_all(tf.reduce_any(is_chosen & admitted, -1), -1)
 

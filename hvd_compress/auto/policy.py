@@ -44,12 +44,7 @@ def running_max(x: tf.Tensor) -> tf.Tensor:
 
 
 def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
-    """Seconds of each bucket's exchange with each candidate, [B, C].
-
-    Args:
-        costs: The costs on the calibrated link.
-        factors: [2], of latency and of time per byte, as returned by `link_tracker.fit`.
-    """
+    """Seconds of each bucket's exchange with each candidate, [B, C]; `factors` [2] are those of `link_tracker.fit`."""
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode
 
 
@@ -65,15 +60,9 @@ def best(
 ) -> tf.Tensor:
     """The cheapest of the `choices.options`, int32 [B].
 
-    Args:
-        allowed: bool [B, C], the candidates that may be chosen.
-        uncompressed: bool [C], whether candidates do not compress.
-        waits: See `choices.cost_of`, as `seconds`, `lost`, `nbytes` and `max_slowdown`.
-        seconds: [B, C], as returned by `predicted`.
-        lost: [B, C].
-        nbytes: [B].
-        max_slowdown: A share.
-        model_wide: bool [C], whether candidates are for all buckets or for none; empty if no candidate is.
+    `allowed`, bool [B, C], says which candidates may be chosen. `uncompressed`, bool [C], says which do not compress.
+    `model_wide`, bool [C], says which are for all buckets or for none; it is empty if no candidate is. See
+    `choices.cost_of` for the other arguments.
     """
     per_bucket = allowed & ~tf.constant(list(model_wide)) if any(model_wide) else allowed
     options = choices.options(tnp, per_bucket, uncompressed, seconds)
@@ -91,13 +80,8 @@ def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     """Which candidates may be chosen, bool [B, C].
 
     A candidate may be chosen if it lets at least the share `target` of the energy through. For the candidate in use,
-    half of it is enough: its residual adds to the energy, and so lowers the share. The candidate that loses least may
-    always be chosen.
-
-    Args:
-        lost: [B, C], the share of its energy that each bucket loses.
-        current: int32 [B], the candidates in use.
-        target: Scalar, a share.
+    `current` [B], half of it is enough: its residual adds to the energy, and so lowers the share. The candidate that
+    loses least may always be chosen. `lost` is as in `choices.cost_of`.
     """
     return reached(lost, current, target) | (lost <= tf.reduce_min(lost, -1, keepdims=True))
 
@@ -187,13 +171,10 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
 
 
 def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Tensor) -> State:
-    """The state in a step for which the ranks agreed on a choice.
+    """The state in a step for which the ranks agreed on a choice, int32 [B], and on a trial.
 
-    Args:
-        state: The state in the step before.
-        choice: int32 [B].
-        trial: int32, the candidate to try in this step; -1 for none.
-        committed: bool, whether the residuals of this step are kept. If not, its times are ignored.
+    `trial`, int32, is the candidate to try in this step; -1 for none. `committed`, bool, says whether the residuals of
+    this step are kept. If not, its times are ignored.
     """
     switched = choice != state.choice
     return state._replace(
@@ -275,17 +256,9 @@ def propose(
     max_slowdown: float,
     model_wide: Sequence[bool] = (),
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
-    """Proposes the next choice and the next trial.
+    """Proposes the next choice and the next trial, from what `in_step` and `shares` returned.
 
-    Args:
-        state: As returned by `in_step`.
-        costs: The costs on the calibrated link.
-        uncompressed: bool [C], whether candidates do not compress.
-        lost: [B, C], as returned by `shares`.
-        nbytes: [B], bytes of gradient.
-        target: Scalar, the share of the energy that should get through; see `admit`.
-        max_slowdown: See `choices.cost_of`.
-        model_wide: bool [C], see the module `model_wide`; empty if no candidate is.
+    See `best` and `admit` for the other arguments.
 
     Returns:
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.

@@ -1,25 +1,60 @@
-"""Measures how much of a gradient each candidate would lose, on a sample."""
+"""Measures how much each candidate would lose of a chunk or, if the candidate is model-wide, of a gradient."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
 from ..compressors import Auto
 from ..compressors.base import no_seeds
+from ..engine.layout import FlatLayout
+from ..engine.model_layout import ModelLayout
+from ..engine.packing import pack, unpack_one
 from ..engine.selector import switch_case
-from ..kernels.compile import compiled
+from ..engine.state import State
+from ..kernels.compile import compiled, fed_back
+
+# Of chunks with so many elements, only a part is probed.
+_LARGE_CHUNK = 2**17
 
 
 class Sample(NamedTuple):
-    """A chunk of a bucket, and one of the gradients in it."""
+    """A bucket's first chunk, and the gradient with the most elements in the bucket."""
 
     shape: tuple[int, ...]  # of the chunk
     take: Callable[[], tuple[tf.Tensor, tf.Tensor]]  # returns the chunk and its residual
     largest: Callable[[], tf.Tensor]  # returns the gradient, with its residual, in its own shape
+
+
+def sample_of(layout: ModelLayout, state: State, gradients: Sequence[Any], b: int, decay: float) -> Sample:
+    """The sample of the bucket with the index `b`; `decay` is the factor of residuals."""
+    bucket, of_group = layout.buckets[b], layout.group_of(b).layout
+    residuals = state.groups[bucket.group].residuals
+    chunk = bucket.chunks.start
+    tensors = [gradients[i] for i in of_group.tensors.members]
+    (size,) = of_group.shapes[chunk]
+    # Every eighth element: a part says as much as the whole chunk, and this part contains all of its layers.
+    every = 8 if size >= _LARGE_CHUNK else 1
+
+    def take() -> tuple[tf.Tensor, tf.Tensor]:
+        (elements,) = pack(of_group, tensors, range(chunk, chunk + 1))
+        elements = elements[::every]
+        return elements, residuals[chunk].read_value()[::every] if residuals else tf.zeros_like(elements)
+
+    def largest() -> tf.Tensor:
+        counts = of_group.elements_in(bucket.chunks)
+        i = of_group.tensors.members.index(max(counts, key=lambda member: counts[member]))
+        gradient = tf.cast(tensors[i], tf.float32)
+        if not residuals:
+            return gradient
+        assert isinstance(of_group, FlatLayout)
+        return fed_back(gradient, unpack_one(of_group, residuals, i), decay)
+
+    return Sample((math.ceil(size / every),), take, largest)
 
 
 def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tensor:
@@ -54,22 +89,20 @@ def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tens
 
 
 def _of_chunk(auto: Auto, chunk: tf.Tensor, residual: tf.Tensor) -> tf.Tensor:
-    energies = []
-    for candidate in auto.candidates:
-        if candidate.model_wide:
-            energies.append(tf.constant(0.0))
-        else:
-            lost = candidate.encode(chunk, no_seeds(), residual, 1.0, True).residual
-            energies.append(_energy(lost, None))
-    return tf.stack([*energies, _energy(chunk, residual)])
+    """The energy of the chunk that each candidate loses, and the chunk's: [C + 1]; zeros for model-wide candidates."""
+    lost = [
+        tf.constant(0.0)
+        if candidate.model_wide
+        else _energy(candidate.encode(chunk, no_seeds(), residual, 1.0, True).residual, None)
+        for candidate in auto.candidates
+    ]
+    return tf.stack([*lost, _energy(chunk, residual)])
 
 
 def _shares_of_gradient(auto: Auto, sample: Sample) -> tf.Tensor:
     """The shares of the gradient that model-wide candidates lose, [C + 1]; zeros for the others."""
     gradient = sample.largest()
-    shares = [
-        candidate.lost_share(gradient) if candidate.model_wide else tf.constant(0.0) for candidate in auto.candidates
-    ]
+    shares = [c.lost_share(gradient) if c.model_wide else tf.constant(0.0) for c in auto.candidates]
     return tf.stack([*shares, tf.constant(0.0)])
 
 

@@ -32,7 +32,8 @@ def of_buckets(
         candidates = []
         for c, candidate in enumerate(auto.candidates):
             through = 1.0 - float(lost[b, c])
-            own, now, of_what = float(seconds[b, c]), float(seconds[b, chosen]), ""
+            predicted = float(totals[c] if is_model_wide[c] else seconds[b, c])
+            own, now, of_what = predicted, float(seconds[b, chosen]), ""
             if is_model_wide[c] or is_model_wide[chosen]:
                 own, now = float(totals[c]), total_now
                 of_what = OF_ALL if is_model_wide[c] else " for all buckets"
@@ -43,7 +44,6 @@ def of_buckets(
                 why = f"slower: predicted {milliseconds(own)}{of_what}"
             elif c != chosen:
                 why = f"predicted {milliseconds(own)}{of_what}: nothing gained for the step, or too little so far"
-            predicted = own if is_model_wide[c] else float(seconds[b, c])
             candidates.append(Candidate(candidate.spec, predicted, through, why))
         measured = float(sum(state.measured) if is_model_wide[chosen] else state.measured[b])
         reports.append(
@@ -71,12 +71,7 @@ def log_start(reports: Sequence[BucketReport]) -> None:
 
 
 def log_switches(
-    auto: Auto,
-    nbytes: Sequence[int],
-    costs: policy.Costs,
-    state: policy.State,
-    chosen: tf.Tensor,
-    show: bool,
+    auto: Auto, nbytes: Sequence[int], costs: policy.Costs, state: policy.State, chosen: tf.Tensor, show: bool
 ) -> None:
     """Prints a line for each bucket whose choice changes from `state.choice` to `chosen`, int32 [B].
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,16 +21,14 @@ import tensorflow as tf
 from ..common import tracing
 from ..compressors import Auto, Compressor
 from ..engine import clock
-from ..engine.clock import Timestamps
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
 from ..engine.observer import StepMeasurement
-from ..engine.selector import ModelSelector, switch_case
-from ..engine.state import State
-from . import policy, probe, report, samples
+from ..engine.plan import Plan
+from ..engine.selector import ModelSelector, Result, switch_case
+from . import policy, probe, report
 
-Result = TypeVar("Result")
-
+_NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
 _PLACES = 16
 # The times of the first steps are ignored: kernels are compiled, connections are made.
@@ -40,49 +38,31 @@ _UNTIMED = 2
 class AutoSelector(ModelSelector):
     """The selector for the buckets of `auto`; `start.selector` makes it.
 
+    Args:
+        plan: The plan.
+        costs: Predicted costs of each bucket and candidate.
+        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
+        choice: The first choice: the position of each bucket's candidate, int32 [B].
+
     Attributes:
         auto: The compressor `auto`.
         nbytes: Bytes of each bucket, as float32.
-        costs: Predicted costs of each bucket and candidate.
-        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
         state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        state: State,
-        process_set: Any,
-        averages: bool,
-        residual_decay: float,
-        costs: policy.Costs,
-        prior: tf.Tensor,
-        choice: tf.Tensor,
-    ) -> None:
-        """Makes the variables, for a first choice.
-
-        Args:
-            layout: How gradients are divided.
-            state: The plan's variables.
-            process_set: The ranks.
-            averages: Whether the numbers are averaged over the ranks, and not summed.
-            residual_decay: The factor of residuals.
-            costs: Predicted costs, float32 [B, C] each.
-            prior: See the attribute, float32 [B, C].
-            choice: The position of each bucket's candidate, int32 [B].
-        """
-        self.auto: Auto = layout.auto
-        self.nbytes = nbytes_of(layout)
-        self.costs, self.prior = costs, prior
-        self._layout, self._plan_state, self._decay = layout, state, residual_decay
-        self._place = {b: place for place, b in enumerate(layout.auto_buckets)}
-        self._ranks, self._rank = process_set.size(), process_set.rank()
-        self._averages = averages
-        self._uncompressed = uncompressed_candidates(self.auto)
-        model_wide = self.auto.model_wide_candidates
+    def __init__(self, plan: Plan, costs: policy.Costs, prior: tf.Tensor, choice: tf.Tensor) -> None:
+        # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
+        self._layout, self._plan_state, self._settings = plan.layout, plan.state, plan.settings
+        self._costs, self._prior = costs, prior
+        self.auto: Auto = plan.layout.auto
+        self.nbytes = nbytes_of(plan.layout)
+        self._place = {b: place for place, b in enumerate(plan.layout.auto_buckets)}
+        self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
+        candidates = list(enumerate(self.auto.candidates))
+        self._uncompressed = [candidate.uncompressed for _, candidate in candidates]
         # The positions of model-wide candidates, and of the others.
-        self._model_wide = [c for c, is_model_wide in enumerate(model_wide) if is_model_wide]
-        self._per_bucket = [c for c, is_model_wide in enumerate(model_wide) if not is_model_wide]
+        self._model_wide = [c for c, candidate in candidates if candidate.model_wide]
+        self._per_bucket = [c for c, candidate in candidates if not candidate.model_wide]
         b, c = len(self.nbytes), len(self.auto.candidates)
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
@@ -91,19 +71,17 @@ class AutoSelector(ModelSelector):
             "waits": (b,), **({"model_wide": (2,)} if self._model_wide else {}),
         }  # fmt: skip
         with tf.device("CPU"):
-            self.state = policy.State(*map(_variable, policy.initial(choice, c)))
-            self._numbers = _variable(tf.zeros([sum(map(math.prod, self._fields.values()))]))
+            self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
+            self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
 
     # Selector
 
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
         """The exchange with the bucket's candidate, which is not model-wide."""
-        with tf.device("CPU"):
-            index = self.state.now.read_value()[self._place[bucket]]
-            if self._model_wide:
-                index = self._place_of(index, self._per_bucket)
-        branches = [functools.partial(exchange, self.auto.candidates[c]) for c in self._per_bucket]
-        return switch_case(index, branches)
+        index = self.choice(bucket)
+        if self._model_wide:
+            index = self._place_of(index, self._per_bucket)
+        return switch_case(index, [functools.partial(exchange, self.auto.candidates[c]) for c in self._per_bucket])
 
     def choice(self, bucket: int) -> tf.Tensor:
         """The position of the bucket's candidate in this step."""
@@ -112,8 +90,7 @@ class AutoSelector(ModelSelector):
 
     def current(self, bucket: int) -> Compressor:
         """The bucket's chosen candidate."""
-        candidate: Compressor = self.auto.candidates[self.state.choice.numpy()[self._place[bucket]]]
-        return candidate
+        return self.auto.candidates[self.state.choice.numpy()[self._place[bucket]]]
 
     # ModelSelector
 
@@ -128,10 +105,11 @@ class AutoSelector(ModelSelector):
         Returns:
             [C + 1]: the energy that each candidate loses, and the chunk's energy; zeros if no probe is due.
         """
-        of_buckets = [samples.of_bucket(self._layout, self._plan_state, gradients, b, self._decay) for b in self._place]
+        decay = self._settings.residual_decay
+        samples = [probe.sample_of(self._layout, self._plan_state, gradients, b, decay) for b in self._place]
         index, is_due = self._probe_index(step)
         nothing = tf.zeros([len(self.auto.candidates) + 1])
-        return tf.cond(is_due, lambda: probe.energies(self.auto, index % len(of_buckets), of_buckets), lambda: nothing)
+        return tf.cond(is_due, lambda: probe.energies(self.auto, index % len(samples), samples), lambda: nothing)
 
     def switch_model(
         self,
@@ -151,8 +129,8 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             index = self._place_of(self.state.now.read_value()[0], self._model_wide)
             if may_be_idle:
+                index = tf.where(self._is_idle(), len(branches), index)
                 branches.append(uncompressed)
-                index = tf.where(self._is_idle(), len(branches) - 1, index)
         return switch_case(index, branches)
 
     def replicated_state(self) -> dict[str, tf.Variable]:
@@ -162,7 +140,7 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
-        return report.of_buckets(self.auto, self.nbytes, self.costs, self.prior, state, step)
+        return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
 
     # Observer
 
@@ -172,40 +150,23 @@ class AutoSelector(ModelSelector):
 
     def observe(self, measurement: StepMeasurement) -> None:
         """Updates the state with the numbers of the step before, and keeps those of this step for the next one."""
-        step, committed = measurement.step, measurement.committed
+        step = measurement.step
         assert measurement.agreed is not None
         with tf.device("CPU"):
             state = policy.State(*(variable.read_value() for variable in self.state))
-            fields = self._unpack(measurement.agreed if self._averages else measurement.agreed / self._ranks)
+            fields = self._unpack(measurement.agreed if self._settings.averages else measurement.agreed / self._ranks)
+            votes, trial = (self._voted(fields.pop(name)) for name in ("votes", "trial"))
             probed, _ = self._probe_index(step - 1)
-            measured = policy.Measured(
-                # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
-                tf.reduce_min(fields["wire"] * (self._ranks / self._members)),
-                fields["span"],
-                fields["exchange"],
-                fields["waits"],
-                probed % len(self.nbytes),
-                fields["energy"],
-                fields.get("model_wide"),
-            )
-            state = policy.follow(state, measured, self.costs)
-            votes, trial = (self._voted(fields[name]) for name in ("votes", "trial"))
+            # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
+            fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
+            state = policy.follow(state, policy.Measured(probed=probed % len(self.nbytes), **fields), self._costs)
             chosen = tf.where(votes >= 0, votes, state.choice)
-            report.log_switches(self.auto, self.nbytes, self.costs, state, chosen, show=self._rank == 0)
-            switched = policy.in_step(state, chosen, trial, committed)
-            shares, nbytes = policy.shares(switched, self.prior), tf.constant(self.nbytes, tf.float32)
-            switched, proposal, tried = propose(
-                self.auto, switched, self.costs, shares, nbytes, tf.cast(step, tf.int32)
-            )
-            for variable, value in zip(self.state, switched):
+            report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
+            state = policy.in_step(state, chosen, trial, measurement.committed)
+            state, *votes = propose(self.auto, state, self._costs, self._prior, self.nbytes, tf.cast(step, tf.int32))
+            for variable, value in zip(self.state, state):
                 variable.assign(value)
-            # The times of steps that were not committed are ignored.
-            timed = committed & (step >= _UNTIMED)
-            loss = measurement.model_wide_loss
-            lost = [tf.where(committed, loss, tf.zeros([2]))] if self._model_wide else []
-            buckets = (measurement.buckets[b] for b in self._place)
-            timestamps = [bucket.timestamps for bucket in buckets if bucket is not None]
-            self._numbers.assign(self._pack(proposal, tried, timestamps, measurement.probe, timed, lost))
+            self._numbers.assign(self._pack(measurement, votes))
 
     def _is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
@@ -216,7 +177,8 @@ class AutoSelector(ModelSelector):
     def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
         """The candidate's position in the list `among`; the list's length if it is not there."""
         places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
-        return tf.gather(tf.constant(places), candidate)
+        with tf.device("CPU"):
+            return tf.gather(tf.constant(places), candidate)
 
     def _probe_index(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The number of probes before this step, and whether one is due in it."""
@@ -230,17 +192,11 @@ class AutoSelector(ModelSelector):
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _pack(
-        self,
-        proposal: tf.Tensor,
-        tried: tf.Tensor,
-        timestamps: Sequence[Timestamps],
-        energy: tf.Tensor,
-        timed: tf.Tensor,
-        lost: Sequence[tf.Tensor],
-    ) -> tf.Tensor:
-        """This step's numbers, in the order of `_fields`."""
-        ready, encoded, received, decoded = clock.since_first(timestamps)
+    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor]) -> tf.Tensor:
+        """This step's numbers, in the order of `_fields`. The votes: the proposed choice, and the candidate to try."""
+        committed = measurement.committed
+        buckets = (measurement.buckets[b] for b in self._place)
+        ready, encoded, received, decoded = clock.since_first([b.timestamps for b in buckets if b is not None])
         before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
         # Horovod may fuse buckets, which then arrive together.
         free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
@@ -248,10 +204,13 @@ class AutoSelector(ModelSelector):
         exchange = wire + tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received)
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
-        votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in (proposal, tried)]
+        own_votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in votes]
         times = [own * tf.reduce_sum(wire), tf.reduce_max(decoded), exchange, tf.nn.relu(ready - before)]
+        # The times of steps that were not committed are ignored.
+        timed = committed & (measurement.step >= _UNTIMED)
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in (*votes, energy, *times, *lost)], 0)
+        lost = [tf.where(committed, measurement.model_wide_loss, tf.zeros([2]))] if self._model_wide else []
+        flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times, *lost)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 
     def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -261,25 +220,18 @@ class AutoSelector(ModelSelector):
 
 
 def propose(
-    auto: Auto, state: policy.State, costs: policy.Costs, lost: tf.Tensor, nbytes: tf.Tensor, step: tf.Tensor
+    auto: Auto, state: policy.State, costs: policy.Costs, prior: tf.Tensor, nbytes: Sequence[int], step: tf.Tensor
 ) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
-    """Calls `policy.propose` with the target of this step."""
+    """Calls `policy.propose` with the lost shares and the target of this step."""
+    lost, sizes = policy.shares(state, prior), tf.constant(nbytes, tf.float32)
     target = tf.constant(0.0)
     for first, value in auto.targets():
         target = tf.where(step >= first, value, target)
-    uncompressed, model_wide = uncompressed_candidates(auto), auto.model_wide_candidates
-    return policy.propose(state, costs, uncompressed, lost, nbytes, target, auto.max_slowdown, model_wide)
-
-
-def uncompressed_candidates(auto: Auto) -> list[bool]:
-    """For each candidate, whether it does not compress."""
-    return [candidate.uncompressed for candidate in auto.candidates]
+    uncompressed = [candidate.uncompressed for candidate in auto.candidates]
+    model_wide = auto.model_wide_candidates
+    return policy.propose(state, costs, uncompressed, lost, sizes, target, auto.max_slowdown, model_wide)
 
 
 def nbytes_of(layout: ModelLayout) -> list[int]:
     """Bytes of each bucket of `auto`, as float32."""
     return [4 * sum(shape[0] for shape in layout.shapes_of(b)) for b in layout.auto_buckets]
-
-
-def _variable(value: tf.Tensor) -> tf.Variable:
-    return tracing.variable(value, "hvdc_auto")

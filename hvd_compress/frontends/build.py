@@ -84,7 +84,7 @@ def _add_auto(plan: Plan) -> None:
             *plan.flat,
             *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts),
         ]
-    plan.auto = start.selector(layout, plan.state, settings, calibrated, plan.collective)
+    plan.auto = start.selector(plan, calibrated)
     plan.selectors = [*plan.selectors, *[plan.auto] * len(shapes)]  # its buckets are the last ones
     plan.observers.append(plan.auto)
 

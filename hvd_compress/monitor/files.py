@@ -40,36 +40,24 @@ class RunFiles:
         self.directory = Path(directory)
         self.rank = rank
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._steps: TextIO | None = self._open(f"rank-{rank}.csv", STEP_COLUMNS)
-        self._buckets: TextIO | None = self._open(f"rank-{rank}-buckets.csv", BUCKET_COLUMNS)
+        self._files = [self._open("", STEP_COLUMNS), self._open("-buckets", BUCKET_COLUMNS)]  # empty once closed
 
-    def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
-        file = open(self.directory / name, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed in `close`)
+    def _open(self, suffix: str, columns: tuple[str, ...]) -> TextIO:
+        path = self.directory / f"rank-{self.rank}{suffix}.csv"
+        file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed in `close`)
         file.write(",".join(columns) + "\n")
         file.flush()
         return file
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:
-        """Appends steps to the CSV files.
-
-        Args:
-            steps: The steps.
-            buckets: Their buckets.
-            epoch: The epoch of the steps, or None if there are no epochs.
-            memory: The memory of the process in MB.
-        """
-        if self._steps is None or self._buckets is None:
-            return
+        """Appends steps of an epoch (None without epochs) to the CSV files; `memory` is that of the process in MB."""
         try:
-            self._steps.write(step_lines(steps, epoch, memory))
-            self._buckets.write(bucket_lines(steps, buckets))
-            self._steps.flush()
-            self._buckets.flush()
+            for file, lines in zip(self._files, (step_lines(steps, epoch, memory), bucket_lines(steps, buckets))):
+                file.write(lines)
+                file.flush()
         except OSError as error:
-            print(
-                f"hvd_compress: rank {self.rank} stops writing {self.directory} ({error}); training goes on",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            text = f"rank {self.rank} stops writing {self.directory} ({error}); training goes on"
+            print(f"hvd_compress: {text}", file=sys.stderr, flush=True)
             self.close()
 
     def describe(self, run: dict[str, Any]) -> None:
@@ -84,10 +72,9 @@ class RunFiles:
 
     def close(self) -> None:
         """Closes the files; later calls of `write` do nothing."""
-        for file in (self._steps, self._buckets):
-            if file is not None:
-                file.close()
-        self._steps = self._buckets = None
+        for file in self._files:
+            file.close()
+        self._files = []
 
 
 def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
@@ -97,8 +84,8 @@ def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
         steps.step, steps.done, steps.loss, *(1e3 * x for x in times), steps.bytes, steps.ratio, steps.error,
         steps.gradient_norm, steps.residual_norm, steps.finite, np.full(len(steps), memory),
     ]  # fmt: skip
-    epoch_cell = "" if epoch is None else epoch
-    return "".join(_lines(f"%d,{epoch_cell},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g", columns))
+    template = f"%d,{'' if epoch is None else epoch},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g"
+    return "".join(_lines(template, columns))
 
 
 def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:
@@ -106,9 +93,9 @@ def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:
     b = steps.buckets
     names = [[f"{bucket.name},{_quoted(c)}," for c in bucket.compressors] for bucket in buckets]
     starts = [
-        f"{step},{names[i][c]}"
+        f"{step},{of_bucket[c]}"
         for step, row in zip(steps.step.tolist(), b.compressor.tolist())
-        for i, c in enumerate(row)
+        for of_bucket, c in zip(names, row)
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(b.bytes > 0, b.uncompressed_bytes / b.bytes, np.nan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import TracebackType
 from typing import Any
 
 from ..common import checks
@@ -33,9 +32,6 @@ class profile:
         log_dir: Directory for the files that `hvd-compress doctor` and `hvd-compress report` read (see
             docs/monitor.md). None writes no files.
 
-    Attributes:
-        first_step_seconds: Seconds of the first step, including tracing and compiling. None before it.
-
     Raises:
         TypeError: `log_dir` is not a path.
         OSError: `log_dir` cannot be written to.
@@ -49,7 +45,7 @@ class profile:
 
     @property
     def first_step_seconds(self) -> float | None:
-        """Seconds of the first step."""
+        """Seconds of the first step, including tracing and compiling. None before it."""
         return None if self._session is None else self._session.first_step_seconds
 
     def __enter__(self) -> profile:
@@ -58,9 +54,7 @@ class profile:
         self._start = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         watch_all.remove(Recorder)
         assert self._session is not None
         self._keep(self._session.read())

@@ -43,42 +43,29 @@ Loss = Callable[[], "tuple[tf.Tensor, tf.Tensor] | None"]
 
 
 class WatchedBucket(NamedTuple):
-    """What is known of a bucket before the first step.
+    """What is known of a bucket before the first step. Bytes of IndexedSlices are 0, as they differ in each step."""
 
-    Attributes:
-        name: "0", "1", ... in the order of sending; "dense-0", ... for uncompressed gradients; "sparse-0", ... for
-            IndexedSlices.
-        nbytes: Bytes of its gradients; 0 for IndexedSlices, which differ from step to step.
-        plain: Bytes that a rank sends without compression; 0 for IndexedSlices.
-        compressors: Spec strings of the compressors that it may use.
-        sent: Bytes that a rank sends with each of these; 0 for IndexedSlices.
-    """
-
-    name: str
-    nbytes: int
-    plain: int
-    compressors: tuple[str, ...]
-    sent: tuple[int, ...]
+    name: str  # "0", "1", ... in the order of sending; "dense-0", ...: uncompressed gradients; "sparse-0", ...: slices
+    nbytes: int  # bytes of its gradients
+    plain: int  # bytes that a rank sends without compression
+    compressors: tuple[str, ...]  # spec strings of the compressors that it may use
+    sent: tuple[int, ...]  # bytes that a rank sends with each of these
 
 
 class Recorder(Observer):
-    """Records the steps of one plan.
-
-    Attributes:
-        buckets: The compressed buckets of the plan, then uncompressed gradients, then IndexedSlices.
-    """
+    """Records the steps of one plan."""
 
     records_steps = True
 
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
-        self.buckets = watched_buckets(plan)
+        self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
         self._num_read = 0
         self._column_order = _column_order(len(self.buckets))
-        width = len(self._column_order)
         with tf.init_scope(), tf.device("CPU"):
-            self._rows = tracing.variable(tf.zeros([ROWS, width], tf.float64), f"{plan.name}_watched")
+            rows = tf.zeros([ROWS, len(self._column_order)], tf.float64)
+            self._rows = tracing.variable(rows, f"{plan.name}_watched")
             self._count = tracing.variable(tf.constant(0, tf.int64), f"{plan.name}_watched_steps")
 
     # In the graph
@@ -135,43 +122,34 @@ class Recorder(Observer):
 
 
 def _column_order(buckets: int) -> np.ndarray:
-    """The recorded column of each column of a row, int [HEADER + COLUMNS of each bucket].
-
-    The recorded columns are the header, all buckets' timestamps, all norms, all choices, and all bytes.
-    """
-    header = np.arange(len(HEADER))
+    """The recorded column of each column of a row: recorded are the header, all timestamps, norms, choices, bytes."""
     cells, begin = [], len(HEADER)
     for width in (len(TIMES), len(NORMS), 1, len(BYTES)):
         cells.append(begin + np.arange(buckets * width).reshape(buckets, width))
         begin += buckets * width
-    return np.concatenate([header, np.concatenate(cells, 1).ravel()])
+    return np.concatenate([np.arange(len(HEADER)), np.concatenate(cells, 1).ravel()])
 
 
 def measure_link(process_set: Any) -> tuple[float, float] | None:
-    """Measures the seconds of an allreduce, and the seconds of each byte that a rank sends in it.
+    """The seconds of an allreduce, and the seconds of each byte that a rank sends in it; None in TensorFlow 1's graphs.
 
     All ranks of the process set call it together and get the same result. It is called once for each plan that any rank
     records, and takes a tenth of a second at 1 Gbit/s. Later steps cannot show these numbers, as they send compressed
     bytes.
-
-    Returns:
-        Seconds per allreduce and per byte; None in graphs of TensorFlow 1.
     """
     if not tf.executing_eagerly():
         return None
+
+    def fastest(nbytes: int) -> float:
+        times = []
+        for _ in range(_REPEATS):
+            begin = time.perf_counter()
+            hvd.allreduce(tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set).numpy()
+            times.append(time.perf_counter() - begin)
+        # The time of the slowest rank: all ranks must make the same calls.
+        return float(hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set))
+
     with tf.device("CPU"):
-
-        def fastest(nbytes: int) -> float:
-            times = []
-            for _ in range(_REPEATS):
-                begin = time.perf_counter()
-                hvd.allreduce(tf.zeros([nbytes // 4]), op=hvd.Sum, name="hvdc_link", process_set=process_set).numpy()
-                times.append(time.perf_counter() - begin)
-            # The time of the slowest rank: all ranks must make the same calls.
-            return float(
-                hvd.allreduce(tf.constant(min(times)), op=hvd.Max, name="hvdc_link_time", process_set=process_set)
-            )
-
         smallest, *larger = _LINK_BYTES
         latency = per_byte = fastest(smallest)
         for nbytes in larger:

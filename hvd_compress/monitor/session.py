@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import horovod
@@ -20,6 +21,7 @@ import tensorflow as tf
 
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
+from ..engine.settings import Settings
 from ..version import __version__
 from .files import RunFiles
 from .recorder import ROWS, Recorder, WatchedBucket, recorder_of
@@ -38,18 +40,13 @@ class Session:
         reducers: Returns the reducers.
         directory: The directory of the files, or None to write none.
         what: The name of the user's tool: "profile", for example.
-
-    Attributes:
-        first_step_seconds: Seconds of the first step, including tracing and compiling. None before it.
-        losses: The losses of steps that have not been read yet, if the graph does not record them: numbers,
-            tensors or None.
-        epoch: The epoch of the steps; None if there are no epochs.
     """
 
-    def __init__(self, reducers: Callable[[], Sequence[Reducer]], directory: str | None, what: str) -> None:
-        self.first_step_seconds: float | None = None
+    def __init__(self, reducers: Callable[[], Iterable[Reducer]], directory: str | None, what: str) -> None:
+        self.first_step_seconds: float | None = None  # including tracing and compiling; None before it
+        # Of steps that have not been read yet, if the graph does not record them: numbers, tensors or None.
         self.losses: list[Any] = []
-        self.epoch: int | None = None
+        self.epoch: int | None = None  # of the steps; None if there are no epochs
         self._reducers = reducers
         self._rank = hvd.rank()
         self._files = None if directory is None else RunFiles(directory, self._rank)
@@ -59,8 +56,7 @@ class Session:
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
         self._read_at = self._check_at = time.monotonic()
-        self._started = datetime.datetime.now(datetime.timezone.utc)
-        self._run: dict[str, Any] = {}
+        self._started = _now()
 
     @property
     def buckets(self) -> list[WatchedBucket]:
@@ -73,14 +69,7 @@ class Session:
         return self._plan is not None
 
     def stepped(self, seconds: float | None = None) -> Steps | None:
-        """Call it after each step. It reads if it is time to.
-
-        Args:
-            seconds: Seconds of the step; ignored except for the first step.
-
-        Returns:
-            The steps that it read, or None.
-        """
+        """Call it after each step, after the first one with its seconds. It reads if it is time to, see `read`."""
         now = time.monotonic()
         first = self.first_step_seconds is None and seconds is not None
         if now < self._check_at and not first:  # the case of nearly all steps: it must take no time
@@ -104,7 +93,7 @@ class Session:
                 return None
             steps = self._with_losses(self._reader.steps(rows))
             if self._files is not None:
-                self._files.write(steps, self.buckets, self.epoch, memory_mb())
+                self._files.write(steps, self.buckets, self.epoch, _memory_mb())
             return steps
 
     def _with_losses(self, steps: Steps) -> Steps:
@@ -132,33 +121,30 @@ class Session:
         watched = [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
         if not watched:
             return False
-        self._plan, recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
-        self._recorder = recorder
+        self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
         self._reader = Reader(self.buckets)
         # Discards steps that were recorded for an earlier session.
-        while recorder.pending() > 1:
-            recorder.read()
+        while self._recorder.pending() > 1:
+            self._recorder.read()
         self._describe()
         return True
 
     def _describe(self, **more: Any) -> None:
         if self._files is None or self._rank != 0 or self._plan is None:
             return
-        settings = self._plan.settings
-        self._run |= {
+        settings, shapes, link = self._plan.settings, self._plan.layout.shapes, self._plan.link
+        run = {
             "what": self._what,
-            "started": self._started.isoformat(timespec="seconds"),
+            "started": self._started,
             "ranks": settings.process_set.size(),
             "host": socket.gethostname(),
             "model": {
-                "parameters": sum(int(np.prod(s)) for s in self._plan.layout.shapes),
+                "parameters": sum(map(math.prod, shapes)),
                 "gradient_bytes": sum(bucket.nbytes for bucket in self.buckets),
-                "variables": len(self._plan.layout.shapes),
+                "variables": len(shapes),
             },
-            "settings": settings_of(settings),
-            "link": None
-            if self._plan.link is None
-            else {"latency_ms": 1e3 * self._plan.link[0], "ns_per_byte": 1e9 * self._plan.link[1]},
+            "settings": _settings(settings),
+            "link": None if link is None else {"latency_ms": 1e3 * link[0], "ns_per_byte": 1e9 * link[1]},
             "buckets": [bucket._asdict() for bucket in self.buckets],
             "versions": {
                 "hvd_compress": __version__,
@@ -166,17 +152,16 @@ class Session:
                 "horovod": horovod.__version__,
                 "python": platform.python_version(),
             },
-            "memory_total_mb": memory_total_mb(),
+            "memory_total_mb": _memory_total_mb(),
             "first_step_seconds": self.first_step_seconds,
-            **more,
         }
-        self._files.describe(self._run)
+        self._files.describe(run | more)
 
     def finish(self) -> None:
         """Reads the remaining steps and closes the files."""
         with self._lock:
             self.read()
-            self._describe(finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+            self._describe(finished=_now())
             if self._files is not None:
                 self._files.close()
 
@@ -184,44 +169,38 @@ class Session:
         """Rank 0 prints how long the first step took."""
         self._describe()
         if self._rank == 0 and self.first_step_seconds is not None:
-            print(
-                f"hvd_compress: the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            text = f"the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)"
+            print(f"hvd_compress: {text}", file=sys.stderr, flush=True)
 
 
-def settings_of(settings: Any) -> dict[str, Any]:
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
     """The settings, converted to types that JSON can represent."""
-    converted: dict[str, Any] = {"compression": settings.compressor.spec}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in ("compressor", "process_set"):
-            continue
-        if field.name == "policy":
-            value = {pattern: compressor.spec for pattern, compressor in value}
-        elif field.name == "op":
-            value = settings.op_name
-        converted[field.name] = value if isinstance(value, (str, int, float, dict, type(None))) else str(value)
-    return converted
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    values |= {"op": settings.op_name, "policy": {pattern: compressor.spec for pattern, compressor in settings.policy}}
+    del values["compressor"], values["process_set"]
+    kept = (str, int, float, dict, type(None))
+    converted = {name: value if isinstance(value, kept) else str(value) for name, value in values.items()}
+    return {"compression": settings.compressor.spec, **converted}
 
 
-def memory_mb() -> float:
+def _memory_mb() -> float:
     """Memory of the process in MB: resident memory and the GPU memory that TensorFlow has allocated; NaN if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             megabytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except OSError:
         return float("nan")
-    for device in _gpus():
+    for gpu in tf.config.list_logical_devices("GPU"):
+        device = gpu.name.replace("/physical_device:", "")
         megabytes += tf.config.experimental.get_memory_info(device)["current"] / 1e6
     return round(megabytes, 1)
 
 
-def _gpus() -> list[str]:
-    return [gpu.name.replace("/physical_device:", "") for gpu in tf.config.list_logical_devices("GPU")]
-
-
-def memory_total_mb() -> float | None:
+def _memory_total_mb() -> float | None:
     """Memory of the host in MB; None if unknown."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6)

@@ -14,104 +14,46 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Measurements of B buckets in T steps, each [T, B]; times in seconds.
+    """Measurements of B buckets in T steps, each [T, B]; times in seconds."""
 
-    Attributes:
-        compressor: Index of the compressor among the bucket's compressors, int.
-        bytes: Bytes that this rank sent.
-        uncompressed_bytes: Bytes that it would send without compression.
-        encode: Time of encoding. It starts when the bucket's gradients are ready and the previous bucket is encoded.
-        wire: Time of the exchange. It starts when the bucket is encoded and the buckets sent before have arrived, and
-            ends when the payloads of the other ranks have arrived.
-        decode: Time of decoding, from then on.
-        error: Relative error ||x - C(x)|| / ||x||, where x = gradient + residual; NaN if not measured.
-        gradient_norm: Norm of the gradient.
-        norm: Norm of x.
-        residual_norm: Norm of the residual after the step.
-    """
-
-    compressor: Array
-    bytes: Array
-    uncompressed_bytes: Array
-    encode: Array
+    compressor: Array  # index of the compressor among the bucket's compressors, int
+    bytes: Array  # bytes that this rank sent
+    uncompressed_bytes: Array  # bytes that it would send without compression
+    encode: Array  # begins when the bucket's gradients are ready and the previous bucket is encoded
+    # Begins when the bucket is encoded and the buckets sent before have arrived, and ends when the payloads of the
+    # other ranks have arrived.
     wire: Array
-    decode: Array
-    error: Array
+    decode: Array  # from then on
+    error: Array  # relative error ||x - C(x)|| / ||x||, where x = gradient + residual; NaN if not measured
     gradient_norm: Array
-    norm: Array
-    residual_norm: Array
+    norm: Array  # of x
+    residual_norm: Array  # after the step
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Measurements of T steps, each [T]; times in seconds.
+    """Measurements of T steps, each [T]; times in seconds."""
 
-    Attributes:
-        step: Number of the step, from 1 on.
-        loss: Loss of the step's batch; infinite if it is not a number, NaN if unknown.
-        seconds: Time since the end of the previous step; NaN for the first one.
-        exchange: Time during which at least one bucket was encoded, exchanged or decoded.
-        exposed: The part of it after the last gradient was ready, for which training waits.
-        finite: Whether all gradients of all ranks were finite.
-        done: When the last bucket was decoded, in seconds since 1970.
-        buckets: Measurements of the buckets.
-    """
-
-    step: Array
-    loss: Array
-    seconds: Array
-    exchange: Array
-    exposed: Array
-    finite: Array
-    done: Array
+    step: Array  # number of the step, from 1 on
+    loss: Array  # of the step's batch; infinite if it is not a number, NaN if unknown
+    seconds: Array  # since the end of the previous step; NaN for the first one
+    exchange: Array  # time during which at least one bucket was encoded, exchanged or decoded
+    exposed: Array  # the part of it after the last gradient was ready, for which training waits
+    finite: Array  # whether all gradients of all ranks were finite
+    done: Array  # when the last bucket was decoded, in seconds since 1970
     buckets: Buckets
+    # The next four are sums over the buckets.
+    encode: Array
+    wire: Array
+    decode: Array
+    bytes: Array
+    ratio: Array  # bytes without compression, divided by the bytes sent
+    gradient_norm: Array  # of the compressed buckets together, as the error
+    residual_norm: Array
+    error: Array
 
     def __len__(self) -> int:
         return len(self.step)
-
-    @property
-    def encode(self) -> Array:
-        """Time of encoding, summed over the buckets."""
-        return self.buckets.encode.sum(1)
-
-    @property
-    def wire(self) -> Array:
-        """Time of the exchange, summed over the buckets."""
-        return self.buckets.wire.sum(1)
-
-    @property
-    def decode(self) -> Array:
-        """Time of decoding, summed over the buckets."""
-        return self.buckets.decode.sum(1)
-
-    @property
-    def bytes(self) -> Array:
-        """Bytes sent, summed over the buckets."""
-        return self.buckets.bytes.sum(1)
-
-    @property
-    def ratio(self) -> Array:
-        """Bytes without compression, divided by the bytes sent."""
-        return _divided(self.buckets.uncompressed_bytes.sum(1), self.bytes)
-
-    @property
-    def residual_norm(self) -> Array:
-        """Norm of the residuals of all buckets."""
-        return np.sqrt((self.buckets.residual_norm**2).sum(1))
-
-    @property
-    def gradient_norm(self) -> Array:
-        """Norm of the gradients of the compressed buckets."""
-        return np.sqrt(_known_sum(self.buckets.gradient_norm**2))
-
-    @property
-    def error(self) -> Array:
-        """Relative error of the compressed buckets together."""
-        b = self.buckets
-        total = _known_sum(b.norm**2)
-        relative = np.sqrt(_divided(_known_sum((b.error * b.norm) ** 2), total))
-        lossless = np.isnan(b.norm).all(1) & (b.error == 0.0).all(1)
-        return np.where(lossless, 0.0, np.where(total > 0.0, relative, np.where(np.isnan(total), np.nan, 0.0)))
 
 
 class Reader:
@@ -120,17 +62,12 @@ class Reader:
     def __init__(self, buckets: Sequence[WatchedBucket]) -> None:
         self._sent = [np.array(bucket.sent, np.float64) for bucket in buckets]
         self._uncompressed_bytes = np.array([bucket.plain for bucket in buckets], np.float64)
-        self.pause()
-        self._loss = (0.0, 0.0)
-
-    def pause(self) -> None:
-        """The time until the next step does not count as a part of it (validation, or another epoch)."""
-        self._last = np.nan
+        self.new_epoch()
 
     def new_epoch(self) -> None:
-        """Keras's running mean of the loss starts again."""
+        """Keras's running mean of the loss starts again, and the time until the next step is not a part of it."""
+        self._last_done = np.nan
         self._loss = (0.0, 0.0)
-        self.pause()
 
     def steps(self, rows: Array) -> Steps:
         """The steps of rows, float64 [T, width], as returned by `Recorder.read`."""
@@ -141,9 +78,9 @@ class Reader:
         finite = head["committed"] == 1.0
         buckets = self._buckets(columns, finite)
         done = columns["decoded"].max(1) if count else head["ready"]
-        previous = np.concatenate([[self._last], done[:-1]])
+        previous = np.concatenate([[self._last_done], done[:-1]])
         if len(done):
-            self._last = done[-1]
+            self._last_done = done[-1]
         return Steps(
             head["step"].astype(np.int64) + 1,
             self._losses(head["loss_total"], head["loss_count"]),
@@ -153,6 +90,14 @@ class Reader:
             finite,
             done,
             buckets,
+            encode=buckets.encode.sum(1),
+            wire=buckets.wire.sum(1),
+            decode=buckets.decode.sum(1),
+            bytes=buckets.bytes.sum(1),
+            ratio=_divided(buckets.uncompressed_bytes.sum(1), buckets.bytes.sum(1)),
+            gradient_norm=np.sqrt(_known_sum(buckets.gradient_norm**2)),
+            residual_norm=np.sqrt((buckets.residual_norm**2).sum(1)),
+            error=_error(buckets),
         )
 
     def _buckets(self, columns: dict[str, Array], finite: Array) -> Buckets:
@@ -162,9 +107,7 @@ class Reader:
             bytes_sent[:, b] = table[choice[:, b]]
         order = np.argsort(columns["encoded"], axis=1, kind="stable")
         received = np.take_along_axis(columns["received"], order, 1)
-        starts = np.take_along_axis(columns["encoded"], order, 1)
-        wire_free = np.maximum.accumulate(received, axis=1)
-        starts[:, 1:] = np.maximum(starts[:, 1:], wire_free[:, :-1])
+        starts = _after_earlier(np.take_along_axis(columns["encoded"], order, 1), received)
         wire = np.empty_like(starts)
         np.put_along_axis(wire, order, np.maximum(received - starts, 0.0), 1)
         lost, norm = columns["lost_norm"], columns["norm"]
@@ -172,7 +115,7 @@ class Reader:
         return Buckets(
             choice,
             _or_default(columns["sent_bytes"], bytes_sent),
-            _or_default(columns["plain_bytes"], np.broadcast_to(self._uncompressed_bytes, choice.shape)),
+            _or_default(columns["plain_bytes"], self._uncompressed_bytes),
             np.maximum(columns["encoded"] - columns["ready"], 0.0),
             wire,
             np.maximum(columns["decoded"] - columns["received"], 0.0),
@@ -195,6 +138,14 @@ class Reader:
         return np.where(weight > 0.0, np.where(np.isnan(loss), np.inf, loss), np.nan)
 
 
+def _error(b: Buckets) -> Array:
+    """The relative error of the compressed buckets together, [T]."""
+    total = _known_sum(b.norm**2)
+    relative = np.sqrt(_divided(_known_sum((b.error * b.norm) ** 2), total))
+    lossless = np.isnan(b.norm).all(1) & (b.error == 0.0).all(1)
+    return np.where(lossless, 0.0, np.where(total > 0.0, relative, np.where(np.isnan(total), np.nan, 0.0)))
+
+
 def _or_default(measured: Array, default: Array) -> Array:
     """The measured values; the default where they are NaN."""
     return np.where(np.isnan(measured), default, measured)
@@ -210,12 +161,14 @@ def _known_sum(values: Array) -> Array:
     return np.where(np.isnan(values).all(1), np.nan, np.nansum(values, 1))
 
 
+def _after_earlier(begin: Array, end: Array) -> Array:
+    """The begins of intervals, [T, B], but none before the ends of all intervals to the left."""
+    latest = np.maximum.accumulate(end, axis=1)
+    return np.concatenate([begin[:, :1], np.maximum(begin[:, 1:], latest[:, :-1])], 1)
+
+
 def _union(begin: Array, end: Array) -> Array:
     """The length of the union of the B intervals of each step, [T, B] to [T]."""
-    if begin.shape[1] == 0:
-        return np.zeros(len(begin))
     order = np.argsort(begin, axis=1)
     begin, end = np.take_along_axis(begin, order, 1), np.take_along_axis(end, order, 1)
-    covered = np.maximum.accumulate(end, axis=1)
-    begin[:, 1:] = np.maximum(begin[:, 1:], covered[:, :-1])
-    return np.maximum(end - begin, 0.0).sum(1)
+    return np.maximum(end - _after_earlier(begin, end), 0.0).sum(1)

@@ -17,11 +17,7 @@ STEP = (*_TIMES, "loss", "bytes", "ratio", "error", "gradient_norm", "residual_n
 
 def series(steps: Sequence[Steps]) -> dict[str, np.ndarray]:
     """Each quantity of all steps, [T]; times are in ms (`step_ms`, `exchange_ms`, ...)."""
-    by_name = {}
-    for name in STEP:
-        values = np.concatenate([np.asarray(getattr(part, name), np.float64) for part in steps])
-        by_name[_name(name)] = 1e3 * values if name in _TIMES else values
-    return by_name
+    return {_name(name): _unit(name) * np.concatenate([getattr(part, name) for part in steps]) for name in STEP}
 
 
 def means(steps: Sequence[Steps]) -> dict[str, float]:
@@ -33,7 +29,7 @@ def means(steps: Sequence[Steps]) -> dict[str, float]:
 def bucket_means(steps: Sequence[Steps]) -> list[dict[str, float]]:
     """As `means`, for each bucket."""
     tables = {
-        name: _means(np.concatenate([getattr(part.buckets, name) for part in steps])) * (1e3 if name in _TIMES else 1.0)
+        name: _unit(name) * _means(np.concatenate([getattr(part.buckets, name) for part in steps]))
         for name in (*_BUCKET, "uncompressed_bytes")
     }
     uncompressed = tables.pop("uncompressed_bytes")
@@ -46,6 +42,10 @@ def bucket_means(steps: Sequence[Steps]) -> list[dict[str, float]]:
 
 def _name(name: str) -> str:
     return _NAMES.get(name, name) + ("_ms" if name in _TIMES else "")
+
+
+def _unit(name: str) -> float:
+    return 1e3 if name in _TIMES else 1.0
 
 
 def _means(values: np.ndarray) -> np.ndarray:
@@ -76,7 +76,5 @@ def table(steps: Sequence[Steps], first_step_seconds: float | None) -> str:
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     first = "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
-    lines = [f"{sum(map(len, steps))} steps{first}"]
-    for name, *numbers in cells:
-        lines.append("  ".join([name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:]))]))
-    return "\n".join(lines)
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return "\n".join([f"{sum(map(len, steps))} steps{first}", *lines])

@@ -25,10 +25,10 @@ _LINE_INTERVAL = 0.2
 
 
 class _Clock:
-    """Measures the time between steps of the first plan. Other plans belong to the same steps."""
+    """Measures the time between steps."""
 
     def __init__(self) -> None:
-        self.plan = ""
+        self.plan = ""  # the first plan: other plans belong to the same steps
         self._last_tick: float | None = None
         self._last_line = 0.0
         self._pending: list[float] = []  # seconds of steps
@@ -76,7 +76,7 @@ def metrics(logs: Mapping[str, Any] | None) -> None:
 
 
 class StepClock(Observer):
-    """Reports the seconds of steps of the first plan; other plans belong to the same steps."""
+    """Reports the seconds of steps of the first plan."""
 
     def __init__(self, plan: str) -> None:
         if not _clock.plan:
