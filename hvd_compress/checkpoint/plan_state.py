@@ -6,7 +6,7 @@ It is saved per variable, in the variable's shape, so that plans with other chun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,16 @@ class PlanState:
         }
         return metadata, arrays
 
+    def arrays(self) -> list[np.ndarray]:
+        """All tensors, in the order of fields and positions."""
+        return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
+
+    def mapped(self, change: Callable[[str, int, np.ndarray], np.ndarray]) -> PlanState:
+        """The state without padding, and with `change(field, position, tensor)` in place of each tensor."""
+        tensors = {f: {i: change(f, i, tensor) for i, tensor in of_f.items()} for f, of_f in self.tensors.items()}
+        padding = {field: [np.zeros(0, np.float32) for _ in self.chunk_layouts] for field in tensors}
+        return PlanState(self.members, tensors, padding, [None for _ in self.chunk_layouts], self.replicated_state)
+
     @staticmethod
     def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
         """The inverse of `packed`."""
@@ -112,13 +122,8 @@ def restore(plan: Plan, state: PlanState) -> None:
         ValueError: The plan does not keep the same fields as the state.
     """
     groups, replicated = _stateful_groups(plan), plan.replicated_state
-    own = {
-        (field, i)
-        for layout, of_group in groups
-        for field, variables in vars(of_group).items()
-        if variables
-        for i in layout.tensors.members
-    }
+    kept = [(layout, field) for layout, of_group in groups for field, variables in vars(of_group).items() if variables]
+    own = {(field, i) for layout, field in kept for i in layout.tensors.members}
     saved = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
     for field, i in sorted(own ^ saved):
         where = "the checkpoint" if (field, i) in saved else "this run"
@@ -157,27 +162,19 @@ def merged(states: Sequence[PlanState]) -> PlanState:
     """The state of a rank that takes over the states of several ranks.
 
     Residuals and velocities are summed in float32, so their sum over all ranks stays the same. Padding is dropped. The
-    replicated state is that of the first state. For a rank that takes over nothing, `states` is one `zeroed` state.
+    replicated state is that of the first state.
     """
 
-    def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.sum([a.astype(np.float32) for a in arrays], axis=0, dtype=np.float32).astype(arrays[0].dtype)
+    def total(field: str, i: int, tensor: np.ndarray) -> np.ndarray:
+        summands = [state.tensors[field][i].astype(np.float32) for state in states]
+        return np.sum(summands, axis=0, dtype=np.float32).astype(tensor.dtype)
 
-    first = states[0]
-    tensors = {
-        field: {i: total([state.tensors[field][i] for state in states]) for i in tensors}
-        for field, tensors in first.tensors.items()
-    }
-    padding = {field: [np.zeros(0, np.float32) for _ in first.chunk_layouts] for field in tensors}
-    return PlanState(first.members, tensors, padding, [None for _ in first.chunk_layouts], first.replicated_state)
+    return states[0].mapped(total)
 
 
 def zeroed(state: PlanState) -> PlanState:
-    """The state with zeros for residuals and velocities."""
-    tensors = {
-        field: {i: np.zeros_like(tensor) for i, tensor in tensors.items()} for field, tensors in state.tensors.items()
-    }
-    return dataclasses.replace(state, tensors=tensors)
+    """The state with zeros for residuals, velocities and padding; its tensors may be empty."""
+    return state.mapped(lambda _, i, tensor: np.zeros(state.members[i].shape, tensor.dtype))
 
 
 def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
@@ -217,9 +214,7 @@ def take_pending(reducer: Reducer, plan: Plan) -> None:
 def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
     """The layouts and states to be saved: of all parameter groups, and of embeddings with a residual."""
     layout, state = plan.layout, plan.state
-    groups: list[tuple[Layout, GroupState]] = [
-        (group.layout, of_group) for group, of_group in zip(layout.param_groups, state.groups)
-    ]
+    groups: list[tuple[Layout, GroupState]] = [(g.layout, s) for g, s in zip(layout.param_groups, state.groups)]
     for i, embedding, of_embedding in zip(layout.sparse, layout.embeddings, state.embeddings):
         if of_embedding.residuals:
             groups.append((PerTensorLayout(TensorGroup((i,), (embedding.shape,))), of_embedding))
@@ -228,10 +223,9 @@ def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
 
 def _members(plan: Plan) -> list[Member]:
     layout = plan.layout
-    kinds = [
-        "sparse" if i in layout.sparse else "none" if dtype is None else "dense"
-        for i, dtype in enumerate(layout.dtypes)
-    ]
+    kinds = ["none" if dtype is None else "dense" for dtype in layout.dtypes]
+    for i in layout.sparse:
+        kinds[i] = "sparse"
     return [Member(*member) for member in zip(layout.paths, layout.shapes, kinds)]
 
 

@@ -15,18 +15,16 @@ class CommitStateCallback(Callback):
     Put it last in the list of callbacks, so that it commits what the others write into the state. A commit copies
     model, optimizer and residuals to host memory, and sends the residuals to another rank. So do not commit every
     batch.
+
+    Args:
+        state: An elastic state, such as `hvdc.elastic.KerasState`.
+        batches_per_commit: The number of batches between commits, at least 1.
+
+    Raises:
+        ValueError: `batches_per_commit` is not a whole number from 1 on.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state, such as `hvdc.elastic.KerasState`.
-            batches_per_commit: The number of batches between commits, at least 1.
-
-        Raises:
-            ValueError: `batches_per_commit` is not a whole number from 1 on.
-        """
         super().__init__()
         self.state = state
         self.batches_per_commit = checks.integer("batches_per_commit", batches_per_commit, 1)
@@ -57,16 +55,13 @@ class CommitStateCallback(Callback):
 class UpdateBatchStateCallback(Callback):
     """Keeps the number of completed batches of the epoch in `state.batch`, also across a reset; 0 between epochs.
 
-    In the first epoch after a reset, only the remaining batches are trained, if Keras knows how many steps an
-    epoch has.
+    In the first epoch after a reset, only the remaining batches are trained, if Keras knows how many steps an epoch has.
+
+    Args:
+        state: An elastic state with an attribute `batch`.
     """
 
     def __init__(self, state: Any) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state with an attribute `batch`.
-        """
         super().__init__()
         self.state = state
         self._before_reset = 0  # batches of this epoch that were trained before a reset
@@ -95,14 +90,12 @@ class UpdateEpochStateCallback(Callback):
     """Keeps the number of completed epochs in `state.epoch`, also across a reset.
 
     Train the remaining ones with `fit(epochs=epochs - state.epoch)`.
+
+    Args:
+        state: An elastic state with an attribute `epoch`.
     """
 
     def __init__(self, state: Any) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state with an attribute `epoch`.
-        """
         super().__init__()
         self.state = state
 
