@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras import epochs
-from ..keras.callback import BatchCounter, Callback
+from ..keras.callback import BatchCounter, Callback, begin_epoch, end_epoch
 
 
 class CommitStateCallback(Callback):
@@ -55,7 +54,7 @@ class CommitStateCallback(Callback):
 class UpdateBatchStateCallback(Callback):
     """Keeps the number of completed batches of the epoch in `state.batch`, also across a reset; 0 between epochs.
 
-    In the first epoch after a reset, only the remaining batches are trained, if Keras knows how many steps an epoch has.
+    If Keras knows how many steps an epoch has, the first epoch after a reset trains only the remaining batches.
 
     Args:
         state: An elastic state with an attribute `batch`.
@@ -101,11 +100,11 @@ class UpdateEpochStateCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        epochs.begin(self.model, self.state.epoch)
+        begin_epoch(self.model, self.state.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch."""
-        epochs.end(self.model)
+        end_epoch(self.model)
         self.state.epoch += 1
 
 

@@ -17,7 +17,6 @@ from ...checkpoint.plan_state import PlanState
 from ...engine import reducer as reducers
 from .. import residuals
 from ..keras import optimizer_state
-from ..keras.broadcast import broadcast, unique
 from . import takeover
 from .failures import horovod_errors
 
@@ -83,7 +82,8 @@ class KerasState(ObjectState):
             self._reducer, self._aggregation, _ = residuals.owner(self.optimizer)
             if self._reducer.settings.process_set is not hvd.global_process_set:
                 raise ValueError(
-                    "elastic: the optimizer's process set must be the global one: Horovod's others do not outlive a reset"
+                    "elastic: the optimizer's process set must be the global one: "
+                    "Horovod's others do not outlive a reset"
                 )
         # Keras creates them in the first step, but a rank that joins has made no step.
         optimizer_state.create_variables(self.optimizer, model.trainable_variables)
@@ -153,7 +153,7 @@ class KerasState(ObjectState):
                 # Training continues, on a rank that was reset or that joins.
                 if old and (self._was_reset or hvd.rank() not in old):
                     self._take_over({rank: statuses[rank].commits[agreed] for rank in old}, root)
-            broadcast(self._shared_variables(), root, "hvdc_elastic")
+            optimizer_state.broadcast(self._shared_variables(), root, "hvdc_elastic")
             attributes = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
             self._set_attrs()
@@ -204,8 +204,8 @@ class KerasState(ObjectState):
 
     def _shared_variables(self) -> list[tf.Variable]:
         """The variables that are equal on all ranks."""
-        return unique([*self.model.weights, *optimizer_state.optimizer_variables(self.optimizer)])
+        return optimizer_state.unique([*self.model.weights, *optimizer_state.optimizer_variables(self.optimizer)])
 
     def _all_variables(self) -> list[tf.Variable]:
         """All variables that are restored, including those that differ between ranks, such as seed generators."""
-        return unique([*self._shared_variables(), *self.model.variables])
+        return optimizer_state.unique([*self._shared_variables(), *self.model.variables])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensorflow import keras
+
+from .optimizer_state import distributed_optimizer
 
 
 class Callback(keras.callbacks.Callback):
@@ -36,3 +40,17 @@ class BatchCounter:
         self.count += max(0, batch - self._last)
         self._last = max(batch, self._last)
         return self.count
+
+
+def begin_epoch(model: Any, epoch: int) -> None:
+    """Tells the reducer of the model's optimizer that epoch `epoch`, counted from 0, begins. All ranks call it."""
+    optimizer = distributed_optimizer(getattr(model, "optimizer", None))
+    if optimizer is not None:
+        optimizer._hvdc.reducer.begin_epoch(epoch)
+
+
+def end_epoch(model: Any) -> None:
+    """Tells the reducer of the model's optimizer that the epoch has ended."""
+    optimizer = distributed_optimizer(getattr(model, "optimizer", None))
+    if optimizer is not None:
+        optimizer._hvdc.reducer.end_epoch()

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...common.gradients import with_values
-from .mixin import DistributedMixin
+from .distribution import DistributedMixin
 
 
 class Keras3Mixin(DistributedMixin):
@@ -29,24 +29,24 @@ class Keras3Mixin(DistributedMixin):
                 rank's gradients alone whether to do so.
         """
         distribution = self._hvdc
-        aggregation, skip = distribution.aggregation, distribution.settings.on_nonfinite == "skip"
+        skip = distribution.settings.on_nonfinite == "skip"
         if not self._is_reduced and _is_inside_loss_scale_optimizer():
             raise RuntimeError(
                 "the LossScaleOptimizer around the DistributedOptimizer has an apply() of its own, which looks at "
                 "each rank's own gradients, and ranks would wait for each other for ever: wrap the other way round, "
                 "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
         if len(grads) and not self._is_reduced:
-            self._check(list(grads), trainable_variables)
-        if self._is_reduced or len(grads) == 0 or (aggregation is None and not skip):
+            known = getattr(self, "_trainable_variables_indices", None) if self.built else None  # type: ignore[has-type]
+            unknown = [v for v in variables if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
+            distribution.check(list(grads), variables, unknown)
+        if self._is_reduced or len(grads) == 0 or (distribution.aggregation is None and not skip):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        elif not self.built:  # type: ignore[has-type]
-            self.build(trainable_variables)  # type: ignore[attr-defined]
+        if trainable_variables is not None and not self.built:  # type: ignore[has-type]
+            self.build(variables)  # type: ignore[attr-defined]
             self.built = True
-        variables = list(trainable_variables)
         # Gradients are always exchanged unscaled. Keras's `apply` unscales them later, so they are scaled again for it.
         scale = self.loss_scale_factor  # type: ignore[attr-defined]
         if scale is not None:
@@ -67,15 +67,6 @@ class Keras3Mixin(DistributedMixin):
         """Applies pairs of (gradient, variable); does nothing if there are none."""
         pairs = list(grads_and_vars)
         return super().apply_gradients(pairs) if pairs else None  # type: ignore[misc]
-
-    def _check(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        variables, unknown = list(trainable_variables), []
-        known = getattr(self, "_trainable_variables_indices", None)
-        if self.built and known is not None:
-            unknown = [v for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
-        self._hvdc.check(grads, variables, unknown)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         # `_clip_gradients` does not get the variables, but needs them.

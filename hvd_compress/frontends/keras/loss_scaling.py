@@ -67,11 +67,9 @@ def _apply_reduced(
     variables = trainable_variables or scaler._trainable_variables
     scale = tf.convert_to_tensor(scaler.dynamic_scale)
     reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
-
-    def update() -> None:
-        apply([times(g, scale) for g in reduced], trainable_variables)
-
-    distribution.update_if_complete(update, scaler.iterations)
+    distribution.update_if_complete(
+        lambda: apply([times(g, scale) for g in reduced], trainable_variables), scaler.iterations
+    )
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:

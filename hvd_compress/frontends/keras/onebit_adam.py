@@ -13,7 +13,7 @@ from ...common import checks
 from ...compressors.onebit import OneBitLater
 from ...engine import layout
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
-from .distribution import Distribution, OptimizerSettings
+from .distribution import Distribution
 from .keras3 import Keras3Mixin
 from .loss_scaling import mixin_for
 from .optimizer_state import tf_variable
@@ -34,7 +34,7 @@ _REFUSED = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None, "amsgr
 class _MomentumDistribution(Distribution):
     """Reduces gradients at first, and momentum once the variance is frozen."""
 
-    def __init__(self, settings: OptimizerSettings, optimizer: Any) -> None:
+    def __init__(self, settings: Settings, optimizer: Any) -> None:
         super().__init__(settings)
         self._optimizer = optimizer  # a OneBitAdam
 
@@ -155,7 +155,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         self.beta_1, self.beta_2 = _decay_rate("beta_1", beta_1), _decay_rate("beta_2", beta_2)
         self.epsilon = checks.number("epsilon", epsilon, 0.0)
         self.freeze_step = None if freeze_step is None else checks.integer("freeze_step", freeze_step, 1)
-        reduction = Settings(
+        settings = Settings(
             compressor=OneBitLater(),
             name="OneBitAdam",
             process_set=process_set,
@@ -167,7 +167,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
             on_nonfinite=on_nonfinite,
         )
         # Written into __dict__: see `DistributedMixin`.
-        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(OptimizerSettings(reduction, 1, False), self)
+        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(settings, self)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates momentum, variance and the state of freezing for `variables`."""

@@ -13,8 +13,7 @@ from ...common.error_text import error_text
 from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
 from ..arguments import settings_from
-from .distribution import OptimizerSettings
-from .mixin import DistributedMixin
+from .distribution import DistributedMixin
 from .optimizer_state import innermost, own_momentum
 
 _EXCLUDED = "_exclude_from_weight_decay"  # the prefix of Keras's attributes
@@ -134,18 +133,17 @@ def DistributedOptimizer(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
         )
-    reduction = settings_from(arguments, name or f"Distributed{base.__name__}")
-    dgc = reduction.dgc
+    settings = settings_from(arguments, name or f"Distributed{base.__name__}")
+    dgc = settings.dgc
     momentum = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
     if momentum:
         raise ValueError(
             f"{dgc.spec} brings momentum={dgc.momentum}, and {base.__name__} has its own, {momentum}: "
             "pass an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
         )
-    settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Keras finds a class by its module and name when it loads a saved model: that is then the original class.
     namespace = {
-        "_hvdc_settings": settings,
+        "_hvdc_settings": (settings, backward_passes_per_step, average_aggregated_gradients),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
