@@ -17,31 +17,22 @@ class ResidualCheckpoint(Callback):
     whose step equals the model's `optimizer.iterations`. It restores once: before the first step of an optimizer
     that has not trained in this process. See docs/checkpoints.md.
 
+    Args:
+        directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
+        save_freq: "epoch", or a number of batches, counted across epochs.
+        max_to_keep: The number of complete saves to keep, at least 1.
+        resume: Whether to restore an existing save.
+
     Raises:
-        ValueError: In `on_train_begin`, on all ranks: there are saves, but none that fits this model, its step and its
-            settings and is intact on all ranks.
+        TypeError: `directory` is not a path.
+        ValueError: Another argument is not valid. In `on_train_begin`, on all ranks: there are saves, but none that
+            fits this model, its step and its settings and is intact on all ranks.
         RuntimeError: On all ranks: a rank cannot write its file.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike,
-        save_freq: int | str = "epoch",
-        max_to_keep: int = 2,
-        resume: bool = True,
+        self, directory: str | os.PathLike, save_freq: int | str = "epoch", max_to_keep: int = 2, resume: bool = True
     ) -> None:
-        """Creates the callback.
-
-        Args:
-            directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
-            save_freq: "epoch", or a number of batches, counted across epochs.
-            max_to_keep: The number of complete saves to keep, at least 1.
-            resume: Whether to restore an existing save.
-
-        Raises:
-            TypeError: `directory` is not a path.
-            ValueError: Another argument is not valid.
-        """
         super().__init__()
         if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"save_freq must be 'epoch' or a whole number from 1 on, got {save_freq!r}")

@@ -36,8 +36,16 @@ class CompressionMonitor(Callback):
 
     A directory holds one run; existing files are replaced.
 
+    Args:
+        log_dir: The directory of this run. It is created if it does not exist.
+        update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a number of
+            batches. It writes the means over the steps since the last time. The CSV files contain every step in any
+            case.
+
     Raises:
-        TypeError: In `on_train_begin`: the model's optimizer is not a `hvdc.DistributedOptimizer`.
+        TypeError: `log_dir` is not a path. In `on_train_begin`: the model's optimizer is not a
+            `hvdc.DistributedOptimizer`.
+        ValueError: `update_freq` is not valid.
         OSError: In `on_train_begin`: `log_dir` cannot be written to.
     """
 
@@ -45,18 +53,6 @@ class CompressionMonitor(Callback):
     async_safe = True
 
     def __init__(self, log_dir: str | os.PathLike, update_freq: int | str = "epoch") -> None:
-        """Creates the callback.
-
-        Args:
-            log_dir: The directory of this run. It is created if it does not exist.
-            update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a
-                number of batches. It writes the means over the steps since the last time. The CSV files contain
-                every step in any case.
-
-        Raises:
-            TypeError: `log_dir` is not a path.
-            ValueError: `update_freq` is not valid.
-        """
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
         if update_freq not in ("epoch", "batch") and not whole:

@@ -93,6 +93,27 @@ class OneBitAdam(Keras3Mixin, _BASE):
     updated, for two kinds of elements: those of compressed tensors whose sqrt(v) is below a tenth of the mean
     over their block of 1024 (of units that are mostly inactive, for example), and those of all tensors that
     never had a gradient. DeepSpeed asks its users for masks of such elements.
+
+    Args:
+        learning_rate: A float or a learning rate schedule, as in `keras.optimizers.Adam`.
+        beta_1: Decay rate of the momentum m, from 0 to below 1.
+        beta_2: Decay rate of the variance v, from 0 to below 1.
+        epsilon: Added to sqrt(v), at least 0.
+        weight_decay: Decoupled weight decay, as in `keras.optimizers.AdamW`. None for none.
+        freeze_step: The number of steps after which the variance is frozen. None freezes it when it is stable.
+        process_set: The Horovod process set whose ranks train together.
+        min_compress_size: As in `hvdc.DistributedOptimizer`.
+        bucket_bytes: As in `hvdc.DistributedOptimizer`.
+        residual_dtype: As in `hvdc.DistributedOptimizer`.
+        on_nonfinite: As in `hvdc.DistributedOptimizer`.
+        **kwargs: Other arguments of Keras's optimizers: `name`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
+            `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated gradients are exchanged).
+
+    Raises:
+        ValueError: An argument is not valid, or has no meaning for momentum: `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `amsgrad`.
+        TypeError: An argument is of a wrong type, or Keras runs on another backend than TensorFlow.
+        RuntimeError: Keras 3 is not installed.
     """
 
     def __init__(
@@ -111,30 +132,6 @@ class OneBitAdam(Keras3Mixin, _BASE):
         on_nonfinite: str = "propagate",
         **kwargs: Any,
     ) -> None:
-        """Creates the optimizer.
-
-        Args:
-            learning_rate: A float or a learning rate schedule, as in `keras.optimizers.Adam`.
-            beta_1: Decay rate of the momentum m, from 0 to below 1.
-            beta_2: Decay rate of the variance v, from 0 to below 1.
-            epsilon: Added to sqrt(v), at least 0.
-            weight_decay: Decoupled weight decay, as in `keras.optimizers.AdamW`. None for none.
-            freeze_step: The number of steps after which the variance is frozen. None freezes it when it is stable.
-            process_set: The Horovod process set whose ranks train together.
-            min_compress_size: As in `hvdc.DistributedOptimizer`.
-            bucket_bytes: As in `hvdc.DistributedOptimizer`.
-            residual_dtype: As in `hvdc.DistributedOptimizer`.
-            on_nonfinite: As in `hvdc.DistributedOptimizer`.
-            **kwargs: Other arguments of Keras's optimizers: `name`, `use_ema`, `ema_momentum`,
-                `ema_overwrite_frequency`, `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated
-                gradients are exchanged).
-
-        Raises:
-            ValueError: An argument is not valid, or has no meaning for momentum: `clipnorm`, `clipvalue`,
-                `global_clipnorm`, `amsgrad`.
-            TypeError: An argument is of a wrong type, or Keras runs on another backend than TensorFlow.
-            RuntimeError: Keras 3 is not installed.
-        """
         if not _IS_KERAS3:
             raise RuntimeError(
                 "OneBitAdam is a Keras 3 optimizer, and there is none: install TensorFlow 2.16 or later with keras 3, "
