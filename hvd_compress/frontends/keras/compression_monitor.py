@@ -30,9 +30,8 @@ class CompressionMonitor(Callback):
     their measurements are written.
 
     Times are taken in the graph, and the training loop does not wait for them. Training is the same, bit for bit, as
-    without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the
-    bytes of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's
-    exchange.
+    without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the bytes
+    of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's exchange.
 
     A directory holds one run; existing files are replaced.
 

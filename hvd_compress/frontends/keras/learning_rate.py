@@ -103,10 +103,9 @@ class LearningRateScheduleCallback(Callback):
         old = float(rate.numpy())
         rate.assign(self.initial_lr * self.multiplier(epoch))
         new = float(rate.numpy())
-        # Horovod changes the optimizer's `momentum` for one step instead. Since Keras 2.11 that is a Python
-        # number, which a traced step does not read again. Scaling v once makes the same update, m * (new / old *
-        # v) - new * g. It is also correct for Nesterov momentum, which uses m twice. If the old rate is 0, v
-        # contains no gradients.
+        # Horovod changes the optimizer's `momentum` for one step instead. Since Keras 2.11 that is a Python number,
+        # which a traced step does not read again. Scaling v once makes the same update, m * (new / old * v) - new * g.
+        # It is also correct for Nesterov momentum, which uses m twice. If the old rate is 0, v contains no gradients.
         if self.momentum_correction and old not in (0, new):
             for velocity in optimizer_state.velocities(self.model):
                 velocity.assign(velocity * (new / old))

@@ -56,10 +56,9 @@ def DistributedOptimizer(
 
     Args:
         optimizer: An optimizer of Keras 3, of `tf_keras`, or of `tf.keras` in TensorFlow 2.15, legacy ones included. An
-            optimizer that is already built (for example one of a loaded model) keeps its state and becomes
-            distributed in place. So does an optimizer that its configuration cannot restore (for example because a
-            learning rate schedule has no `get_config`). Otherwise a new optimizer with the same configuration is
-            returned.
+            optimizer that is already built (for example one of a loaded model) keeps its state and becomes distributed
+            in place. So does an optimizer that its configuration cannot restore (for example because a learning rate
+            schedule has no `get_config`). Otherwise a new optimizer with the same configuration is returned.
         name: Prefix of the names of operations. Defaults to "Distributed" followed by the optimizer's class name.
         device_dense: TensorFlow device on which dense tensors are reduced.
         device_sparse: TensorFlow device on which `tf.IndexedSlices` are reduced.
