@@ -81,10 +81,7 @@ def _add_auto(plan: Plan) -> None:
         flat_or_hierarchical.check(calibrated, used_hosts)
     elif used_hosts is not None:
         candidates = [(candidate, shapes) for candidate in layout.auto.candidates]
-        plan.flat = [
-            *plan.flat,
-            *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts),
-        ]
+        plan.flat = [*plan.flat, *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts)]
     plan.auto = start.selector(layout, plan.state, settings, calibrated, plan.collective)
     plan.selectors = [*plan.selectors, *[plan.auto] * len(shapes)]  # its buckets are the last ones
     plan.observers.append(plan.auto)
@@ -96,10 +93,10 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
         return []
     candidates = []
     for g, group in enumerate(layout.param_groups):
-        if not group.compressor.automatic:
-            buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
-            candidates.append((group.compressor, buckets))
-    candidates = [(c, buckets) for c, buckets in candidates if flat_or_hierarchical.fits(c, buckets, used_hosts)]
+        compressor = group.compressor
+        buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
+        if not compressor.automatic and flat_or_hierarchical.fits(compressor, buckets, used_hosts):
+            candidates.append((compressor, buckets))
     if not candidates:
         return []
     chunk = candidates[0][1][0][0]

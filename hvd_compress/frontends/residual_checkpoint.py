@@ -6,10 +6,10 @@ import os
 
 from ..common import checks
 from . import residuals
-from .keras.callback import BatchCounter, Callback
+from .keras.callback import CountingCallback
 
 
-class ResidualCheckpoint(Callback):
+class ResidualCheckpoint(CountingCallback):
     """Saves each rank's residuals during training, and restores them when training resumes.
 
     Put it on all ranks, next to the callback that saves the model (ModelCheckpoint, BackupAndRestore), with the
@@ -40,7 +40,6 @@ class ResidualCheckpoint(Callback):
         self.save_freq = save_freq
         self.max_to_keep = checks.integer("max_to_keep", max_to_keep, 1)
         self.resume = resume
-        self._batches = BatchCounter()  # since the last save
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores a save, if there is one."""
@@ -49,13 +48,9 @@ class ResidualCheckpoint(Callback):
             variables = self.model.trainable_variables if self.model.built else None
             residuals.load_residuals(self.model.optimizer, self.directory, variables)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts batches from 0 again."""
-        self._batches.new_epoch()
-
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Saves, if `save_freq` batches have been trained since the last save."""
-        batches = self._batches.add(batch)
+        batches = self._count(batch)
         if self.save_freq != "epoch" and batches >= int(self.save_freq):
             self._save()
 
@@ -65,5 +60,5 @@ class ResidualCheckpoint(Callback):
             self._save()
 
     def _save(self) -> None:
-        self._batches.count = 0
+        self._batches = 0
         residuals.save_residuals(self.model.optimizer, self.directory, max_to_keep=self.max_to_keep)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras.callback import BatchCounter, Callback, begin_epoch, end_epoch
+from ..keras.callback import Callback, CountingCallback, begin_epoch, end_epoch
 
 
-class CommitStateCallback(Callback):
+class CommitStateCallback(CountingCallback):
     """Commits the elastic state every `batches_per_commit` batches, and at the end of each epoch.
 
     Put it last in the list of callbacks, so that it commits what the others write into the state. A commit copies
@@ -27,19 +27,14 @@ class CommitStateCallback(Callback):
         super().__init__()
         self.state = state
         self.batches_per_commit = checks.integer("batches_per_commit", batches_per_commit, 1)
-        self._batches = BatchCounter()  # since the last commit
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Counts from 0, so that all ranks commit after the same batches."""
-        self._batches.count = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts the epoch's batches from 0."""
-        self._batches.new_epoch()
+        self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Commits, if `batches_per_commit` batches have been trained since the last commit."""
-        if self._batches.add(batch) >= self.batches_per_commit:
+        if self._count(batch) >= self.batches_per_commit:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -47,7 +42,7 @@ class CommitStateCallback(Callback):
         self._commit()
 
     def _commit(self) -> None:
-        self._batches.count = 0
+        self._batches = 0
         self.state.commit()
 
 
@@ -64,7 +59,8 @@ class UpdateBatchStateCallback(Callback):
         super().__init__()
         self.state = state
         self._before_reset = 0  # batches of this epoch that were trained before a reset
-        self._stop_epoch = _StopEpoch()
+        # A true value of `model.stop_training` that ends only the epoch: `on_epoch_end` recognizes and removes it.
+        self._stop_epoch = object()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Reads how many batches were trained before a reset."""
@@ -106,10 +102,3 @@ class UpdateEpochStateCallback(Callback):
         """Counts the epoch."""
         end_epoch(self.model)
         self.state.epoch += 1
-
-
-class _StopEpoch:
-    """A true value of `model.stop_training` that ends only the epoch: `on_epoch_end` recognizes and removes it."""
-
-    def __bool__(self) -> bool:
-        return True

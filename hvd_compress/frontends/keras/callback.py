@@ -19,27 +19,24 @@ class Callback(keras.callbacks.Callback):
     _implements_predict_batch_hooks = staticmethod(lambda: False)
 
 
-class BatchCounter:
-    """Counts batches. With `steps_per_execution`, Keras calls a batch hook once for several batches.
-
-    Attributes:
-        count: Batches since the counter was made, or since the caller set it to 0.
-    """
+class CountingCallback(Callback):
+    """Base class of the callbacks that act after every so many batches."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._last = -1  # index, in its epoch, of the last batch that was counted
+        super().__init__()
+        self._batches = 0  # since the callback last acted, which then sets it to 0
+        self._last_batch = -1  # index, in its epoch, of the last batch that was counted
 
-    def new_epoch(self) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Keras numbers batches from 0 again."""
-        self._last = -1
+        self._last_batch = -1
 
-    def add(self, batch: int) -> int:
-        """Counts all batches up to this one, and returns `count`."""
+    def _count(self, batch: int) -> int:
+        """Counts all batches up to this one: with `steps_per_execution`, Keras calls a hook once for several."""
         # Keras 3 may call batch hooks from several threads, and so in another order.
-        self.count += max(0, batch - self._last)
-        self._last = max(batch, self._last)
-        return self.count
+        self._batches += max(0, batch - self._last_batch)
+        self._last_batch = max(batch, self._last_batch)
+        return self._batches
 
 
 def begin_epoch(model: Any, epoch: int) -> None:

@@ -17,11 +17,11 @@ from ...monitor.recorder import Recorder
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
-from .callback import BatchCounter, Callback
+from .callback import CountingCallback
 from .optimizer_state import distributed_optimizer, innermost
 
 
-class CompressionMonitor(Callback):
+class CompressionMonitor(CountingCallback):
     """Records what each step's exchange takes, sends and loses: for TensorBoard, as CSV, and in the progress bar.
 
     Put it on all ranks. Each rank writes its own measurements to files of its own in `log_dir`, without communicating;
@@ -62,7 +62,6 @@ class CompressionMonitor(Callback):
         self._writer: Any = None
         self._unwritten: list[Steps] = []  # read, but not written for TensorBoard
         self._epoch: list[Steps] = []  # of this epoch
-        self._batches = BatchCounter()  # since the last write for TensorBoard
         self._start = 0.0  # time of the first step's start
         self._logs: dict[str, float] = {}  # of the steps that were read last
         self._compressors: dict[str, str] = {}  # by bucket name, as last written for TensorBoard
@@ -79,8 +78,8 @@ class CompressionMonitor(Callback):
             self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "tensorboard"))
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts batches from 0 again."""
-        self._batches.new_epoch()
+        """Counts the epoch's batches from 0."""
+        super().on_epoch_begin(epoch)
         assert self._session is not None
         self._session.new_epoch(epoch)
 
@@ -98,11 +97,9 @@ class CompressionMonitor(Callback):
         if first:
             session.log_first_step()
             if not session.has_steps and hvd.rank() == 0:
-                print(
-                    "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
-        batches = self._batches.add(batch)
+                text = "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing"
+                print(text, file=sys.stderr, flush=True)
+        batches = self._count(batch)
         if self.update_freq != "epoch" and batches >= int(self.update_freq):
             self._keep(session.read())
             self._write()
@@ -139,20 +136,18 @@ class CompressionMonitor(Callback):
 
     def _write(self) -> None:
         """Writes the means over the steps since the last call for TensorBoard."""
-        self._batches.count = 0
+        self._batches = 0
         if self._writer is None or not self._unwritten:
             return
         assert self._session is not None
         steps, self._unwritten = self._unwritten, []
         values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)}
-        for bucket, row in zip(self._session.buckets, bucket_means(steps)):
+        for b, (bucket, row) in enumerate(zip(self._session.buckets, bucket_means(steps))):
             tag = f"hvd_compress/bucket_{bucket.name}"
             values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}
-        for b, bucket in enumerate(self._session.buckets):
             spec = bucket.compressors[steps[-1].buckets.compressor[-1, b]]
             if self._compressors.get(bucket.name) != spec:
-                self._compressors[bucket.name] = spec
-                values[f"hvd_compress/bucket_{bucket.name}/compressor"] = spec
+                self._compressors[bucket.name] = values[f"{tag}/compressor"] = spec
         events.write(self._writer, int(steps[-1].step[-1]), values)
         self._writer.flush()
 

@@ -13,7 +13,7 @@ from ...engine import nonfinite
 from ...engine.compression_report import CompressionReport
 from ...engine.settings import Settings
 from ..build import new_reducer
-from ..local_gradients import reduce_shared
+from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
 
 

@@ -50,14 +50,13 @@ class _MomentumDistribution(Distribution):
         frozen, beta = self._optimizer.is_frozen(), self._optimizer.beta_1
         # Factors, not a choice between tensors: before, the gradient is multiplied by 1 and does not change.
         old_factor, new_factor = tf.where(frozen, beta, 0.0), tf.where(frozen, 1.0 - beta, 1.0)
-        inputs: list[Any] = []
+        inputs = []
         for gradient, variable in zip(gradients, variables):
-            if gradient is None:
-                inputs.append(None)
-                continue
-            m = self._optimizer.momentum_of(variable)
-            gradient = tf.cast(tf.convert_to_tensor(gradient), m.dtype)
-            inputs.append(tf.cast(old_factor, m.dtype) * m + tf.cast(new_factor, m.dtype) * gradient)
+            if gradient is not None:
+                m = self._optimizer.momentum_of(variable)
+                gradient = tf.cast(tf.convert_to_tensor(gradient), m.dtype)
+                gradient = tf.cast(old_factor, m.dtype) * m + tf.cast(new_factor, m.dtype) * gradient
+            inputs.append(gradient)
         return super().reduce(inputs, variables, tf.cast(frozen, tf.float64))
 
 
@@ -191,13 +190,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         return tf.convert_to_tensor(self._momentums[self._get_variable_index(variable)])
 
     def update_step(self, gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
-        """Updates `variable`.
-
-        Args:
-            gradient: The averaged gradient; once the variance is frozen, the new momentum.
-            variable: The variable, of the shape of `gradient`.
-            learning_rate: A scalar.
-        """
+        """Updates `variable`. Its `gradient` is averaged; once the variance is frozen, it is the new momentum."""
         index = self._get_variable_index(variable)
         m, v = self._momentums[index], self._velocities[index]
         dtype = tf.as_dtype(variable.dtype)
@@ -247,10 +240,9 @@ class OneBitAdam(Keras3Mixin, _BASE):
         return tf.cond(stable & (hvd.rank() == 0), announce, lambda: tf.constant(False))
 
     def zero_small_variances(self, frozen: tf.Tensor) -> None:
-        """Sets small variances of compressed tensors to 0. A second call changes nothing.
+        """Sets small variances of compressed tensors to 0 if `frozen`, a bool scalar that is the same on all ranks.
 
-        Args:
-            frozen: Whether to do so; a bool scalar, the same on all ranks.
+        A second call changes nothing.
         """
         settings = self._hvdc.settings
         if not settings.process_set.included() or settings.process_set.size() == 1:
@@ -275,19 +267,10 @@ class OneBitAdam(Keras3Mixin, _BASE):
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the optimizer, except the process set, which belongs to a run."""
-        settings = self._hvdc.settings
-        own = {
-            "beta_1": self.beta_1,
-            "beta_2": self.beta_2,
-            "epsilon": self.epsilon,
-            "freeze_step": self.freeze_step,
-            "min_compress_size": settings.min_compress_size,
-            "bucket_bytes": settings.bucket_bytes,
-            "residual_dtype": settings.residual_dtype,
-            "on_nonfinite": settings.on_nonfinite,
-        }
-        config: dict[str, Any] = {**super().get_config(), **own}
-        return config
+        config: dict[str, Any] = super().get_config()
+        config |= {name: getattr(self, name) for name in ("beta_1", "beta_2", "epsilon", "freeze_step")}
+        of_reduction = ("min_compress_size", "bucket_bytes", "residual_dtype", "on_nonfinite")
+        return config | {name: getattr(self._hvdc.settings, name) for name in of_reduction}
 
 
 def _decay_rate(name: str, value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from ...common import checks
 from ...common.error_text import error_text
 from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
-from ..arguments import settings_from
+from ..shared import settings_from
 from .distribution import DistributedMixin
 from .optimizer_state import innermost, own_momentum
 
@@ -116,18 +117,18 @@ def DistributedOptimizer(
     arguments = dict(locals())  # before there are other local variables
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-    base = type(optimizer)
-    mixin = _mixin(optimizer)
+    base, mixin = type(optimizer), _mixin(optimizer)
     backward_passes_per_step = checks.integer("backward_passes_per_step", backward_passes_per_step, 0)
     if backward_passes_per_step == 0:
         raise ValueError("backward_passes_per_step must be > 0")
     average_aggregated_gradients = checks.flag("average_aggregated_gradients", average_aggregated_gradients)
     checks.text("name", name)
-    if backward_passes_per_step > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+    accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
+    if accumulates and backward_passes_per_step > 1:
         raise ValueError(
             "backward_passes_per_step and the optimizer's gradient_accumulation_steps do the same: set only one"
         )
-    if on_nonfinite == "skip" and getattr(optimizer, "gradient_accumulation_steps", None):
+    if accumulates and on_nonfinite == "skip":
         raise ValueError(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
@@ -141,36 +142,24 @@ def DistributedOptimizer(
             "pass an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
         )
     # Keras finds a class by its module and name when it loads a saved model: that is then the original class.
-    namespace = {
-        "_hvdc_settings": (settings, backward_passes_per_step, average_aggregated_gradients),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace["_hvdc_settings"] = (settings, backward_passes_per_step, average_aggregated_gradients)
     cls: Any = type(base.__name__, (mixin, base), namespace)
-    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None):
-        # The configuration does not include the optimizer's state, so the object itself becomes distributed.
-        optimizer.__class__ = cls
-        return optimizer
-    try:
-        distributed = cls.from_config(optimizer.get_config())
-    except (NotImplementedError, TypeError, ValueError):
+    # The configuration does not include an optimizer's state.
+    if not (getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None)):
         # For example, a learning rate schedule of the user's has no configuration.
-        optimizer.__class__ = cls
-        return optimizer
-    # The configuration does not include what `exclude_from_weight_decay` set.
-    excluded = {key: value for key, value in vars(optimizer).items() if key.startswith(_EXCLUDED)}
-    distributed.__dict__.update(excluded)
-    return distributed
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            distributed = cls.from_config(optimizer.get_config())
+            # The configuration does not include what `exclude_from_weight_decay` set.
+            excluded = {key: value for key, value in vars(optimizer).items() if key.startswith(_EXCLUDED)}
+            distributed.__dict__.update(excluded)
+            return distributed
+    optimizer.__class__ = cls  # the object itself becomes distributed
+    return optimizer
 
 
 def _mixin(optimizer: Any) -> Any:
-    """The mixin for the version of Keras that `optimizer` belongs to.
-
-    Raises:
-        TypeError: `optimizer` is not a Keras optimizer or is distributed already, or Keras runs on another backend than
-            TensorFlow.
-    """
+    """The mixin for the version of Keras that `optimizer` belongs to."""
     inner = innermost(optimizer)
     if isinstance(inner, DistributedMixin):
         if not hasattr(inner, "_hvdc_settings"):  # OneBitAdam

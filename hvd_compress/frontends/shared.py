@@ -1,12 +1,16 @@
-"""The arguments that `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` share."""
+"""What `hvdc.DistributedOptimizer` and `hvdc.DistributedGradientTape` share."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import tensorflow as tf
+
+from ..common.gradients import with_values
 from ..compressors.resolve import policies, resolve
+from ..engine.reducer import Reducer
 from ..engine.settings import Settings, resolve_bucket_bytes
 
 
@@ -33,3 +37,26 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
         "policy": policies(arguments["policy"]),
     }
     return Settings(**fields)
+
+
+def reduce_shared(
+    reducer: Reducer,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    local: Set[int],
+    so_far: tf.Tensor | None = None,
+) -> list[Any]:
+    """Reduces the gradients over the ranks, except those of variables whose ids are in `local`.
+
+    With `scale_local_gradients`, those are divided by the number of ranks, as Horovod does. See `Reducer` for the other
+    arguments.
+    """
+    shared = [i for i, variable in enumerate(variables) if id(variable) not in local]
+    reduced = reducer([gradients[i] for i in shared], [variables[i] for i in shared], so_far)
+    result = list(gradients)
+    if reducer.settings.scale_local_gradients:
+        size = reducer.settings.process_set.size()
+        result = [with_values(g, lambda x: x / size) if id(v) in local else g for g, v in zip(gradients, variables)]
+    for i, gradient in zip(shared, reduced):
+        result[i] = gradient
+    return result
