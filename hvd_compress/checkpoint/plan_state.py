@@ -97,22 +97,17 @@ def state_of(plan: Plan) -> PlanState:
     """Copies the plan's state on this rank to the host."""
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
+    chunk_layouts = _chunk_layouts(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for layout, state in _stateful_groups(plan):
-            members = layout.tensors.members
-            for field, variables in vars(state).items():
-                paddings = [np.zeros(0, np.float32)]
-                if variables:
-                    chunks = [variable.numpy() for variable in variables]
-                    dtype = variables[0].dtype
-                    constants = [tf.constant(chunk, dtype) for chunk in chunks]
-                    unpacked = unpack(layout, constants, [dtype] * len(members))
-                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, unpacked))
-                    paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
-                padding.setdefault(field, []).append(np.concatenate(paddings))
+        for number, layout, field, variables in _saved_variables(plan):
+            members, dtype = layout.tensors.members, variables[0].dtype
+            chunks = [variable.numpy() for variable in variables]
+            unpacked = unpack(layout, [tf.constant(chunk, dtype) for chunk in chunks], [dtype] * len(members))
+            tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, unpacked))
+            paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
+            padding.setdefault(field, [np.zeros(0, np.float32)] * len(chunk_layouts))[number] = np.concatenate(paddings)
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
-    padding = {field: padding[field] for field in tensors}
-    return PlanState(_members(plan), tensors, padding, _chunk_layouts(plan), named)
+    return PlanState(_members(plan), tensors, padding, chunk_layouts, named)
 
 
 def restore(plan: Plan, state: PlanState) -> None:
@@ -121,9 +116,8 @@ def restore(plan: Plan, state: PlanState) -> None:
     Raises:
         ValueError: The plan does not keep the same fields as the state.
     """
-    groups, replicated = _stateful_groups(plan), plan.replicated_state
-    kept = [(layout, field) for layout, of_group in groups for field, variables in vars(of_group).items() if variables]
-    own = {(field, i) for layout, field in kept for i in layout.tensors.members}
+    own_variables, replicated = _saved_variables(plan), plan.replicated_state
+    own = {(field, i) for _, layout, field, _ in own_variables for i in layout.tensors.members}
     saved = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
     for field, i in sorted(own ^ saved):
         where = "the checkpoint" if (field, i) in saved else "this run"
@@ -135,23 +129,18 @@ def restore(plan: Plan, state: PlanState) -> None:
         )
     same_chunks = state.chunk_layouts == _chunk_layouts(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for number, (layout, of_group) in enumerate(groups):
-            for field, variables in vars(of_group).items():
-                if not variables:
-                    continue
-                tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
-                # Copied: the results of `pack` may be read-only.
-                chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
-                if same_chunks:
-                    _fill_padding(chunks, layout, state.padding[field][number])
-                for variable, chunk in zip(variables, chunks):
-                    variable.assign(tf.cast(chunk, variable.dtype))
+        for number, layout, field, variables in own_variables:
+            tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
+            # Copied: the results of `pack` may be read-only.
+            chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
+            if same_chunks:
+                _fill_padding(chunks, layout, state.padding[field][number])
+            for variable, chunk in zip(variables, chunks):
+                variable.assign(tf.cast(chunk, variable.dtype))
         for variable in plan.state.has_foreign_residual.values():
             variable.assign(True)
         # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
-        not_restored = {
-            name for name, variable in replicated.items() if variable.shape != state.replicated_state[name].shape
-        }
+        not_restored = {name for name, v in replicated.items() if v.shape != state.replicated_state[name].shape}
         if "auto_choice" in not_restored:
             not_restored.add("auto_known")
         for name in set(replicated) - not_restored:
@@ -221,6 +210,12 @@ def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
     return groups
 
 
+def _saved_variables(plan: Plan) -> list[tuple[int, Layout, str, list[tf.Variable]]]:
+    """The non-empty fields of these groups: number and layout of the group, name of the field, one variable a chunk."""
+    groups = enumerate(_stateful_groups(plan))
+    return [(n, layout, f, of_f) for n, (layout, group) in groups for f, of_f in vars(group).items() if of_f]
+
+
 def _members(plan: Plan) -> list[Member]:
     layout = plan.layout
     kinds = ["none" if dtype is None else "dense" for dtype in layout.dtypes]
@@ -246,8 +241,7 @@ def _is_padding(layout: Layout) -> list[np.ndarray]:
 
 def _fill_padding(chunks: Sequence[np.ndarray], layout: Layout, padding: np.ndarray) -> None:
     """Writes `padding` (1-D) into the chunks' elements that belong to no gradient, in place."""
-    start = 0
-    for chunk, is_padding in zip(chunks, _is_padding(layout)):
-        end = start + int(is_padding.sum())
-        chunk[is_padding] = padding[start:end]
-        start = end
+    positions = _is_padding(layout)
+    ends = np.cumsum([is_padding.sum() for is_padding in positions])
+    for chunk, is_padding, values in zip(chunks, positions, np.split(padding, ends[:-1])):
+        chunk[is_padding] = values

@@ -48,14 +48,7 @@ def read(
     """Reads this rank's states, one for each plan, from a save.
 
     If the number of ranks has changed, rank r of m gets the sum of the states of ranks r, r + m, r + 2 m, ...
-
-    Args:
-        directory: The directory of the saves.
-        number: The number of the save.
-        manifest: The manifest of the save.
-        rank: This rank.
-        ranks: The present number of ranks.
-        variables: The trained variables of the model, or None if they are not known yet.
+    `variables` are the trained ones of the model, or None if they are not known yet.
 
     Raises:
         ValueError: A file is missing, damaged, or of another format version, save or model.

@@ -42,12 +42,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     4. Selectors, transforms and observers. For `auto`, the link and the kernels are calibrated.
     5. Restores the state that was loaded before, if any.
 
-    Args:
-        reducer: The plan's reducer.
-        name: The prefix of its collectives' names.
-        gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-        variables: The gradients' variables.
-        watched: Whether any rank records steps: then the link is measured.
+    The names of its collectives begin with `name`. If `watched`, some rank records steps, and the link is measured.
     """
     settings = reducer.settings
     with tf.init_scope():

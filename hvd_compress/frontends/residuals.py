@@ -200,13 +200,11 @@ def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) 
     if compressor.momentum_settings is not None:
         # The number of steps per epoch depends on the number of ranks, which may change.
         compressor = dataclasses.replace(compressor, steps_per_epoch=None)
+    unchanged = ("momentum_correction", "gradient_predivide_factor", "min_compress_size", "sparse_as_dense")
     return {
         "compression": compressor.spec,
         "error_feedback": settings.feeds_back(settings.compressor),
-        "momentum_correction": settings.momentum_correction,
-        "gradient_predivide_factor": settings.gradient_predivide_factor,
-        "min_compress_size": settings.min_compress_size,
-        "sparse_as_dense": settings.sparse_as_dense,
+        **{name: getattr(settings, name) for name in unchanged},
         "backward_passes_per_step": 1 if aggregation is None else aggregation.backward_passes_per_step,
     }
 

@@ -16,10 +16,8 @@ _WORD = 4  # bytes of an int32; Horovod cannot count all residuals of a large mo
 def succession(ranks: int, present: Collection[int], copied: bool) -> tuple[dict[int, int], list[int]]:
     """Decides what happens to the residuals of ranks that are gone. All ranks have their old numbers.
 
-    Args:
-        ranks: The number of ranks before.
-        present: Those that are left.
-        copied: Whether each rank has sent a copy of its residuals to the next rank.
+    `ranks` is their old number, `present` are those that are left. If `copied`, each rank has sent a copy of its
+    residuals to the next rank.
 
     Returns:
         By rank that is gone, the rank that takes over its residuals; and the ranks whose residuals are lost.

@@ -38,11 +38,7 @@ class LocalGradientAggregation:
         self._pending: list[tuple[str, np.ndarray]] = []
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Adds the gradients of one pass.
-
-        Args:
-            gradients: One for each of `variables`; None where there is no gradient.
-            variables: The trained variables.
+        """Adds the gradients of one pass; some may be None.
 
         Returns:
             The reduced sums if this pass completes a step (`is_step()` is then True), otherwise the sums so far. None

@@ -101,7 +101,6 @@ class CompressionMonitor(CountingCallback):
                 print(text, file=sys.stderr, flush=True)
         batches = self._count(batch)
         if self.update_freq != "epoch" and batches >= int(self.update_freq):
-            self._keep(session.read())
             self._write()
         if logs is not None:
             logs.update(self._logs)
@@ -109,9 +108,10 @@ class CompressionMonitor(CountingCallback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reads and writes, and puts the epoch's means into the logs."""
         assert self._session is not None
-        self._keep(self._session.read())
         if self.update_freq == "epoch":
             self._write()
+        else:
+            self._keep(self._session.read())
         if logs is not None and self._epoch:
             logs.update(_logs_of(self._epoch))
         self._epoch = []
@@ -119,7 +119,6 @@ class CompressionMonitor(CountingCallback):
     def on_train_end(self, logs: dict | None = None) -> None:
         """Writes the remaining measurements."""
         assert self._session is not None
-        self._keep(self._session.read())
         self._write()
         self._session.finish()
         if self._writer is not None:
@@ -136,10 +135,11 @@ class CompressionMonitor(CountingCallback):
 
     def _write(self) -> None:
         """Writes the means over the steps since the last call for TensorBoard."""
+        assert self._session is not None
+        self._keep(self._session.read())
         self._batches = 0
         if self._writer is None or not self._unwritten:
             return
-        assert self._session is not None
         steps, self._unwritten = self._unwritten, []
         values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)}
         for b, (bucket, row) in enumerate(zip(self._session.buckets, bucket_means(steps))):

@@ -56,13 +56,9 @@ class Distribution:
     def update_if_complete(
         self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None
     ) -> None:
-        """Calls `update` if this pass completes a step; otherwise only counts the pass.
+        """Calls `update` if this pass completes a step; otherwise only counts the pass in `iterations`.
 
-        Args:
-            update: Applies the reduced gradients.
-            iterations: The optimizer's step counter, an integer variable.
-            finite: Returns whether the update may be made, a bool scalar that is the same on all ranks. None always
-                updates.
+        `finite` returns whether the update may be made, a bool scalar that is the same on all ranks. None: always.
         """
 
         def updated() -> tf.Tensor:
@@ -85,14 +81,9 @@ class Distribution:
     def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
         """Raises, before any exchange, the errors that Keras would raise after it.
 
-        Args:
-            gradients: One for each of `variables`, None where there is no gradient.
-            variables: The variables to be updated, at least one.
-            unknown: Those of `variables` that the optimizer was not built for.
-
         Raises:
-            ValueError: No variable has a gradient (on this rank or, with another text, on another one), or there are
-                unknown variables.
+            ValueError: No variable has a gradient (on this rank or, with another text, on another one), or the
+                optimizer was not built for some of them (`unknown`).
         """
         if unknown:
             raise ValueError(

@@ -28,20 +28,23 @@ class Keras3Mixin(DistributedMixin):
             RuntimeError: A LossScaleOptimizer with an `apply` of its own calls this method, and decides from this
                 rank's gradients alone whether to do so.
         """
-        distribution = self._hvdc
-        skip = distribution.settings.on_nonfinite == "skip"
-        if not self._is_reduced and _is_inside_loss_scale_optimizer():
+        if self._is_reduced:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if _is_inside_loss_scale_optimizer():
             raise RuntimeError(
                 "the LossScaleOptimizer around the DistributedOptimizer has an apply() of its own, which looks at "
                 "each rank's own gradients, and ranks would wait for each other for ever: wrap the other way round, "
                 "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
+        distribution = self._hvdc
+        skip = distribution.settings.on_nonfinite == "skip"
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
-        if len(grads) and not self._is_reduced:
+        if len(grads):
             known = getattr(self, "_trainable_variables_indices", None) if self.built else None  # type: ignore[has-type]
             unknown = [v for v in variables if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
             distribution.check(list(grads), variables, unknown)
-        if self._is_reduced or len(grads) == 0 or (distribution.aggregation is None and not skip):
+        if len(grads) == 0 or (distribution.aggregation is None and not skip):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
         if trainable_variables is not None and not self.built:  # type: ignore[has-type]

@@ -73,11 +73,7 @@ def _apply_reduced(
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
-    """The mixin for a Keras 3 optimizer; also prepares Keras's LossScaleOptimizer to wrap the result.
-
-    Raises:
-        TypeError: Keras runs on another backend than TensorFlow.
-    """
+    """The mixin for a Keras 3 optimizer; also prepares Keras's LossScaleOptimizer to wrap the result."""
     import keras
 
     if keras.backend.backend() != "tensorflow":

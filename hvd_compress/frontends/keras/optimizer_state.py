@@ -83,13 +83,7 @@ def unique(variables: Sequence[Any]) -> list[tf.Variable]:
 
 
 def broadcast(variables: Sequence[tf.Variable], root_rank: int, name: str) -> None:
-    """Assigns the values of rank `root_rank` to the variables of all ranks.
-
-    Args:
-        variables: On all ranks in the same order, with the same shapes and dtypes.
-        root_rank: The rank whose values the others take.
-        name: Prefix of the names of the collectives.
-    """
+    """Assigns the values of rank `root_rank` to the variables of all ranks, which have the same order and shapes."""
 
     @tf.function(autograph=False)
     def broadcast_all() -> None:
