@@ -210,10 +210,6 @@ class OneBitAdam(Keras3Mixin, _BASE):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
     ) -> None:
         super()._backend_update_step(grads, trainable_variables, learning_rate)
-        self._freeze_if_due()
-
-    def _freeze_if_due(self) -> None:
-        """Freezes the variance after this step's update, if it is time to."""
         step = tf.convert_to_tensor(self.iterations) + 1
         if self.freeze_step is not None:
             due = step >= self.freeze_step
@@ -223,6 +219,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         tf.cond(due, lambda: self._freeze(step), lambda: tf.constant(False))
 
     def _freeze(self, step: tf.Tensor) -> tf.Tensor:
+        """Freezes the variance after the update of this step, if it is stable or `freeze_step` is given."""
         stable = tf.constant(True) if self.freeze_step is not None else self._is_stable(step)
         self.assign(self._frozen_at, tf.where(stable, step, 0))
         self.zero_small_variances(stable)
