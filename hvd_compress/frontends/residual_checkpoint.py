@@ -6,7 +6,7 @@ import os
 
 from ..common import checks
 from . import residuals
-from .keras.callback import CountingCallback
+from .keras.callbacks import CountingCallback
 
 
 class ResidualCheckpoint(CountingCallback):

@@ -8,10 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..common import checks
 from ..common.gradients import with_values
 from ..compressors.resolve import policies, resolve
 from ..engine.reducer import Reducer
 from ..engine.settings import Settings, resolve_bucket_bytes
+
+
+def check_undistributed(name: str, wrapped: Any, ours: type, wrapper: str) -> None:
+    """Raises TypeError if the argument `name` is distributed already, by our class or by Horovod's `wrapper`."""
+    if isinstance(wrapped, ours):
+        raise TypeError(f"{name} is distributed already: wrap it only once")
+    if checks.is_horovods(wrapped):
+        raise TypeError(
+            f"{name} is distributed by Horovod already: leave hvd.{wrapper} out, hvdc.{wrapper} takes its place"
+        )
 
 
 def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:

@@ -19,7 +19,7 @@ from ..engine.compression_report import CompressionReport
 from ..engine.reducer import Reducer
 from ..engine.settings import MIN_COMPRESS_SIZE, Settings
 from .build import new_reducer
-from .shared import reduce_shared, settings_from
+from .shared import check_undistributed, reduce_shared, settings_from
 
 # Reducers, which keep the residuals, by variables and settings: they outlive the tape, which is new in every step.
 _reducers: dict[Any, Reducer] = {}
@@ -86,13 +86,7 @@ def DistributedGradientTape(  # noqa: D417
     arguments = dict(locals())  # before there are other local variables
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape must be a tf.GradientTape, got {error_text(gradtape)}")
-    if isinstance(gradtape, _DistributedGradientTape):
-        raise TypeError("gradtape is distributed already: wrap it only once")
-    if checks.is_horovods(gradtape):
-        raise TypeError(
-            "gradtape is distributed by Horovod already: leave hvd.DistributedGradientTape out, "
-            "hvdc.DistributedGradientTape takes its place"
-        )
+    check_undistributed("gradtape", gradtape, _DistributedGradientTape, "DistributedGradientTape")
     return _DistributedGradientTape(gradtape, settings_from(arguments, "DistributedGradientTape"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras.callback import Callback, CountingCallback, begin_epoch, end_epoch
+from ..keras.callbacks import Callback, CountingCallback, begin_epoch, end_epoch
 
 
 class CommitStateCallback(CountingCallback):

@@ -17,7 +17,7 @@ from ...monitor.recorder import Recorder
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
-from .callback import CountingCallback
+from .callbacks import CountingCallback
 from .optimizer_state import distributed_optimizer, innermost
 
 

@@ -7,7 +7,7 @@ from typing import Any, Callable
 import horovod.tensorflow as hvd
 
 from . import optimizer_state
-from .callback import Callback
+from .callbacks import Callback
 
 
 class LearningRateScheduleCallback(Callback):

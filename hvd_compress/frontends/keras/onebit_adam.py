@@ -14,8 +14,7 @@ from ...compressors.onebit import OneBitLater
 from ...engine import layout
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
 from .distribution import Distribution
-from .keras3 import Keras3Mixin
-from .loss_scaling import mixin_for
+from .keras3 import Keras3Mixin, mixin_for
 from .optimizer_state import tf_variable
 from .variance import is_stable, without_small
 

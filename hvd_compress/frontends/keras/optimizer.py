@@ -13,7 +13,7 @@ from ...common import checks
 from ...common.error_text import error_text
 from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
-from ..shared import settings_from
+from ..shared import check_undistributed, settings_from
 from .distribution import DistributedMixin
 from .optimizer_state import innermost, own_momentum
 
@@ -161,18 +161,12 @@ def DistributedOptimizer(
 def _mixin(optimizer: Any) -> Any:
     """The mixin for the version of Keras that `optimizer` belongs to."""
     inner = innermost(optimizer)
-    if isinstance(inner, DistributedMixin):
-        if not hasattr(inner, "_hvdc_settings"):  # OneBitAdam
-            raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
-        raise TypeError("optimizer is distributed already: wrap it only once")
-    if checks.is_horovods(inner):
-        raise TypeError(
-            "optimizer is distributed by Horovod already: leave hvd.DistributedOptimizer out, "
-            "hvdc.DistributedOptimizer takes its place"
-        )
+    if isinstance(inner, DistributedMixin) and not hasattr(inner, "_hvdc_settings"):  # OneBitAdam
+        raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
+    check_undistributed("optimizer", inner, DistributedMixin, "DistributedOptimizer")
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):
-            from .loss_scaling import mixin_for
+            from .keras3 import mixin_for
 
             return mixin_for(optimizer)
         if hasattr(optimizer, "apply_gradients") and hasattr(optimizer, "get_config"):
