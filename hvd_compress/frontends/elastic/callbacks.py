@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras.callbacks import Callback, CountingCallback, begin_epoch, end_epoch
+from ..keras.callbacks import Callback, CountingCallback
 
 
 class CommitStateCallback(CountingCallback):
@@ -96,9 +96,11 @@ class UpdateEpochStateCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        begin_epoch(self.model, self.state.epoch)
+        if self._reducer is not None:
+            self._reducer.begin_epoch(self.state.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch."""
-        end_epoch(self.model)
+        if self._reducer is not None:
+            self._reducer.end_epoch()
         self.state.epoch += 1

@@ -28,6 +28,12 @@ class Callback(keras.callbacks.Callback):
     _implements_test_batch_hooks = staticmethod(lambda: False)
     _implements_predict_batch_hooks = staticmethod(lambda: False)
 
+    @property
+    def _reducer(self) -> Any:
+        """The reducer of the model's distributed optimizer; None if the optimizer is not distributed."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        return None if optimizer is None else optimizer._hvdc.reducer
+
 
 class CountingCallback(Callback):
     """Base class of the callbacks that act after every so many batches."""
@@ -47,20 +53,6 @@ class CountingCallback(Callback):
         self._batches += max(0, batch - self._last_batch)
         self._last_batch = max(batch, self._last_batch)
         return self._batches
-
-
-def begin_epoch(model: Any, epoch: int) -> None:
-    """Tells the reducer of the model's optimizer that epoch `epoch`, counted from 0, begins. All ranks call it."""
-    optimizer = optimizer_state.distributed_optimizer(getattr(model, "optimizer", None))
-    if optimizer is not None:
-        optimizer._hvdc.reducer.begin_epoch(epoch)
-
-
-def end_epoch(model: Any) -> None:
-    """Tells the reducer of the model's optimizer that the epoch has ended."""
-    optimizer = optimizer_state.distributed_optimizer(getattr(model, "optimizer", None))
-    if optimizer is not None:
-        optimizer._hvdc.reducer.end_epoch()
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -119,11 +111,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        begin_epoch(self.model, epoch)
+        if self._reducer is not None:
+            self._reducer.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
-        end_epoch(self.model)
+        if self._reducer is not None:
+            self._reducer.end_epoch()
         tuning.metrics(logs)
 
     def _broadcast(self, stepped: bool) -> None:

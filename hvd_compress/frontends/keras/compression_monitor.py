@@ -18,7 +18,7 @@ from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
 from .callbacks import CountingCallback
-from .optimizer_state import distributed_optimizer, innermost
+from .optimizer_state import innermost
 
 
 class CompressionMonitor(CountingCallback):
@@ -68,7 +68,12 @@ class CompressionMonitor(CountingCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Makes the training step record measurements."""
-        reducer = _reducer(self.model)
+        reducer = self._reducer
+        if reducer is None:
+            raise TypeError(
+                "CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
+                f"{innermost(getattr(self.model, 'optimizer', None))!r}: wrap its optimizer"
+            )
         must_retrace = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
         if must_retrace and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)
@@ -155,17 +160,6 @@ class CompressionMonitor(CountingCallback):
 def _logs_of(steps: list[Steps]) -> dict[str, float]:
     by_name = means(steps)
     return {"ratio": by_name["ratio"], "comm_ms": by_name["exchange_ms"]}
-
-
-def _reducer(model: Any) -> Any:
-    optimizer = getattr(model, "optimizer", None)
-    distributed = distributed_optimizer(optimizer)
-    if distributed is None:
-        raise TypeError(
-            f"CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
-            f"{innermost(optimizer)!r}: wrap its optimizer"
-        )
-    return distributed._hvdc.reducer
 
 
 def _running_loss(model: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
