@@ -152,10 +152,9 @@ class _DistributedGradientTape(tf.GradientTape):
         See `gradient` for the arguments.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
-        local, shared = [], []
-        for source, gradient in zip(sources, gradients):
-            (local if id(source) in self._hvdc_local else shared).append((source, gradient))
-        return local, shared
+        pairs = list(zip(sources, gradients))
+        local = [(s, g) for s, g in pairs if id(s) in self._hvdc_local]
+        return local, [(s, g) for s, g in pairs if id(s) not in self._hvdc_local]
 
 
 def reducer_of(tape: Any, sources: Sequence[Any]) -> Reducer:

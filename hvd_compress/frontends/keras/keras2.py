@@ -107,8 +107,8 @@ class Keras2Mixin(DistributedMixin):
             )
         return self._reduced_pairs(pairs)
 
-    def _reduced_unless_scaled(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        return pairs if self._is_scaled else self._reduced_pairs(pairs)
+    def _reduced_unless_scaled(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        return list(pairs) if self._is_scaled else self._reduced_pairs(list(pairs))
 
     def _reduced_pairs(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
