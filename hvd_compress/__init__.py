@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .version import __version__
 
+# What type checkers and editors see. ruff cannot evaluate `__all__`.
+# ruff: noqa: F401
 if TYPE_CHECKING:
     from . import callbacks, cost, elastic, optimizers
     from .analysis.sensitivity import sensitivity
@@ -27,29 +29,6 @@ if TYPE_CHECKING:
     from .frontends.residuals import load_residuals, save_residuals
     from .frontends.tape import DistributedGradientTape
     from .monitor.profile import profile
-
-__all__ = [
-    "Compression",
-    "Compressor",
-    "CostModel",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "Link",
-    "Payload",
-    "__version__",
-    "allreduce",
-    "calibrate",
-    "callbacks",
-    "cost",
-    "elastic",
-    "grouped_allreduce",
-    "init",
-    "load_residuals",
-    "optimizers",
-    "profile",
-    "save_residuals",
-    "sensitivity",
-]
 
 # The modules that define the public names. A module is imported when one of its names is first used (PEP 562):
 # importing hvd_compress and predicting with the cost model need neither TensorFlow nor Horovod.
@@ -70,6 +49,7 @@ _WITH_TENSORFLOW = {
     "sensitivity": "analysis.sensitivity",
 }
 _MODULES = ("callbacks", "cost", "elastic", "optimizers")
+__all__ = ["__version__", *_MODULES, *_WITHOUT_TENSORFLOW, *_WITH_TENSORFLOW]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,18 +7,8 @@
 Names and arguments are Horovod's. See docs/elastic.md.
 """
 
-from .frontends.elastic.callbacks import (
-    CommitStateCallback,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-)
+from .frontends.elastic.callbacks import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .frontends.elastic.failures import run
 from .frontends.elastic.state import KerasState
 
-__all__ = [
-    "CommitStateCallback",
-    "KerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

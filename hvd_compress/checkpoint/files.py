@@ -61,16 +61,9 @@ def complete(directory: str) -> list[int]:
 
 
 def write_rank(directory: str, number: int, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the file of rank `metadata["rank"]` of `metadata["ranks"]`.
+    """Writes the file of rank `metadata["rank"]` of `metadata["ranks"]`, in a directory that may not exist yet.
 
-    Args:
-        directory: The directory of the saves. It is created if it does not exist.
-        number: The number of the save.
-        metadata: Values that JSON can represent.
-        arrays: Arrays of any shape. bfloat16 is stored as uint16 with the same bits.
-
-    Raises:
-        OSError: The file cannot be written.
+    Metadata are values that JSON can represent. bfloat16 arrays are stored as uint16 with the same bits.
     """
     os.makedirs(save_path(directory, number), exist_ok=True)
     bfloat16 = [name for name, array in arrays.items() if array.dtype == tf.bfloat16.as_numpy_dtype]
@@ -82,11 +75,7 @@ def write_rank(directory: str, number: int, metadata: Mapping[str, Any], arrays:
 
 
 def write_manifest(directory: str, number: int, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest, which completes the save. Call it on rank 0 after all ranks have written their files.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes the manifest, which completes the save. Call it on rank 0 after all ranks have written their files."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
     _write(os.path.join(save_path(directory, number), _MANIFEST), lambda file: file.write(text.encode()))
     _sync_directory(directory)

@@ -6,7 +6,7 @@ It is saved per variable, in the variable's shape, so that plans with other chun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,16 @@ class PlanState:
         }
         return metadata, arrays
 
+    def arrays(self) -> list[np.ndarray]:
+        """All tensors, in the order of fields and positions."""
+        return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
+
+    def mapped(self, change: Callable[[str, int, np.ndarray], np.ndarray]) -> PlanState:
+        """The state without padding, and with `change(field, position, tensor)` in place of each tensor."""
+        tensors = {f: {i: change(f, i, tensor) for i, tensor in of_f.items()} for f, of_f in self.tensors.items()}
+        padding = {field: [np.zeros(0, np.float32) for _ in self.chunk_layouts] for field in tensors}
+        return PlanState(self.members, tensors, padding, [None for _ in self.chunk_layouts], self.replicated_state)
+
     @staticmethod
     def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
         """The inverse of `packed`."""
@@ -87,22 +97,17 @@ def state_of(plan: Plan) -> PlanState:
     """Copies the plan's state on this rank to the host."""
     tensors: dict[str, dict[int, np.ndarray]] = {}
     padding: dict[str, list[np.ndarray]] = {}
+    chunk_layouts = _chunk_layouts(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for layout, state in _stateful_groups(plan):
-            members = layout.tensors.members
-            for field, variables in vars(state).items():
-                paddings = [np.zeros(0, np.float32)]
-                if variables:
-                    chunks = [variable.numpy() for variable in variables]
-                    dtype = variables[0].dtype
-                    constants = [tf.constant(chunk, dtype) for chunk in chunks]
-                    unpacked = unpack(layout, constants, [dtype] * len(members))
-                    tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, unpacked))
-                    paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
-                padding.setdefault(field, []).append(np.concatenate(paddings))
+        for number, layout, field, variables in _saved_variables(plan):
+            members, dtype = layout.tensors.members, variables[0].dtype
+            chunks = [variable.numpy() for variable in variables]
+            unpacked = unpack(layout, [tf.constant(chunk, dtype) for chunk in chunks], [dtype] * len(members))
+            tensors.setdefault(field, {}).update((i, t.numpy()) for i, t in zip(members, unpacked))
+            paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
+            padding.setdefault(field, [np.zeros(0, np.float32)] * len(chunk_layouts))[number] = np.concatenate(paddings)
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
-    padding = {field: padding[field] for field in tensors}
-    return PlanState(_members(plan), tensors, padding, _chunk_layouts(plan), named)
+    return PlanState(_members(plan), tensors, padding, chunk_layouts, named)
 
 
 def restore(plan: Plan, state: PlanState) -> None:
@@ -111,14 +116,8 @@ def restore(plan: Plan, state: PlanState) -> None:
     Raises:
         ValueError: The plan does not keep the same fields as the state.
     """
-    groups, replicated = _stateful_groups(plan), plan.replicated_state
-    own = {
-        (field, i)
-        for layout, of_group in groups
-        for field, variables in vars(of_group).items()
-        if variables
-        for i in layout.tensors.members
-    }
+    own_variables, replicated = _saved_variables(plan), plan.replicated_state
+    own = {(field, i) for _, layout, field, _ in own_variables for i in layout.tensors.members}
     saved = {(field, i) for field, tensors in state.tensors.items() for i in tensors}
     for field, i in sorted(own ^ saved):
         where = "the checkpoint" if (field, i) in saved else "this run"
@@ -130,23 +129,18 @@ def restore(plan: Plan, state: PlanState) -> None:
         )
     same_chunks = state.chunk_layouts == _chunk_layouts(plan)
     with tf.init_scope(), tf.device("CPU"):
-        for number, (layout, of_group) in enumerate(groups):
-            for field, variables in vars(of_group).items():
-                if not variables:
-                    continue
-                tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
-                # Copied: the results of `pack` may be read-only.
-                chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
-                if same_chunks:
-                    _fill_padding(chunks, layout, state.padding[field][number])
-                for variable, chunk in zip(variables, chunks):
-                    variable.assign(tf.cast(chunk, variable.dtype))
+        for number, layout, field, variables in own_variables:
+            tensors = [tf.constant(state.tensors[field][i]) for i in layout.tensors.members]
+            # Copied: the results of `pack` may be read-only.
+            chunks = [np.array(chunk) for chunk in pack(layout, tensors, range(len(variables)))]
+            if same_chunks:
+                _fill_padding(chunks, layout, state.padding[field][number])
+            for variable, chunk in zip(variables, chunks):
+                variable.assign(tf.cast(chunk, variable.dtype))
         for variable in plan.state.has_foreign_residual.values():
             variable.assign(True)
         # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
-        not_restored = {
-            name for name, variable in replicated.items() if variable.shape != state.replicated_state[name].shape
-        }
+        not_restored = {name for name, v in replicated.items() if v.shape != state.replicated_state[name].shape}
         if "auto_choice" in not_restored:
             not_restored.add("auto_known")
         for name in set(replicated) - not_restored:
@@ -157,27 +151,19 @@ def merged(states: Sequence[PlanState]) -> PlanState:
     """The state of a rank that takes over the states of several ranks.
 
     Residuals and velocities are summed in float32, so their sum over all ranks stays the same. Padding is dropped. The
-    replicated state is that of the first state. For a rank that takes over nothing, `states` is one `zeroed` state.
+    replicated state is that of the first state.
     """
 
-    def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.sum([a.astype(np.float32) for a in arrays], axis=0, dtype=np.float32).astype(arrays[0].dtype)
+    def total(field: str, i: int, tensor: np.ndarray) -> np.ndarray:
+        summands = [state.tensors[field][i].astype(np.float32) for state in states]
+        return np.sum(summands, axis=0, dtype=np.float32).astype(tensor.dtype)
 
-    first = states[0]
-    tensors = {
-        field: {i: total([state.tensors[field][i] for state in states]) for i in tensors}
-        for field, tensors in first.tensors.items()
-    }
-    padding = {field: [np.zeros(0, np.float32) for _ in first.chunk_layouts] for field in tensors}
-    return PlanState(first.members, tensors, padding, [None for _ in first.chunk_layouts], first.replicated_state)
+    return states[0].mapped(total)
 
 
 def zeroed(state: PlanState) -> PlanState:
-    """The state with zeros for residuals and velocities."""
-    tensors = {
-        field: {i: np.zeros_like(tensor) for i, tensor in tensors.items()} for field, tensors in state.tensors.items()
-    }
-    return dataclasses.replace(state, tensors=tensors)
+    """The state with zeros for residuals, velocities and padding; its tensors may be empty."""
+    return state.mapped(lambda _, i, tensor: np.zeros(state.members[i].shape, tensor.dtype))
 
 
 def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
@@ -217,21 +203,24 @@ def take_pending(reducer: Reducer, plan: Plan) -> None:
 def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
     """The layouts and states to be saved: of all parameter groups, and of embeddings with a residual."""
     layout, state = plan.layout, plan.state
-    groups: list[tuple[Layout, GroupState]] = [
-        (group.layout, of_group) for group, of_group in zip(layout.param_groups, state.groups)
-    ]
+    groups: list[tuple[Layout, GroupState]] = [(g.layout, s) for g, s in zip(layout.param_groups, state.groups)]
     for i, embedding, of_embedding in zip(layout.sparse, layout.embeddings, state.embeddings):
         if of_embedding.residuals:
             groups.append((PerTensorLayout(TensorGroup((i,), (embedding.shape,))), of_embedding))
     return groups
 
 
+def _saved_variables(plan: Plan) -> list[tuple[int, Layout, str, list[tf.Variable]]]:
+    """The non-empty fields of these groups: number and layout of the group, name of the field, one variable a chunk."""
+    groups = enumerate(_stateful_groups(plan))
+    return [(n, layout, f, of_f) for n, (layout, group) in groups for f, of_f in vars(group).items() if of_f]
+
+
 def _members(plan: Plan) -> list[Member]:
     layout = plan.layout
-    kinds = [
-        "sparse" if i in layout.sparse else "none" if dtype is None else "dense"
-        for i, dtype in enumerate(layout.dtypes)
-    ]
+    kinds = ["none" if dtype is None else "dense" for dtype in layout.dtypes]
+    for i in layout.sparse:
+        kinds[i] = "sparse"
     return [Member(*member) for member in zip(layout.paths, layout.shapes, kinds)]
 
 
@@ -252,8 +241,7 @@ def _is_padding(layout: Layout) -> list[np.ndarray]:
 
 def _fill_padding(chunks: Sequence[np.ndarray], layout: Layout, padding: np.ndarray) -> None:
     """Writes `padding` (1-D) into the chunks' elements that belong to no gradient, in place."""
-    start = 0
-    for chunk, is_padding in zip(chunks, _is_padding(layout)):
-        end = start + int(is_padding.sum())
-        chunk[is_padding] = padding[start:end]
-        start = end
+    positions = _is_padding(layout)
+    ends = np.cumsum([is_padding.sum() for is_padding in positions])
+    for chunk, is_padding, values in zip(chunks, positions, np.split(padding, ends[:-1])):
+        chunk[is_padding] = values

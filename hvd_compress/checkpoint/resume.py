@@ -13,11 +13,7 @@ from .plan_state import PlanState
 
 
 def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Compares the settings of a save with those of this run.
-
-    Raises:
-        ValueError: A setting differs.
-    """
+    """Raises ValueError if a setting of the save at `path` differs from that of this run."""
     for name, value in own.items():
         if saved.get(name) != value:
             raise ValueError(
@@ -27,14 +23,7 @@ def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> Non
 
 
 def find(directory: str, step: int | None) -> tuple[int, dict[str, Any]] | None:
-    """The number and the manifest of the newest complete save of a step.
-
-    Args:
-        directory: The directory of the saves.
-        step: The training step; None for any step.
-
-    Returns:
-        None if there is no complete save.
+    """The number and the manifest of the newest complete save of a step (None: of any step); None if there is no save.
 
     Raises:
         ValueError: There are saves, but none of this step, or a manifest is damaged.
@@ -54,64 +43,42 @@ def find(directory: str, step: int | None) -> tuple[int, dict[str, Any]] | None:
 
 
 def read(
-    directory: str,
-    number: int,
-    manifest: dict[str, Any],
-    rank: int,
-    ranks: int,
-    variables: Sequence[Any] | None,
+    directory: str, number: int, manifest: dict[str, Any], rank: int, ranks: int, variables: Sequence[Any] | None
 ) -> list[PlanState]:
     """Reads this rank's states, one for each plan, from a save.
 
     If the number of ranks has changed, rank r of m gets the sum of the states of ranks r, r + m, r + 2 m, ...
-
-    Args:
-        directory: The directory of the saves.
-        number: The number of the save.
-        manifest: The manifest of the save.
-        rank: This rank.
-        ranks: The present number of ranks.
-        variables: The trained variables of the model, or None if they are not known yet.
+    `variables` are the trained ones of the model, or None if they are not known yet.
 
     Raises:
         ValueError: A file is missing, damaged, or of another format version, save or model.
     """
     saved_ranks = manifest["ranks"]
-    sources = range(rank, saved_ranks, ranks) if saved_ranks != ranks else [rank]
-    # A rank without a source reads a file, too, for the shapes of its zeros.
-    by_file = [_read_one(directory, number, manifest, source, ranks, variables) for source in sources or [0]]
+    needs = "each rank needs the file that it wrote"
+    if saved_ranks != ranks:
+        needs = f"{ranks} ranks instead of {saved_ranks} need a file system that all of them share"
+
+    def read_one(source: int) -> list[PlanState]:
+        path = files.rank_path(directory, number, source, saved_ranks)
+        if not os.path.exists(path):
+            raise ValueError(f"{path} is missing: {needs}, or start without residuals (resume=False)")
+        metadata, arrays = files.read_rank(path)
+        expected = {**manifest, "rank": source}
+        if {name: metadata.get(name) for name in expected} != expected:
+            raise ValueError(f"{path} belongs to another save than its manifest.json: files were mixed up or changed")
+        states = [PlanState.unpacked(str(i), plan, arrays) for i, plan in enumerate(metadata["plans"])]
+        if variables is not None:
+            _check_model(states, variables, path)
+        return states
+
     if saved_ranks == ranks:
-        return by_file[0]
-    if not sources:
-        by_file = [[plan_state.zeroed(state) for state in by_file[0]]]
+        return read_one(rank)
+    if rank >= saved_ranks:  # it takes over nothing, and reads a file for the shapes of its zeros
+        return [plan_state.zeroed(state) for state in read_one(0)]
+    by_file = [read_one(source) for source in range(rank, saved_ranks, ranks)]
     if len({len(states) for states in by_file}) > 1:
         raise ValueError(f"{files.save_path(directory, number)}: the ranks had different gradients")
     return [plan_state.merged(states) for states in zip(*by_file)]
-
-
-def _read_one(
-    directory: str,
-    number: int,
-    manifest: dict[str, Any],
-    rank: int,
-    ranks: int,
-    variables: Sequence[Any] | None,
-) -> list[PlanState]:
-    saved_ranks = manifest["ranks"]
-    path = files.rank_path(directory, number, rank, saved_ranks)
-    if not os.path.exists(path):
-        needs = "each rank needs the file that it wrote"
-        if saved_ranks != ranks:
-            needs = f"{ranks} ranks instead of {saved_ranks} need a file system that all of them share"
-        raise ValueError(f"{path} is missing: {needs}, or start without residuals (resume=False)")
-    metadata, arrays = files.read_rank(path)
-    expected = {**manifest, "rank": rank}
-    if {name: metadata.get(name) for name in expected} != expected:
-        raise ValueError(f"{path} belongs to another save than its manifest.json: files were mixed up or changed")
-    states = [PlanState.unpacked(str(i), plan, arrays) for i, plan in enumerate(metadata["plans"])]
-    if variables is not None:
-        _check_model(states, variables, path)
-    return states
 
 
 def _check_model(states: Sequence[PlanState], variables: Sequence[Any], path: str) -> None:
@@ -121,11 +88,11 @@ def _check_model(states: Sequence[PlanState], variables: Sequence[Any], path: st
     for state in states:
         dense = [m for m in state.members if m.kind == "dense"]
         missing = Counter((without_counters(m.path), m.shape) for m in dense) - shapes
-        unknown = next((m for m in dense if (without_counters(m.path), m.shape) in missing), None)
-        unknown = unknown or next((m for m in state.members if without_counters(m.path) not in names), None)
-        if unknown is not None:
-            shape = f" of shape {unknown.shape}" if unknown.kind == "dense" else ""
+        foreign = [m for m in dense if (without_counters(m.path), m.shape) in missing]
+        foreign += [m for m in state.members if without_counters(m.path) not in names]
+        if foreign:
+            shape = f" of shape {foreign[0].shape}" if foreign[0].kind == "dense" else ""
             raise ValueError(
-                f"{path} belongs to another model: it has {unknown.path}{shape}, which is not among the trained "
+                f"{path} belongs to another model: it has {foreign[0].path}{shape}, which is not among the trained "
                 f"variables ({len(variables)})"
             )

@@ -70,19 +70,8 @@ def allreduce(
         ValueError: An argument is not valid, `op` does not support compression, or the shape is not static.
         TypeError: An argument is of a wrong type, or Horovod cannot reduce the dtype of the tensor (such as complex64).
     """
-    return grouped_allreduce(
-        [tensor],
-        average=average,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        ignore_name_scope=ignore_name_scope,
-        name=name,
-    )[0]
+    arguments = dict(locals())  # before there are other local variables
+    return grouped_allreduce([arguments.pop("tensor")], **arguments)[0]
 
 
 @checks.plain_errors
@@ -101,25 +90,11 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Averages or sums several tensors over all ranks in one collective; each is compressed by itself.
 
-    Args:
-        tensors: A list of tensors as in `allreduce`.
-        average: See `allreduce`, also for the other arguments, which apply to every tensor.
-        device_dense: See `allreduce`.
-        device_sparse: See `allreduce`.
-        compression: See `allreduce`.
-        op: See `allreduce`.
-        prescale_factor: See `allreduce`.
-        postscale_factor: See `allreduce`.
-        process_set: See `allreduce`.
-        ignore_name_scope: See `allreduce`.
-        name: See `allreduce`.
+    `tensors` is a list of tensors as in `allreduce`. The other arguments, and the errors, are those of `allreduce`; the
+    arguments apply to every tensor.
 
     Returns:
         A list of tensors with the shapes and dtypes of `tensors`, bit for bit the same on all ranks.
-
-    Raises:
-        ValueError: See `allreduce`.
-        TypeError: See `allreduce`.
     """
     compressor = resolve(compression)
     op = handle_average_backwards_compatibility(op, average)
@@ -136,7 +111,7 @@ def grouped_allreduce(
     if tf.is_tensor(tensors) or isinstance(tensors, (str, bytes, Mapping)) or not isinstance(tensors, Iterable):
         raise TypeError(f"tensors must be a list of tensors, got {error_text(tensors)}")
     tensors = [_tensor(tensor) for tensor in tensors]
-    results: list[Any] = [None] * len(tensors)
+    results: dict[int, Any] = {}  # by position
     compressed = [i for i, tensor in enumerate(tensors) if _is_compressible(tensor, compressor)]
     if compressed and op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"compression {compressor.spec!r} supports op Average and Sum only")
@@ -149,13 +124,11 @@ def grouped_allreduce(
         by_kind.setdefault(_kind(tensors[i]), []).append(i)
     for kind, members in sorted(by_kind.items()):
         reduced = hvd.grouped_allreduce(
-            [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense,
-            device_sparse=device_sparse, op=op,
-            prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set,
+            [uncompressed.wide(tensors[i]) for i in members], device_dense=device_dense, device_sparse=device_sparse,
+            op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set,
             ignore_name_scope=ignore_name_scope, name=name and f"{name}_{kind}",
         )  # fmt: skip
-        for i, result in zip(members, reduced):
-            results[i] = uncompressed.of_dtype(result, tensors[i].dtype)
+        results |= {i: uncompressed.of_dtype(result, tensors[i].dtype) for i, result in zip(members, reduced)}
 
     if compressed:
         check_not_in_xla()
@@ -163,9 +136,8 @@ def grouped_allreduce(
         scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
         with tf.device(device_dense):
             reduced = _reduce([tensors[i] for i in compressed], compressor, prescale_factor, scale, group)
-        for i, result in zip(compressed, reduced):
-            results[i] = result
-    return results
+        results |= zip(compressed, reduced)
+    return [results[i] for i in range(len(tensors))]
 
 
 def _reduce(
@@ -189,11 +161,7 @@ def _reduce(
 
 
 def _tensor(value: Any) -> Any:
-    """Converts `value` to a tensor; returns `tf.IndexedSlices` unchanged.
-
-    Raises:
-        TypeError: `value` is not a tensor, or Horovod cannot reduce its dtype.
-    """
+    """Converts `value` to a tensor that Horovod can reduce; returns `tf.IndexedSlices` unchanged."""
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise TypeError(f"Horovod cannot reduce a {type(value).__name__}: pass its values, or make it dense")
     if not tf.is_tensor(value) and not isinstance(value, tf.IndexedSlices):

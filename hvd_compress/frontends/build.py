@@ -41,12 +41,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     4. Selectors, transforms and observers. For `auto`, the link and the kernels are calibrated.
     5. Restores the state that was loaded before, if any.
 
-    Args:
-        reducer: The plan's reducer.
-        name: The prefix of its collectives' names.
-        gradients: Tensors, IndexedSlices or None, one for each of `variables`.
-        variables: The gradients' variables.
-        watched: Whether any rank records steps: then the link is measured.
+    The names of its collectives begin with `name`. If `watched`, some rank records steps, and the link is measured.
     """
     settings = reducer.settings
     with tf.init_scope():
@@ -80,10 +75,7 @@ def _add_auto(plan: Plan) -> None:
         flat_or_hierarchical.check(calibrated, used_hosts)
     elif used_hosts is not None:
         candidates = [(candidate, shapes) for candidate in layout.auto.candidates]
-        plan.flat = [
-            *plan.flat,
-            *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts),
-        ]
+        plan.flat = [*plan.flat, *flat_or_hierarchical.flat_compressors(candidates, calibrated, settings, used_hosts)]
     plan.auto = start.selector(plan, calibrated)
     plan.selectors = [*plan.selectors, *[plan.auto] * len(shapes)]  # its buckets are the last ones
     plan.observers.append(plan.auto)

@@ -6,10 +6,10 @@ import os
 
 from ..common import checks
 from . import residuals
-from .keras.callback import BatchCounter, Callback
+from .keras.callbacks import CountingCallback
 
 
-class ResidualCheckpoint(Callback):
+class ResidualCheckpoint(CountingCallback):
     """Saves each rank's residuals during training, and restores them when training resumes.
 
     Put it on all ranks, next to the callback that saves the model (ModelCheckpoint, BackupAndRestore), with the
@@ -17,31 +17,22 @@ class ResidualCheckpoint(Callback):
     whose step equals the model's `optimizer.iterations`. It restores once: before the first step of an optimizer
     that has not trained in this process. See docs/checkpoints.md.
 
+    Args:
+        directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
+        save_freq: "epoch", or a number of batches, counted across epochs.
+        max_to_keep: The number of complete saves to keep, at least 1.
+        resume: Whether to restore an existing save.
+
     Raises:
-        ValueError: In `on_train_begin`, on all ranks: there are saves, but none that fits this model, its step and its
-            settings and is intact on all ranks.
+        TypeError: `directory` is not a path.
+        ValueError: Another argument is not valid. In `on_train_begin`, on all ranks: there are saves, but none that
+            fits this model, its step and its settings and is intact on all ranks.
         RuntimeError: On all ranks: a rank cannot write its file.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike,
-        save_freq: int | str = "epoch",
-        max_to_keep: int = 2,
-        resume: bool = True,
+        self, directory: str | os.PathLike, save_freq: int | str = "epoch", max_to_keep: int = 2, resume: bool = True
     ) -> None:
-        """Creates the callback.
-
-        Args:
-            directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
-            save_freq: "epoch", or a number of batches, counted across epochs.
-            max_to_keep: The number of complete saves to keep, at least 1.
-            resume: Whether to restore an existing save.
-
-        Raises:
-            TypeError: `directory` is not a path.
-            ValueError: Another argument is not valid.
-        """
         super().__init__()
         if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"save_freq must be 'epoch' or a whole number from 1 on, got {save_freq!r}")
@@ -49,7 +40,6 @@ class ResidualCheckpoint(Callback):
         self.save_freq = save_freq
         self.max_to_keep = checks.integer("max_to_keep", max_to_keep, 1)
         self.resume = resume
-        self._batches = BatchCounter()  # since the last save
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores a save, if there is one."""
@@ -58,13 +48,9 @@ class ResidualCheckpoint(Callback):
             variables = self.model.trainable_variables if self.model.built else None
             residuals.load_residuals(self.model.optimizer, self.directory, variables)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts batches from 0 again."""
-        self._batches.new_epoch()
-
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Saves, if `save_freq` batches have been trained since the last save."""
-        batches = self._batches.add(batch)
+        batches = self._count(batch)
         if self.save_freq != "epoch" and batches >= int(self.save_freq):
             self._save()
 
@@ -74,5 +60,5 @@ class ResidualCheckpoint(Callback):
             self._save()
 
     def _save(self) -> None:
-        self._batches.count = 0
+        self._batches = 0
         residuals.save_residuals(self.model.optimizer, self.directory, max_to_keep=self.max_to_keep)

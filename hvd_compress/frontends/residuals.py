@@ -68,12 +68,7 @@ def save_residuals(
     proposals = _on_all(group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError)
     _check_steps([rank_step for rank_step, *_ in proposals], directory)
     _, number, token = proposals[0]
-    manifest = {
-        "save": token,
-        "step": step,
-        "ranks": ranks,
-        "settings": _settings(reducer.settings, aggregation),
-    }
+    manifest = {"save": token, "step": step, "ranks": ranks, "settings": _settings(reducer.settings, aggregation)}
 
     def write() -> None:
         packed = [state.packed(str(i)) for i, state in enumerate(states_of(reducer, aggregation))]
@@ -148,9 +143,7 @@ def load_residuals(
     )
     states: list[PlanState] = []
     _on_all(group, lambda: states.extend(resume.read(directory, number, manifest, rank, ranks, variables)))
-    if aggregation is not None:
-        aggregation.restore(states.pop(0))
-    plan_state.put(reducer, states)
+    put(reducer, aggregation, states)
     return int(manifest["step"])
 
 
@@ -166,18 +159,22 @@ def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) ->
     return states if aggregation is None else [aggregation.state(), *states]
 
 
+def put(reducer: Reducer, aggregation: LocalGradientAggregation | None, states: Sequence[PlanState]) -> None:
+    """Restores what `states_of` returned."""
+    if aggregation is not None and states:
+        aggregation.restore(states[0])
+        states = states[1:]
+    plan_state.put(reducer, states)
+
+
 def owner(
     source: Any, variables: Sequence[Any] | None = None
 ) -> tuple[Reducer, LocalGradientAggregation | None, int | None]:
     """The reducer and the aggregation that keep the state of `source`, and the step of an optimizer (None for a tape).
 
-    Args:
-        source: A distributed optimizer or tape.
-        variables: For a tape, its sources.
-
     Raises:
-        TypeError: `source` is not distributed.
-        ValueError: `source` is a tape, and `variables` is not a list of variables.
+        TypeError: `source` is neither a distributed optimizer nor a distributed tape.
+        ValueError: `source` is a tape, and `variables` is not a list of variables, its sources.
     """
     if isinstance(source, tf.GradientTape) and hasattr(source, "_hvdc_settings"):
         if variables is None or not all(hasattr(variable, "assign") for variable in variables):
@@ -203,13 +200,11 @@ def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) 
     if compressor.momentum_settings is not None:
         # The number of steps per epoch depends on the number of ranks, which may change.
         compressor = dataclasses.replace(compressor, steps_per_epoch=None)
+    unchanged = ("momentum_correction", "gradient_predivide_factor", "min_compress_size", "sparse_as_dense")
     return {
         "compression": compressor.spec,
         "error_feedback": settings.feeds_back(settings.compressor),
-        "momentum_correction": settings.momentum_correction,
-        "gradient_predivide_factor": settings.gradient_predivide_factor,
-        "min_compress_size": settings.min_compress_size,
-        "sparse_as_dense": settings.sparse_as_dense,
+        **{name: getattr(settings, name) for name in unchanged},
         "backward_passes_per_step": 1 if aggregation is None else aggregation.backward_passes_per_step,
     }
 

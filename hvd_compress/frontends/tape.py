@@ -18,15 +18,14 @@ from ..engine import nonfinite
 from ..engine.compression_report import CompressionReport
 from ..engine.reducer import Reducer
 from ..engine.settings import MIN_COMPRESS_SIZE, Settings
-from .arguments import settings_from
 from .build import new_reducer
-from .local_gradients import reduce_shared
+from .shared import check_undistributed, reduce_shared, settings_from
 
 # Reducers, which keep the residuals, by variables and settings: they outlive the tape, which is new in every step.
 _reducers: dict[Any, Reducer] = {}
 
 
-def DistributedGradientTape(
+def DistributedGradientTape(  # noqa: D417
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -50,8 +49,9 @@ def DistributedGradientTape(
 ) -> Any:
     """Wraps a tape so that `gradient()` returns gradients averaged over all ranks, compressed on the way.
 
-    Takes every argument of `horovod.tensorflow.DistributedGradientTape`, with the same meaning. Make a new tape in
-    every step, as usual: residuals belong to the variables and the settings, not to the tape.
+    Takes every argument of `horovod.tensorflow.DistributedGradientTape`, with the same meaning. Arguments that are not
+    listed here are those of `hvdc.DistributedOptimizer`. Make a new tape in every step, as usual: residuals belong to
+    the variables and the settings, not to the tape.
 
     Example:
         with tf.GradientTape() as tape:
@@ -61,30 +61,19 @@ def DistributedGradientTape(
 
     Args:
         gradtape: The `tf.GradientTape` that recorded the step.
-        device_dense: See `hvdc.DistributedOptimizer`, also for the arguments that are not explained here.
-        device_sparse: See `hvdc.DistributedOptimizer`.
         compression: A compressor or its spec string. None uses the environment variable `HVD_COMPRESS`, and does not
             compress if it is not set.
         sparse_as_dense: Whether to convert `tf.IndexedSlices` to dense tensors, and to compress them as such.
         op: `hvd.Average` or `hvd.Sum`.
-        gradient_predivide_factor: See `hvdc.DistributedOptimizer`.
         num_groups: Deprecated by Horovod; use `groups`.
         groups: The number of buckets, or a list of lists of variables, one bucket for each list.
         process_set: The Horovod process set whose ranks train together.
         scale_local_gradients: Whether to divide the gradients of local sources (`register_local_source`) by the number
             of ranks.
-        min_compress_size: See `hvdc.DistributedOptimizer`.
-        bucket_bytes: See `hvdc.DistributedOptimizer`.
-        error_feedback: See `hvdc.DistributedOptimizer`.
-        residual_decay: See `hvdc.DistributedOptimizer`.
-        residual_dtype: See `hvdc.DistributedOptimizer`.
-        momentum_correction: See `hvdc.DistributedOptimizer`.
-        policy: See `hvdc.DistributedOptimizer`.
         on_nonfinite: What to do if a gradient of any rank is infinite or NaN. "propagate": all ranks get gradients that
             are not finite. "skip": all ranks get zeros for all sources (an optimizer with momentum still moves the
             variables). "raise": all ranks raise `tf.errors.InvalidArgumentError`. Residuals stay as they were in all
             three cases.
-        hierarchical: See `hvdc.DistributedOptimizer`.
 
     Returns:
         A tape with the state of `gradtape`. It has three more methods: `register_local_source(source)` and
@@ -97,13 +86,7 @@ def DistributedGradientTape(
     arguments = dict(locals())  # before there are other local variables
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"gradtape must be a tf.GradientTape, got {error_text(gradtape)}")
-    if isinstance(gradtape, _DistributedGradientTape):
-        raise TypeError("gradtape is distributed already: wrap it only once")
-    if checks.is_horovods(gradtape):
-        raise TypeError(
-            "gradtape is distributed by Horovod already: leave hvd.DistributedGradientTape out, "
-            "hvdc.DistributedGradientTape takes its place"
-        )
+    check_undistributed("gradtape", gradtape, _DistributedGradientTape, "DistributedGradientTape")
     return _DistributedGradientTape(gradtape, settings_from(arguments, "DistributedGradientTape"))
 
 
@@ -120,22 +103,11 @@ class _DistributedGradientTape(tf.GradientTape):
 
     @checks.plain_errors
     def gradient(
-        self,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-        **kwargs: Any,
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
     ) -> Any:
         """As `tf.GradientTape.gradient`; the result is reduced over the ranks.
 
-        Args:
-            target: As of `tf.GradientTape.gradient`.
-            sources: As of `tf.GradientTape.gradient`.
-            output_gradients: As of `tf.GradientTape.gradient`.
-            use_generic_names: Accepted as by Horovod, and ignored: names of operations never contain names of
-                variables.
-            **kwargs: As of `tf.GradientTape.gradient`.
+        `use_generic_names` is accepted as by Horovod, and ignored: names of operations contain no names of variables.
 
         Returns:
             Gradients in the structure of `sources`, the same on all ranks except those of local sources.
@@ -186,12 +158,9 @@ class _DistributedGradientTape(tf.GradientTape):
 
 
 def reducer_of(tape: Any, sources: Sequence[Any]) -> Reducer:
-    """The reducer for the gradients of these sources, except the tape's local ones."""
-    return _reducer(tape._hvdc_settings, [s for s in sources if id(s) not in tape._hvdc_local])
-
-
-def _reducer(settings: Settings, sources: list[Any]) -> Reducer:
-    """The reducer with the residuals of these sources under these settings."""
+    """The reducer with the residuals of these sources, except the tape's local ones, under the tape's settings."""
+    settings = tape._hvdc_settings
+    sources = [source for source in sources if id(source) not in tape._hvdc_local]
     if not all(hasattr(source, "assign") for source in sources):
         # Tensors exist for one step only: nothing can be kept for the next one.
         stateless = dataclasses.replace(

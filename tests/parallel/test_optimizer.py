@@ -9,7 +9,7 @@ from specs import KINDS, TRAINED
 from tensorflow import keras as tf_dot_keras
 
 import hvd_compress as hvdc
-from hvd_compress.frontends.keras.mixin import DistributedMixin
+from hvd_compress.frontends.keras.distribution import DistributedMixin
 
 KERASES = {"keras": tf_dot_keras}
 try:

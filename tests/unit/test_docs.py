@@ -71,7 +71,7 @@ def test_the_reference_names_everything_public():
     modules = ("callbacks", "cost", "elastic", "optimizers")
     public = {getattr(hvdc, each) for each in hvdc.__all__ if each != "__version__" and each not in modules}
     assert public <= {each for each in objects if callable(each)}
-    base = pkgutil.resolve_name("hvd_compress.frontends.keras.callback.Callback")
+    base = pkgutil.resolve_name("hvd_compress.frontends.keras.callbacks.Callback")
     for each in vars(hvdc.callbacks).values():
         assert not isinstance(each, type) or not issubclass(each, base) or each in (base, *objects), each
     assert {getattr(hvdc.optimizers, each) for each in hvdc.optimizers.__all__} <= set(objects)

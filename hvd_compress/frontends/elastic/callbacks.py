@@ -5,44 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras import epochs
-from ..keras.callback import BatchCounter, Callback
+from ..keras.callbacks import Callback, CountingCallback
 
 
-class CommitStateCallback(Callback):
+class CommitStateCallback(CountingCallback):
     """Commits the elastic state every `batches_per_commit` batches, and at the end of each epoch.
 
     Put it last in the list of callbacks, so that it commits what the others write into the state. A commit copies
     model, optimizer and residuals to host memory, and sends the residuals to another rank. So do not commit every
     batch.
+
+    Args:
+        state: An elastic state, such as `hvdc.elastic.KerasState`.
+        batches_per_commit: The number of batches between commits, at least 1.
+
+    Raises:
+        ValueError: `batches_per_commit` is not a whole number from 1 on.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state, such as `hvdc.elastic.KerasState`.
-            batches_per_commit: The number of batches between commits, at least 1.
-
-        Raises:
-            ValueError: `batches_per_commit` is not a whole number from 1 on.
-        """
         super().__init__()
         self.state = state
         self.batches_per_commit = checks.integer("batches_per_commit", batches_per_commit, 1)
-        self._batches = BatchCounter()  # since the last commit
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Counts from 0, so that all ranks commit after the same batches."""
-        self._batches.count = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts the epoch's batches from 0."""
-        self._batches.new_epoch()
+        self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Commits, if `batches_per_commit` batches have been trained since the last commit."""
-        if self._batches.add(batch) >= self.batches_per_commit:
+        if self._count(batch) >= self.batches_per_commit:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -50,27 +42,25 @@ class CommitStateCallback(Callback):
         self._commit()
 
     def _commit(self) -> None:
-        self._batches.count = 0
+        self._batches = 0
         self.state.commit()
 
 
 class UpdateBatchStateCallback(Callback):
     """Keeps the number of completed batches of the epoch in `state.batch`, also across a reset; 0 between epochs.
 
-    In the first epoch after a reset, only the remaining batches are trained, if Keras knows how many steps an
-    epoch has.
+    If Keras knows how many steps an epoch has, the first epoch after a reset trains only the remaining batches.
+
+    Args:
+        state: An elastic state with an attribute `batch`.
     """
 
     def __init__(self, state: Any) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state with an attribute `batch`.
-        """
         super().__init__()
         self.state = state
         self._before_reset = 0  # batches of this epoch that were trained before a reset
-        self._stop_epoch = _StopEpoch()
+        # A true value of `model.stop_training` that ends only the epoch: `on_epoch_end` recognizes and removes it.
+        self._stop_epoch = object()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Reads how many batches were trained before a reset."""
@@ -95,29 +85,22 @@ class UpdateEpochStateCallback(Callback):
     """Keeps the number of completed epochs in `state.epoch`, also across a reset.
 
     Train the remaining ones with `fit(epochs=epochs - state.epoch)`.
+
+    Args:
+        state: An elastic state with an attribute `epoch`.
     """
 
     def __init__(self, state: Any) -> None:
-        """Creates the callback.
-
-        Args:
-            state: An elastic state with an attribute `epoch`.
-        """
         super().__init__()
         self.state = state
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        epochs.begin(self.model, self.state.epoch)
+        if self._reducer is not None:
+            self._reducer.begin_epoch(self.state.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch."""
-        epochs.end(self.model)
+        if self._reducer is not None:
+            self._reducer.end_epoch()
         self.state.epoch += 1
-
-
-class _StopEpoch:
-    """A true value of `model.stop_training` that ends only the epoch: `on_epoch_end` recognizes and removes it."""
-
-    def __bool__(self) -> bool:
-        return True

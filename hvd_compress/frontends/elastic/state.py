@@ -17,51 +17,33 @@ from ...checkpoint.plan_state import PlanState
 from ...engine import reducer as reducers
 from .. import residuals
 from ..keras import optimizer_state
-from ..keras.broadcast import broadcast, unique
 from . import takeover
 from .failures import horovod_errors
 
 
 @dataclasses.dataclass
 class _Commit:
-    """A rank's state at one point of training, in host memory.
+    """A rank's state at one point of training, in host memory."""
 
-    Attributes:
-        number: The same on all ranks.
-        rank: The rank at that point.
-        ranks: The number of ranks at that point.
-        values: Of the variables of model and optimizer.
-        attributes: The user's properties of the state.
-        epoch: `Reducer.epoch`.
-        residuals: This rank's.
-        copies: The residuals of the previous rank, or None if ranks exchange no copies.
-    """
-
-    number: int
-    rank: int
+    number: int  # the same on all ranks
+    rank: int  # at that point
     ranks: int
-    values: list[np.ndarray]
-    attributes: dict[str, Any]
-    epoch: float | None
-    residuals: list[PlanState]
-    copies: list[PlanState] | None
+    values: list[np.ndarray]  # of the variables of model and optimizer
+    attributes: dict[str, Any]  # the user's properties of the state
+    epoch: float | None  # `Reducer.epoch`
+    residuals: list[PlanState]  # this rank's
+    copies: list[PlanState] | None = None  # the residuals of the previous rank; None if ranks exchange no copies
 
 
 _UNSHARED = -1  # number of a process's first commit, which the other ranks do not have
 
 
 class _Status(NamedTuple):
-    """A rank's status that all ranks get in `sync`.
+    """A rank's status that all ranks get in `sync`."""
 
-    Attributes:
-        commits: By number of a commit: rank and number of ranks at that point. Empty in a new process.
-        made: The number of reducers that the process has made.
-        name: The name of the optimizer's reducer.
-    """
-
-    commits: dict[int, tuple[int, int]]
-    made: int
-    name: str
+    commits: dict[int, tuple[int, int]]  # by number: rank and number of ranks at that point; empty in a new process
+    made: int  # the number of reducers that the process has made
+    name: str  # of the optimizer's reducer
 
 
 class KerasState(ObjectState):
@@ -73,22 +55,21 @@ class KerasState(ObjectState):
     residuals over all ranks is that of the last commit, whether ranks leave, join or are killed. If both ranks
     are gone at once, the residuals are lost, and a warning says so. See docs/elastic.md.
 
-    The optimizer must use the global process set: Horovod's others do not survive a reset.
+    Creating a state communicates nothing. Create it with the same arguments on all ranks. The optimizer must use the
+    global process set: Horovod's others do not survive a reset.
+
+    Args:
+        model: A built Keras model.
+        optimizer: The optimizer, if the model was not compiled with it.
+        copy_residuals: Whether each commit sends a copy of the residuals to another rank. This takes host memory, and
+            the time to send all residuals once, uncompressed.
+        **kwargs: Other properties to synchronize, such as `batch=0, epoch=0`. They become attributes.
+
+    Raises:
+        ValueError: The model is not built, there is no optimizer, or its process set is not the global one.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, *, copy_residuals: bool = True, **kwargs: Any) -> None:
-        """Creates the state. It communicates nothing; create it with the same arguments on all ranks.
-
-        Args:
-            model: A built Keras model.
-            optimizer: The optimizer, if the model was not compiled with it.
-            copy_residuals: Whether each commit sends a copy of the residuals to another rank. This takes host
-                memory, and the time to send all residuals once, uncompressed.
-            **kwargs: Other properties to synchronize, such as `batch=0, epoch=0`. They become attributes.
-
-        Raises:
-            ValueError: The model is not built, there is no optimizer, or its process set is not the global one.
-        """
         if not getattr(model, "built", True):
             raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
         self.model = model
@@ -117,7 +98,17 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """Restores the last commit."""
-        self._restore(self._commits[-1])
+        commit = self._commits[-1]
+        with tf.init_scope():
+            for variable, value in zip(self._all_variables(), commit.values):
+                variable.assign(value)
+        self._saved_state = dict(commit.attributes)
+        self._set_attrs()
+        if self._reducer is not None:
+            self._reducer.epoch = commit.epoch
+            for plan in self._reducer.plans.values():  # may be newer than the commit
+                plan_state.restore(plan, plan_state.zeroed(plan_state.state_of(plan)))
+            residuals.put(self._reducer, self._aggregation, commit.residuals)
 
     def check_host_updates(self) -> None:
         """As Horovod's: raises HostsUpdatedInterrupt on all ranks if ranks are about to leave or to join."""
@@ -133,9 +124,8 @@ class KerasState(ObjectState):
     def reset(self) -> None:
         """Called by Horovod after it has started again with other ranks: drops what was made for the old ones."""
         self._was_reset = True
-        self.model.train_function = None  # Keras creates new ones
-        self.model.test_function = None
-        self.model.predict_function = None
+        # Keras creates new ones.
+        self.model.train_function = self.model.test_function = self.model.predict_function = None
         for other in reducers.alive():
             if other is not self._reducer and (other.plans or other.pending):
                 warnings.warn(
@@ -163,7 +153,10 @@ class KerasState(ObjectState):
                 # Training continues, on a rank that was reset or that joins.
                 if old and (self._was_reset or hvd.rank() not in old):
                     self._take_over({rank: statuses[rank].commits[agreed] for rank in old}, root)
-            self._synchronize(root)
+            optimizer_state.broadcast(self._shared_variables(), root, "hvdc_elastic")
+            attributes = {name: getattr(self, name) for name in self._saved_state}
+            self._saved_state = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
+            self._set_attrs()
             self._save(agreed + 1)
         self._was_reset = False
 
@@ -175,44 +168,31 @@ class KerasState(ObjectState):
                 commit.copies = takeover.exchange(commit.residuals)
         self._commits = [self._commits[-1], commit]
 
-    def _synchronize(self, root: int) -> None:
-        """Copies model, optimizer and attributes from the root rank to all ranks."""
-        broadcast(self._shared_variables(), root, "hvdc_elastic")
-        attributes = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state: dict[str, Any] = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
-        self._set_attrs()
-
     def _take_over(self, old: dict[int, tuple[int, int]], root: int) -> None:
         """Distributes the residuals of the last commit among the present ranks.
 
-        Args:
-            old: By present rank that took part in the commit: its rank and the number of ranks at that time.
-            root: One of these ranks.
+        `old` has, for each rank that took part in the commit, its rank and the number of ranks then; `root` is one.
         """
         assert self._reducer is not None
         commit, ranks = self._commits[-1], old[root][1]
-        copied, outline = hvd.broadcast_object(
-            (commit.copies is not None, takeover.outline(commit.residuals)),
-            root,
-            name="hvdc_elastic_residuals",
+        copied, outlines = hvd.broadcast_object(
+            (commit.copies is not None, takeover.outline(commit.residuals)), root, name="hvdc_elastic_residuals"
         )
         heirs, lost = takeover.succession(ranks, [rank for rank, _ in old.values()], copied)
         if hvd.rank() not in old:
-            states = takeover.zeros(outline)
+            states = [plan_state.zeroed(state) for state in outlines]
+        elif commit.copies and commit.rank in heirs.values():
+            states = [plan_state.merged(pair) for pair in zip(commit.residuals, commit.copies)]
         else:
-            inherited = commit.copies if commit.rank in heirs.values() else None
-            states = takeover.merged([commit.residuals, inherited] if inherited else [commit.residuals])
-        if lost and outline and hvd.rank() == root:
+            states = list(commit.residuals)
+        if lost and outlines and hvd.rank() == root:
             warnings.warn(
                 f"elastic: the residuals of rank {', '.join(map(str, lost))} of {ranks} are lost: "
                 + ("the rank with their copies is gone, too" if copied else "there are no copies of them"),
                 stacklevel=2,
             )
         self._reducer.replan([])
-        if self._aggregation is not None and states:
-            self._aggregation.restore(states[0])
-            states = states[1:]
-        self._reducer.pending = states
+        residuals.put(self._reducer, self._aggregation, states)
 
     def _snapshot(self, number: int) -> _Commit:
         """The present state of this rank, without copies of another rank's residuals."""
@@ -220,27 +200,12 @@ class KerasState(ObjectState):
         values = [variable.numpy() for variable in self._all_variables()]
         rank, ranks = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
         epoch = None if self._reducer is None else self._reducer.epoch
-        return _Commit(number, rank, ranks, values, dict(self._saved_state), epoch, states, None)
-
-    def _restore(self, commit: _Commit) -> None:
-        with tf.init_scope():
-            for variable, value in zip(self._all_variables(), commit.values):
-                variable.assign(value)
-        self._saved_state = dict(commit.attributes)
-        self._set_attrs()
-        if self._reducer is not None:
-            self._reducer.epoch = commit.epoch
-            for plan in self._reducer.plans.values():  # may be newer than the commit
-                plan_state.restore(plan, plan_state.zeroed(plan_state.state_of(plan)))
-            states = list(commit.residuals)
-            if self._aggregation is not None and states:
-                self._aggregation.restore(states.pop(0))
-            plan_state.put(self._reducer, states)
+        return _Commit(number, rank, ranks, values, dict(self._saved_state), epoch, states)
 
     def _shared_variables(self) -> list[tf.Variable]:
         """The variables that are equal on all ranks."""
-        return unique([*self.model.weights, *optimizer_state.optimizer_variables(self.optimizer)])
+        return optimizer_state.unique([*self.model.weights, *optimizer_state.optimizer_variables(self.optimizer)])
 
     def _all_variables(self) -> list[tf.Variable]:
         """All variables that are restored, including those that differ between ranks, such as seed generators."""
-        return unique([*self._shared_variables(), *self.model.variables])
+        return optimizer_state.unique([*self._shared_variables(), *self.model.variables])

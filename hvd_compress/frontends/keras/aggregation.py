@@ -33,17 +33,12 @@ class LocalGradientAggregation:
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense
         self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
-        self._sums: dict[int, tf.Variable] = {}
-        self._paths: list[str] = []  # of the variables that the sums belong to
+        self._sums: dict[int, tuple[str, tf.Variable]] = {}  # by the variable's id: its path, and the sum
         # Restored sums that have no variable yet, in the order of creation: path of the variable, and value.
         self._pending: list[tuple[str, np.ndarray]] = []
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Adds the gradients of one pass.
-
-        Args:
-            gradients: One for each of `variables`; None where there is no gradient.
-            variables: The trained variables.
+        """Adds the gradients of one pass; some may be None.
 
         Returns:
             The reduced sums if this pass completes a step (`is_step()` is then True), otherwise the sums so far. None
@@ -52,31 +47,22 @@ class LocalGradientAggregation:
         Raises:
             ValueError: A gradient is `tf.IndexedSlices`, and `sparse_as_dense` is False.
         """
-        dense = [self._dense(gradient) for gradient in gradients]
-        sums = [self._sum(g, v) for g, v in zip(dense, variables)]
-        totals = [None if s is None else s.assign_add(g).read_value() for s, g in zip(sums, dense)]
+        dense = {i: self._dense(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+        sums = {i: self._sum(gradient, variables[i]) for i, gradient in dense.items()}
+        totals = {i: sums[i].assign_add(gradient).read_value() for i, gradient in dense.items()}
         self.counter.assign_add(1)
-        present = [i for i, total in enumerate(totals) if total is not None]
 
         def complete() -> list[tf.Tensor]:
-            reduced = self._reduce(totals, variables)
+            all_reduced = self._reduce([totals.get(i) for i in range(len(gradients))], variables)
             self.counter.assign(0)
-            for total in sums:
-                if total is not None:
-                    total.assign(tf.zeros_like(total))
-            return [
-                reduced[i] if self._divisor == 1 else reduced[i] / tf.cast(self._divisor, reduced[i].dtype)
-                for i in present
-            ]
+            for total in sums.values():
+                total.assign(tf.zeros_like(total))
+            reduced = [all_reduced[i] for i in totals]
+            return reduced if self._divisor == 1 else [x / tf.cast(self._divisor, x.dtype) for x in reduced]
 
-        results = tf.cond(
-            tf.equal(self.counter, self.backward_passes_per_step),
-            complete,
-            lambda: [totals[i] for i in present],
-        )
-        for i, result in zip(present, results):
-            totals[i] = result
-        return totals
+        is_last = tf.equal(self.counter, self.backward_passes_per_step)
+        results = dict(zip(totals, tf.cond(is_last, complete, lambda: list(totals.values()))))
+        return [results.get(i) for i in range(len(gradients))]
 
     def is_step(self) -> tf.Tensor:
         """Whether the last pass completed a step; a bool scalar."""
@@ -84,39 +70,34 @@ class LocalGradientAggregation:
 
     def state(self) -> PlanState:
         """The sums so far and the counter, to be saved: this rank's gradients that have not been exchanged yet."""
-        current = zip(self._paths, (variable.numpy() for variable in self._sums.values()))
-        sums = dict(enumerate([*current, *self._pending]))
-        members = [Member(path, value.shape, "dense") for path, value in sums.values()]
-        tensors = {"sums": {i: value for i, (_, value) in sums.items()}}
+        sums = [(path, variable.numpy()) for path, variable in self._sums.values()] + self._pending
+        members = [Member(path, value.shape, "dense") for path, value in sums]
+        tensors = {"sums": {i: value for i, (_, value) in enumerate(sums)}}
         return PlanState(members, tensors, {"sums": []}, [], {"counter": np.asarray(self.counter.numpy())})
 
     def restore(self, state: PlanState) -> None:
         """Restores a saved state. Sums whose variables do not exist yet are restored when they are created."""
         self.counter.assign(state.replicated_state["counter"])
         saved = [(member.path, state.tensors["sums"][i]) for i, member in enumerate(state.members)]
-        for i, variable in enumerate(self._sums.values()):
+        for i, (_, variable) in enumerate(self._sums.values()):
             variable.assign(saved[i][1] if i < len(saved) else tf.zeros_like(variable))
         self._pending = saved[len(self._sums) :]
 
     def _dense(self, gradient: Any) -> Any:
-        if isinstance(gradient, tf.IndexedSlices):
-            if not self._sparse_as_dense:
-                raise ValueError(
-                    "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
-                    "`sparse_as_dense` is False."
-                )
-            return tf.convert_to_tensor(gradient)
-        return gradient
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self._sparse_as_dense:
+            raise ValueError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False."
+            )
+        return tf.convert_to_tensor(gradient)
 
-    def _sum(self, gradient: Any, variable: Any) -> tf.Variable | None:
-        if gradient is None:
-            return None
+    def _sum(self, gradient: Any, variable: Any) -> tf.Variable:
         if id(variable) not in self._sums:
             with tf.init_scope():
-                saved = self._pending.pop(0)[1] if self._pending else None
-                start = tf.zeros(variable.shape, gradient.dtype) if saved is None else saved
+                start = self._pending.pop(0)[1] if self._pending else tf.zeros(variable.shape, gradient.dtype)
                 # With a plain tf.Variable, TensorFlow would trace the step twice on a rank that joins an elastic job,
                 # and the names of its collectives would differ from those of the other ranks.
-                self._sums[id(variable)] = tracing.variable(start, "aggregated_gradient")
-            self._paths.append(path_of(variable))
-        return self._sums[id(variable)]
+                total = tracing.variable(start, "aggregated_gradient")
+            self._sums[id(variable)] = path_of(variable), total
+        return self._sums[id(variable)][1]

@@ -1,4 +1,4 @@
-"""Horovod's callbacks that communicate, for Keras 3, `tf_keras` and the Keras 2 of TensorFlow 2.15.
+"""Base classes of callbacks, and Horovod's callbacks that communicate, for Keras 3, `tf_keras` and Keras 2.
 
 Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0.28.1, which fail on Keras 3
 (https://github.com/horovod/horovod/issues/4290). No callback checks which Keras a model belongs to.
@@ -12,12 +12,47 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from tensorflow import keras
 
 from ...common import checks
 from ...monitor import tuning
-from . import epochs, optimizer_state
-from .broadcast import broadcast, unique
-from .callback import Callback
+from . import optimizer_state
+
+
+class Callback(keras.callbacks.Callback):
+    """Base class of the callbacks. A callback for Keras 3 that also has what a `tf_keras` model asks for."""
+
+    # No batch hook here reads its logs, so Keras 2 need not wait for each step's results.
+    _supports_tf_logs = True
+    _implements_train_batch_hooks = staticmethod(lambda: True)
+    _implements_test_batch_hooks = staticmethod(lambda: False)
+    _implements_predict_batch_hooks = staticmethod(lambda: False)
+
+    @property
+    def _reducer(self) -> Any:
+        """The reducer of the model's distributed optimizer; None if the optimizer is not distributed."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        return None if optimizer is None else optimizer._hvdc.reducer
+
+
+class CountingCallback(Callback):
+    """Base class of the callbacks that act after every so many batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batches = 0  # since the callback last acted, which then sets it to 0
+        self._last_batch = -1  # index, in its epoch, of the last batch that was counted
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Keras numbers batches from 0 again."""
+        self._last_batch = -1
+
+    def _count(self, batch: int) -> int:
+        """Counts all batches up to this one: with `steps_per_execution`, Keras calls a hook once for several."""
+        # Keras 3 may call batch hooks from several threads, and so in another order.
+        self._batches += max(0, batch - self._last_batch)
+        self._last_batch = max(batch, self._last_batch)
+        return self._batches
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -30,33 +65,27 @@ class BroadcastGlobalVariablesCallback(Callback):
     It broadcasts before the first step, or after it if the model of a rank is built by the first batch. It does so
     once: a second `fit` with the same callback does not broadcast again.
 
+    Args:
+        root_rank: The rank whose values the others take.
+        device: TensorFlow device on which to broadcast. If empty, TensorFlow chooses it.
+        local_variables: A variable of TensorFlow or Keras, or several, that are not broadcast. The same ones on all
+            ranks.
+
     Raises:
-        ValueError: After the first step, on all ranks: the variables differ between ranks in number, shape or dtype.
+        ValueError: `root_rank` is not an integer from 0 on, or `local_variables` contains something else than
+            variables. In `fit`: there are not so many ranks. After the first step, on all ranks: the variables differ
+            between ranks in number, shape or dtype.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        """Creates the callback.
-
-        Args:
-            root_rank: The rank whose values the others take.
-            device: TensorFlow device on which to broadcast. If empty, TensorFlow chooses it.
-            local_variables: A variable of TensorFlow or Keras, or several, that are not broadcast. The same ones on all
-                ranks.
-
-        Raises:
-            ValueError: `root_rank` is not an integer from 0 on, or `local_variables` contains something else than
-                variables. In `fit`: there are not so many ranks.
-        """
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
         self.broadcast_done = False
         self._local: set[Any] = set()
-        if local_variables is None:
-            local_variables = []
-        elif isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
+        if isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
-        for variable in local_variables:
+        for variable in [] if local_variables is None else local_variables:
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
@@ -82,11 +111,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        epochs.begin(self.model, epoch)
+        if self._reducer is not None:
+            self._reducer.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
-        epochs.end(self.model)
+        if self._reducer is not None:
+            self._reducer.end_epoch()
         tuning.metrics(logs)
 
     def _broadcast(self, stepped: bool) -> None:
@@ -101,7 +132,7 @@ class BroadcastGlobalVariablesCallback(Callback):
             optimizer_state.create_variables(optimizer, model.trainable_variables)
         # `weights`, not `variables`: in Keras 3 the latter includes the states of seed generators.
         candidates = [*model.weights, *optimizer_state.optimizer_variables(optimizer)] if ready else []
-        variables = [variable for variable in unique(candidates) if variable.ref() not in self._local]
+        variables = [v for v in optimizer_state.unique(candidates) if v.ref() not in self._local]
 
         # If one rank broadcast while another trained, both would wait for ever. So ranks compare their states first.
         layout = repr([(v.shape.as_list(), v.dtype.name) for v in variables]).encode()
@@ -116,7 +147,7 @@ class BroadcastGlobalVariablesCallback(Callback):
             )
 
         with tf.device(self.device):
-            broadcast(variables, self.root_rank, "hvdc.broadcast")
+            optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast")
         self.broadcast_done = True
 
 
@@ -125,14 +156,12 @@ class MetricAverageCallback(Callback):
 
     Put it before the callbacks that should get the averages (ReduceLROnPlateau, EarlyStopping, TensorBoard). Keras
     calls its own History and progress bar last. The logs that `on_train_end` gets are not averaged.
+
+    Args:
+        device: TensorFlow device on which to reduce. If empty, TensorFlow chooses it.
     """
 
     def __init__(self, device: str = "") -> None:
-        """Creates the callback.
-
-        Args:
-            device: TensorFlow device on which to reduce. If empty, TensorFlow chooses it.
-        """
         super().__init__()
         self.device = device
 

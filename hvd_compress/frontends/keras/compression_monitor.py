@@ -17,11 +17,11 @@ from ...monitor.recorder import Recorder
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
-from .callback import BatchCounter, Callback
-from .optimizer_state import distributed_optimizer, innermost
+from .callbacks import CountingCallback
+from .optimizer_state import innermost
 
 
-class CompressionMonitor(Callback):
+class CompressionMonitor(CountingCallback):
     """Records what each step's exchange takes, sends and loses: for TensorBoard, as CSV, and in the progress bar.
 
     Put it on all ranks. Each rank writes its own measurements to files of its own in `log_dir`, without communicating;
@@ -30,14 +30,21 @@ class CompressionMonitor(Callback):
     their measurements are written.
 
     Times are taken in the graph, and the training loop does not wait for them. Training is the same, bit for bit, as
-    without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the
-    bytes of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's
-    exchange.
+    without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the bytes
+    of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's exchange.
 
     A directory holds one run; existing files are replaced.
 
+    Args:
+        log_dir: The directory of this run. It is created if it does not exist.
+        update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a number of
+            batches. It writes the means over the steps since the last time. The CSV files contain every step in any
+            case.
+
     Raises:
-        TypeError: In `on_train_begin`: the model's optimizer is not a `hvdc.DistributedOptimizer`.
+        TypeError: `log_dir` is not a path. In `on_train_begin`: the model's optimizer is not a
+            `hvdc.DistributedOptimizer`.
+        ValueError: `update_freq` is not valid.
         OSError: In `on_train_begin`: `log_dir` cannot be written to.
     """
 
@@ -45,18 +52,6 @@ class CompressionMonitor(Callback):
     async_safe = True
 
     def __init__(self, log_dir: str | os.PathLike, update_freq: int | str = "epoch") -> None:
-        """Creates the callback.
-
-        Args:
-            log_dir: The directory of this run. It is created if it does not exist.
-            update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a
-                number of batches. It writes the means over the steps since the last time. The CSV files contain
-                every step in any case.
-
-        Raises:
-            TypeError: `log_dir` is not a path.
-            ValueError: `update_freq` is not valid.
-        """
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
         if update_freq not in ("epoch", "batch") and not whole:
@@ -67,14 +62,18 @@ class CompressionMonitor(Callback):
         self._writer: Any = None
         self._unwritten: list[Steps] = []  # read, but not written for TensorBoard
         self._epoch: list[Steps] = []  # of this epoch
-        self._batches = BatchCounter()  # since the last write for TensorBoard
         self._start = 0.0  # time of the first step's start
         self._logs: dict[str, float] = {}  # of the steps that were read last
         self._compressors: dict[str, str] = {}  # by bucket name, as last written for TensorBoard
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Makes the training step record measurements."""
-        reducer = _reducer(self.model)
+        reducer = self._reducer
+        if reducer is None:
+            raise TypeError(
+                "CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
+                f"{innermost(getattr(self.model, 'optimizer', None))!r}: wrap its optimizer"
+            )
         must_retrace = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
         if must_retrace and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)
@@ -84,8 +83,8 @@ class CompressionMonitor(Callback):
             self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "tensorboard"))
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Counts batches from 0 again."""
-        self._batches.new_epoch()
+        """Counts the epoch's batches from 0."""
+        super().on_epoch_begin(epoch)
         assert self._session is not None
         self._session.new_epoch(epoch)
 
@@ -103,13 +102,10 @@ class CompressionMonitor(Callback):
         if first:
             session.log_first_step()
             if not session.has_steps and hvd.rank() == 0:
-                print(
-                    "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
-        batches = self._batches.add(batch)
+                text = "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing"
+                print(text, file=sys.stderr, flush=True)
+        batches = self._count(batch)
         if self.update_freq != "epoch" and batches >= int(self.update_freq):
-            self._keep(session.read())
             self._write()
         if logs is not None:
             logs.update(self._logs)
@@ -117,9 +113,10 @@ class CompressionMonitor(Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Reads and writes, and puts the epoch's means into the logs."""
         assert self._session is not None
-        self._keep(self._session.read())
         if self.update_freq == "epoch":
             self._write()
+        else:
+            self._keep(self._session.read())
         if logs is not None and self._epoch:
             logs.update(_logs_of(self._epoch))
         self._epoch = []
@@ -127,7 +124,6 @@ class CompressionMonitor(Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         """Writes the remaining measurements."""
         assert self._session is not None
-        self._keep(self._session.read())
         self._write()
         self._session.finish()
         if self._writer is not None:
@@ -144,20 +140,19 @@ class CompressionMonitor(Callback):
 
     def _write(self) -> None:
         """Writes the means over the steps since the last call for TensorBoard."""
-        self._batches.count = 0
+        assert self._session is not None
+        self._keep(self._session.read())
+        self._batches = 0
         if self._writer is None or not self._unwritten:
             return
-        assert self._session is not None
         steps, self._unwritten = self._unwritten, []
         values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)}
-        for bucket, row in zip(self._session.buckets, bucket_means(steps)):
+        for b, (bucket, row) in enumerate(zip(self._session.buckets, bucket_means(steps))):
             tag = f"hvd_compress/bucket_{bucket.name}"
             values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}
-        for b, bucket in enumerate(self._session.buckets):
             spec = bucket.compressors[steps[-1].buckets.compressor[-1, b]]
             if self._compressors.get(bucket.name) != spec:
-                self._compressors[bucket.name] = spec
-                values[f"hvd_compress/bucket_{bucket.name}/compressor"] = spec
+                self._compressors[bucket.name] = values[f"{tag}/compressor"] = spec
         events.write(self._writer, int(steps[-1].step[-1]), values)
         self._writer.flush()
 
@@ -165,17 +160,6 @@ class CompressionMonitor(Callback):
 def _logs_of(steps: list[Steps]) -> dict[str, float]:
     by_name = means(steps)
     return {"ratio": by_name["ratio"], "comm_ms": by_name["exchange_ms"]}
-
-
-def _reducer(model: Any) -> Any:
-    optimizer = getattr(model, "optimizer", None)
-    distributed = distributed_optimizer(optimizer)
-    if distributed is None:
-        raise TypeError(
-            f"CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
-            f"{innermost(optimizer)!r}: wrap its optimizer"
-        )
-    return distributed._hvdc.reducer
 
 
 def _running_loss(model: Any) -> tuple[tf.Tensor, tf.Tensor] | None:

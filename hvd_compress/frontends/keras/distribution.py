@@ -1,8 +1,7 @@
-"""The distributed state of one optimizer, independent of the Keras version that calls it."""
+"""The distributed state of one optimizer, and the mixin that adds it to an optimizer of any version of Keras."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -11,19 +10,11 @@ import tensorflow as tf
 from ...common import checks
 from ...common.names import path_of
 from ...engine import nonfinite
+from ...engine.compression_report import CompressionReport
 from ...engine.settings import Settings
 from ..build import new_reducer
-from ..local_gradients import reduce_shared
+from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerSettings:
-    """The arguments of `hvdc.DistributedOptimizer`."""
-
-    reduction: Settings
-    backward_passes_per_step: int
-    average_aggregated_gradients: bool
 
 
 class Distribution:
@@ -38,16 +29,15 @@ class Distribution:
         aggregation: Sums the gradients of several passes if `backward_passes_per_step` > 1, else None.
     """
 
-    def __init__(self, settings: OptimizerSettings) -> None:
-        self.settings = settings.reduction
-        self.reducer = new_reducer(settings.reduction)
+    def __init__(
+        self, settings: Settings, backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False
+    ) -> None:
+        self.settings = settings
+        self.reducer = new_reducer(settings)
         self.aggregation = None
-        if settings.backward_passes_per_step > 1:
+        if backward_passes_per_step > 1:
             self.aggregation = LocalGradientAggregation(
-                settings.backward_passes_per_step,
-                self.reduce,
-                settings.reduction.sparse_as_dense,
-                settings.average_aggregated_gradients,
+                backward_passes_per_step, self.reduce, settings.sparse_as_dense, average_aggregated_gradients
             )
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
 
@@ -61,20 +51,14 @@ class Distribution:
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Adds the gradients of one pass, and reduces the sum if this pass completes a step."""
-        if self.aggregation is None:
-            return self.reduce(gradients, variables)
-        return self.aggregation.add(gradients, variables)
+        return (self.reduce if self.aggregation is None else self.aggregation.add)(gradients, variables)
 
     def update_if_complete(
         self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None
     ) -> None:
-        """Calls `update` if this pass completes a step; otherwise only counts the pass.
+        """Calls `update` if this pass completes a step; otherwise only counts the pass in `iterations`.
 
-        Args:
-            update: Applies the reduced gradients.
-            iterations: The optimizer's step counter, an integer variable.
-            finite: Returns whether the update may be made, a bool scalar that is the same on all ranks. None always
-                updates.
+        `finite` returns whether the update may be made, a bool scalar that is the same on all ranks. None: always.
         """
 
         def updated() -> tf.Tensor:
@@ -82,9 +66,7 @@ class Distribution:
             return tf.constant(True)
 
         def complete() -> tf.Tensor:
-            if finite is None:
-                return updated()
-            return tf.cond(finite(), updated, lambda: tf.constant(False))
+            return updated() if finite is None else tf.cond(finite(), updated, lambda: tf.constant(False))
 
         def incomplete() -> tf.Tensor:
             iterations.assign_add(1)
@@ -99,14 +81,9 @@ class Distribution:
     def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
         """Raises, before any exchange, the errors that Keras would raise after it.
 
-        Args:
-            gradients: One for each of `variables`, None where there is no gradient.
-            variables: The variables to be updated, at least one.
-            unknown: Those of `variables` that the optimizer was not built for.
-
         Raises:
-            ValueError: No variable has a gradient (on this rank or, with another text, on another one), or there are
-                unknown variables.
+            ValueError: No variable has a gradient (on this rank or, with another text, on another one), or the
+                optimizer was not built for some of them (`unknown`).
         """
         if unknown:
             raise ValueError(
@@ -125,12 +102,49 @@ class Distribution:
         return nonfinite.all_finite([g for g, v in zip(reduced, variables) if id(v) not in self._local])
 
     def raise_if_nonfinite(self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
-        """Returns the reduced gradients; with `on_nonfinite="raise"`, raises if they are not finite.
-
-        Raises:
-            tf.errors.InvalidArgumentError: When the step runs: a reduced gradient is not finite.
-        """
+        """Returns the reduced gradients; with `on_nonfinite="raise"`, the step raises if they are not finite."""
         if self.settings.on_nonfinite != "raise":
             return list(reduced)
         step = tf.convert_to_tensor(iterations) + 1
         return nonfinite.raise_unless(self.all_finite(reduced, variables), reduced, step)
+
+
+class DistributedMixin:
+    """Adds the distributed state, and the public methods that read it, to a Keras optimizer."""
+
+    _hvdc_settings: tuple[Settings, int, bool]  # the arguments of `Distribution`
+
+    @property
+    def _hvdc(self) -> Distribution:
+        # Written into __dict__: Keras's __setattr__ would track the object, and save and broadcast its variables.
+        if "_hvdc_distribution" not in self.__dict__:
+            self.__dict__["_hvdc_distribution"] = Distribution(*self._hvdc_settings)
+        distribution: Distribution = self.__dict__["_hvdc_distribution"]
+        return distribution
+
+    @property
+    def _agg_helper(self) -> Any:
+        """Horovod's name for the `backward_passes_per_step` helper, which has a `counter`."""
+        return self._hvdc.aggregation
+
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of the variable `var` local to this rank, as Horovod's method does."""
+        self._hvdc.register_local_var(var)
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """Bytes that each rank sends per step: with this compression, and with stock Horovod.
+
+        For embeddings with IndexedSlices, the rows of the last step count.
+
+        Raises:
+            RuntimeError: No step has been made yet.
+        """
+        return self._hvdc.reducer.bytes_sent()
+
+    def compression_report(self) -> CompressionReport:
+        """The compressor of each bucket; with `compression="auto"` also why it was chosen, and its times.
+
+        Raises:
+            RuntimeError: No step has been made yet.
+        """
+        return self._hvdc.reducer.report()

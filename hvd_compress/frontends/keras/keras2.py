@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from ...common.tracing import outermost_graph
-from .mixin import DistributedMixin
+from .distribution import DistributedMixin
+from .optimizer_state import create_variables
 
 
 class Keras2Mixin(DistributedMixin):
@@ -25,26 +26,23 @@ class Keras2Mixin(DistributedMixin):
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Pairs of (gradient, variable) of `loss`; reduced, unless a LossScaleOptimizer has yet to unscale them."""
         pairs = super().compute_gradients(loss, var_list, tape=tape, **kwargs)  # type: ignore[misc]
-        return pairs if self._is_scaled else self._reduced_pairs(pairs)
+        return self._reduced_unless_scaled(pairs)
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
         """The legacy optimizers' name of `compute_gradients`; Horovod defines it for all optimizers."""
         base = super()
-        if hasattr(base, "_compute_gradients"):
-            if not callable(loss) and tape is None:
-                raise ValueError("`tape` is required when a `Tensor` loss is passed.")
-            pairs = base._compute_gradients(loss, var_list, grad_loss, tape=tape)
-            return pairs if self._is_scaled else self._reduced_pairs(pairs)
-        return self.compute_gradients(loss, var_list, tape=tape)
+        if not hasattr(base, "_compute_gradients"):
+            return self.compute_gradients(loss, var_list, tape=tape)
+        if not callable(loss) and tape is None:
+            raise ValueError("`tape` is required when a `Tensor` loss is passed.")
+        return self._reduced_unless_scaled(base._compute_gradients(loss, var_list, grad_loss, tape=tape))
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Gradients of `loss`, one for each of `params`, reduced over the ranks."""
         gradients = super().get_gradients(loss, params)  # type: ignore[misc]
-        if self._is_scaled:
-            return list(gradients)
-        return [g for g, _ in self._reduced_pairs(list(zip(gradients, params)))]
+        return [g for g, _ in self._reduced_unless_scaled(list(zip(gradients, params)))]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Updates the variables; reduces the gradients first, unless they come from `compute_gradients`."""
@@ -63,7 +61,7 @@ class Keras2Mixin(DistributedMixin):
                 )
             pairs = self._reduced_pairs(pairs)
             self.__dict__.pop("_hvdc_pending")
-        distribution, aggregation = self._hvdc, self._hvdc.aggregation
+        distribution = self._hvdc
         reduced, variables = [g for g, _ in pairs], [v for _, v in pairs]
         # A LossScaleOptimizer, around this optimizer or this optimizer itself, handles non-finite gradients.
         scaler_decides = self._is_scaled or hasattr(self, "get_scaled_loss")
@@ -75,10 +73,11 @@ class Keras2Mixin(DistributedMixin):
                 gradients = distribution.raise_if_nonfinite(reduced, variables, self.iterations)  # type: ignore[attr-defined]
             return super(Keras2Mixin, self).apply_gradients(list(zip(gradients, variables)), *args, **kwargs)  # type: ignore[misc]
 
-        if aggregation is None and not skip:
+        if distribution.aggregation is None and not skip:
             return update()
         with tf.init_scope():
-            self._build_before_cond(variables)
+            # Outside of the branch of tf.cond that uses the slot variables first.
+            create_variables(self, variables)
         finite = (lambda: distribution.all_finite(reduced, variables)) if skip else None
         distribution.update_if_complete(update, self.iterations, finite)  # type: ignore[attr-defined]
         return self.iterations  # type: ignore[attr-defined]
@@ -108,17 +107,12 @@ class Keras2Mixin(DistributedMixin):
             )
         return self._reduced_pairs(pairs)
 
-    def _build_before_cond(self, variables: list[Any]) -> None:
-        """Creates slot variables outside of the branch of tf.cond that uses them first."""
-        if hasattr(self, "_create_all_weights"):
-            self._create_all_weights(variables)
-        elif hasattr(self, "build"):
-            self.build(variables)
+    def _reduced_unless_scaled(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        return list(pairs) if self._is_scaled else self._reduced_pairs(list(pairs))
 
-    def _reduced_pairs(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        pairs = list(pairs)
-        variables = [v for _, v in pairs]
-        reduced = self._hvdc.add([g for g, _ in pairs], variables)
+    def _reduced_pairs(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        reduced = self._hvdc.add(gradients, variables)
         self.__dict__["_hvdc_pending"] = _identity(pairs)
         return list(zip(reduced, variables))
 

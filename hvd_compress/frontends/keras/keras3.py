@@ -3,19 +3,25 @@
 Keras's `apply` filters the gradients, unscales them, accumulates them (`gradient_accumulation_steps`), clips them
 and updates the variables, in this order. It calls `_clip_gradients` exactly once per update. Gradients are reduced
 there: no micro-batch is ever sent, and averaged gradients are clipped.
+
+Keras's LossScaleOptimizer checks the gradients of its own process, and calls its inner optimizer only if they are
+finite. If one rank overflowed, the others would wait for it for ever. So gradients are unscaled, reduced and scaled
+again before the check, and all ranks skip the same steps. Residuals are therefore unscaled and stay valid when the
+scale changes. In a step in which any rank overflowed, they stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from ...common.gradients import with_values
-from .mixin import DistributedMixin
+from .distribution import DistributedMixin, Distribution
 
 
 class Keras3Mixin(DistributedMixin):
@@ -28,25 +34,28 @@ class Keras3Mixin(DistributedMixin):
             RuntimeError: A LossScaleOptimizer with an `apply` of its own calls this method, and decides from this
                 rank's gradients alone whether to do so.
         """
-        distribution = self._hvdc
-        aggregation, skip = distribution.aggregation, distribution.settings.on_nonfinite == "skip"
-        if not self._is_reduced and _is_inside_loss_scale_optimizer():
+        if self._is_reduced:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if _is_inside_loss_scale_optimizer():
             raise RuntimeError(
                 "the LossScaleOptimizer around the DistributedOptimizer has an apply() of its own, which looks at "
                 "each rank's own gradients, and ranks would wait for each other for ever: wrap the other way round, "
                 "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
-        if len(grads) and not self._is_reduced:
-            self._check(list(grads), trainable_variables)
-        if self._is_reduced or len(grads) == 0 or (aggregation is None and not skip):
+        distribution = self._hvdc
+        skip = distribution.settings.on_nonfinite == "skip"
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        if len(grads):
+            known = getattr(self, "_trainable_variables_indices", None) if self.built else None  # type: ignore[has-type]
+            unknown = [v for v in variables if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
+            distribution.check(list(grads), variables, unknown)
+        if len(grads) == 0 or (distribution.aggregation is None and not skip):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        elif not self.built:  # type: ignore[has-type]
-            self.build(trainable_variables)  # type: ignore[attr-defined]
+        if trainable_variables is not None and not self.built:  # type: ignore[has-type]
+            self.build(variables)  # type: ignore[attr-defined]
             self.built = True
-        variables = list(trainable_variables)
         # Gradients are always exchanged unscaled. Keras's `apply` unscales them later, so they are scaled again for it.
         scale = self.loss_scale_factor  # type: ignore[attr-defined]
         if scale is not None:
@@ -67,15 +76,6 @@ class Keras3Mixin(DistributedMixin):
         """Applies pairs of (gradient, variable); does nothing if there are none."""
         pairs = list(grads_and_vars)
         return super().apply_gradients(pairs) if pairs else None  # type: ignore[misc]
-
-    def _check(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        variables, unknown = list(trainable_variables), []
-        known = getattr(self, "_trainable_variables_indices", None)
-        if self.built and known is not None:
-            unknown = [v for v in variables if self._var_key(v) not in known]  # type: ignore[attr-defined]
-        self._hvdc.check(grads, variables, unknown)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         # `_clip_gradients` does not get the variables, but needs them.
@@ -102,6 +102,74 @@ class Keras3Mixin(DistributedMixin):
             yield
         finally:
             del self.__dict__["_hvdc_reduced"]
+
+
+class LossScaleMixin(Keras3Mixin):
+    """For a LossScaleOptimizer that `hvdc.DistributedOptimizer` wraps."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Updates the variables if the reduced gradients are finite."""
+        _apply_reduced(self, self._hvdc, grads, trainable_variables, super(Keras3Mixin, self).apply)  # type: ignore[misc]
+
+
+def reduce_before_check(scaler: type) -> None:
+    """Makes Keras's LossScaleOptimizer, the class `scaler`, reduce gradients before it checks them.
+
+    Under mixed_float16, `compile` wraps the optimizer in one by itself. So this replaces the class's public method
+    `apply`, once. It changes nothing if the inner optimizer is not distributed.
+    """
+    original: Callable[..., None] = scaler.apply  # type: ignore[attr-defined]
+    if hasattr(original, "_hvdc_original"):
+        return
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Keras3Mixin):
+            original(self, grads, trainable_variables)
+            return
+
+        def decide(reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
+            with inner.gradients_are_reduced():
+                original(self, reduced, variables)
+
+        _apply_reduced(self, inner._hvdc, grads, trainable_variables, decide)
+
+    apply._hvdc_original = original  # type: ignore[attr-defined]
+    scaler.apply = apply  # type: ignore[attr-defined]
+
+
+def _apply_reduced(
+    scaler: Any,
+    distribution: Distribution,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[Any] | None,
+    apply: Callable[[Sequence[Any], Sequence[Any] | None], None],
+) -> None:
+    """Calls `apply`, the LossScaleOptimizer's own, with reduced gradients in each pass that completes a step."""
+    if not scaler.built:
+        scaler.build(trainable_variables)
+        scaler.built = True
+    variables = trainable_variables or scaler._trainable_variables
+    scale = tf.convert_to_tensor(scaler.dynamic_scale)
+    reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
+    distribution.update_if_complete(
+        lambda: apply([times(g, scale) for g in reduced], trainable_variables), scaler.iterations
+    )
+
+
+def mixin_for(optimizer: Any) -> type[Keras3Mixin]:
+    """The mixin for a Keras 3 optimizer; also prepares Keras's LossScaleOptimizer to wrap the result."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"Keras runs on the {keras.backend.backend()} backend, hvd_compress needs TensorFlow's: "
+            "set KERAS_BACKEND=tensorflow"
+        )
+    scaler = keras.optimizers.LossScaleOptimizer
+    reduce_before_check(scaler)
+    return LossScaleMixin if isinstance(optimizer, scaler) else Keras3Mixin
 
 
 def _is_inside_loss_scale_optimizer() -> bool:

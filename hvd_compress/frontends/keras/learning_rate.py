@@ -7,22 +7,35 @@ from typing import Any, Callable
 import horovod.tensorflow as hvd
 
 from . import optimizer_state
-from .callback import Callback
+from .callbacks import Callback
 
 
 class LearningRateScheduleCallback(Callback):
     """Sets the learning rate to `initial_lr * multiplier` in the epochs from `start_epoch` to before `end_epoch`.
 
-    A constant multiplier means exponential decay: `initial_lr * multiplier ** (epoch - start_epoch)`. At the end
-        of each
-    epoch, the callback writes the learning rate to the logs as `lr`.
+    A constant multiplier means exponential decay: `initial_lr * multiplier ** (epoch - start_epoch)`. At the end of
+    each epoch, the callback writes the learning rate to the logs as `lr`.
 
     Momentum correction: the velocity of SGD and RMSprop includes the learning rate, `v = m * v - lr * g`, so older
     gradients act with older rates. With the correction, v is multiplied by `new_lr / old_lr` whenever the rate changes.
     The updates are then those of `u = m * u + g; w = w - lr * u`.
 
-    Source: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour (arXiv 1706.02677),
-    section 3, "Momentum correction".
+    Source: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour (arXiv 1706.02677), section 3,
+    "Momentum correction".
+
+    Args:
+        initial_lr: The learning rate that is multiplied.
+        multiplier: A constant, or a function of the epoch. Epochs count from 0.
+        start_epoch: The first epoch in which the rate is set.
+        end_epoch: The first epoch in which it is no longer set. None sets it until training ends.
+        staircase: Whether to set the rate once, at the start of each epoch. If False, it is set before each step, and
+            `multiplier` gets a fractional epoch, `epoch + batch / steps_per_epoch`.
+        momentum_correction: Whether to correct the velocity of optimizers that have one.
+        steps_per_epoch: Needed if `staircase` is False. None uses the number that Keras knows.
+
+    Raises:
+        ValueError: `initial_lr` is None. When training begins: the optimizer's learning rate is a schedule, or Keras
+            does not know the number of steps.
     """
 
     def __init__(
@@ -35,21 +48,6 @@ class LearningRateScheduleCallback(Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """Creates the callback.
-
-        Args:
-            initial_lr: The learning rate that is multiplied.
-            multiplier: A constant, or a function of the epoch. Epochs count from 0.
-            start_epoch: The first epoch in which the rate is set.
-            end_epoch: The first epoch in which it is no longer set. None sets it until training ends.
-            staircase: Whether to set the rate once, at the start of each epoch. If False, it is set before each
-                step, and `multiplier` gets a fractional epoch, `epoch + batch / steps_per_epoch`.
-            momentum_correction: Whether to correct the velocity of optimizers that have one.
-            steps_per_epoch: Needed if `staircase` is False. None uses the number that Keras knows.
-
-        Raises:
-            ValueError: `initial_lr` is None.
-        """
         super().__init__()
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
@@ -63,11 +61,7 @@ class LearningRateScheduleCallback(Callback):
         self.current_epoch = 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Checks that the rate can be set, and looks up the number of steps if it is needed.
-
-        Raises:
-            ValueError: The optimizer's learning rate is a schedule, or Keras does not know the number of steps.
-        """
+        """Checks that the rate can be set, and looks up the number of steps if it is needed."""
         self._rate()
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps") or 0
@@ -109,10 +103,9 @@ class LearningRateScheduleCallback(Callback):
         old = float(rate.numpy())
         rate.assign(self.initial_lr * self.multiplier(epoch))
         new = float(rate.numpy())
-        # Horovod changes the optimizer's `momentum` for one step instead. Since Keras 2.11 that is a Python
-        # number, which a traced step does not read again. Scaling v once makes the same update, m * (new / old *
-        # v) - new * g. It is also correct for Nesterov momentum, which uses m twice. If the old rate is 0, v
-        # contains no gradients.
+        # Horovod changes the optimizer's `momentum` for one step instead. Since Keras 2.11 that is a Python number,
+        # which a traced step does not read again. Scaling v once makes the same update, m * (new / old * v) - new * g.
+        # It is also correct for Nesterov momentum, which uses m twice. If the old rate is 0, v contains no gradients.
         if self.momentum_correction and old not in (0, new):
             for velocity in optimizer_state.velocities(self.model):
                 velocity.assign(velocity * (new / old))
@@ -125,6 +118,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     the number of ranks, and epoch is a fraction that includes this step. After the warm-up the rate does not change.
 
     Source: Goyal et al. (arXiv 1706.02677), section 2.2, gradual warmup.
+
+    Args:
+        initial_lr: The learning rate at the end of the warm-up.
+        warmup_epochs: The number of epochs of the warm-up.
+        momentum_correction: As in `LearningRateScheduleCallback`.
+        steps_per_epoch: None uses the number that Keras knows.
+        verbose: If above 0, rank 0 prints a line at the end of the warm-up.
+
+    Raises:
+        ValueError: As in `LearningRateScheduleCallback`.
     """
 
     def __init__(
@@ -135,19 +138,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Creates the callback.
-
-        Args:
-            initial_lr: The learning rate at the end of the warm-up.
-            warmup_epochs: The number of epochs of the warm-up.
-            momentum_correction: As in `LearningRateScheduleCallback`.
-            steps_per_epoch: None uses the number that Keras knows.
-            verbose: If above 0, rank 0 prints a line at the end of the warm-up.
-
-        Raises:
-            ValueError: `initial_lr` is None.
-        """
-
         def multiplier(epoch: float) -> float:
             epoch += 1 / self.steps_per_epoch  # as after this step
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()

@@ -13,9 +13,8 @@ from ...common import checks
 from ...compressors.onebit import OneBitLater
 from ...engine import layout
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
-from .distribution import Distribution, OptimizerSettings
-from .keras3 import Keras3Mixin
-from .loss_scaling import mixin_for
+from .distribution import Distribution
+from .keras3 import Keras3Mixin, mixin_for
 from .optimizer_state import tf_variable
 from .variance import is_stable, without_small
 
@@ -34,7 +33,7 @@ _REFUSED = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None, "amsgr
 class _MomentumDistribution(Distribution):
     """Reduces gradients at first, and momentum once the variance is frozen."""
 
-    def __init__(self, settings: OptimizerSettings, optimizer: Any) -> None:
+    def __init__(self, settings: Settings, optimizer: Any) -> None:
         super().__init__(settings)
         self._optimizer = optimizer  # a OneBitAdam
 
@@ -50,14 +49,13 @@ class _MomentumDistribution(Distribution):
         frozen, beta = self._optimizer.is_frozen(), self._optimizer.beta_1
         # Factors, not a choice between tensors: before, the gradient is multiplied by 1 and does not change.
         old_factor, new_factor = tf.where(frozen, beta, 0.0), tf.where(frozen, 1.0 - beta, 1.0)
-        inputs: list[Any] = []
+        inputs = []
         for gradient, variable in zip(gradients, variables):
-            if gradient is None:
-                inputs.append(None)
-                continue
-            m = self._optimizer.momentum_of(variable)
-            gradient = tf.cast(tf.convert_to_tensor(gradient), m.dtype)
-            inputs.append(tf.cast(old_factor, m.dtype) * m + tf.cast(new_factor, m.dtype) * gradient)
+            if gradient is not None:
+                m = self._optimizer.momentum_of(variable)
+                gradient = tf.cast(tf.convert_to_tensor(gradient), m.dtype)
+                gradient = tf.cast(old_factor, m.dtype) * m + tf.cast(new_factor, m.dtype) * gradient
+            inputs.append(gradient)
         return super().reduce(inputs, variables, tf.cast(frozen, tf.float64))
 
 
@@ -93,6 +91,27 @@ class OneBitAdam(Keras3Mixin, _BASE):
     updated, for two kinds of elements: those of compressed tensors whose sqrt(v) is below a tenth of the mean
     over their block of 1024 (of units that are mostly inactive, for example), and those of all tensors that
     never had a gradient. DeepSpeed asks its users for masks of such elements.
+
+    Args:
+        learning_rate: A float or a learning rate schedule, as in `keras.optimizers.Adam`.
+        beta_1: Decay rate of the momentum m, from 0 to below 1.
+        beta_2: Decay rate of the variance v, from 0 to below 1.
+        epsilon: Added to sqrt(v), at least 0.
+        weight_decay: Decoupled weight decay, as in `keras.optimizers.AdamW`. None for none.
+        freeze_step: The number of steps after which the variance is frozen. None freezes it when it is stable.
+        process_set: The Horovod process set whose ranks train together.
+        min_compress_size: As in `hvdc.DistributedOptimizer`.
+        bucket_bytes: As in `hvdc.DistributedOptimizer`.
+        residual_dtype: As in `hvdc.DistributedOptimizer`.
+        on_nonfinite: As in `hvdc.DistributedOptimizer`.
+        **kwargs: Other arguments of Keras's optimizers: `name`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
+            `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated gradients are exchanged).
+
+    Raises:
+        ValueError: An argument is not valid, or has no meaning for momentum: `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `amsgrad`.
+        TypeError: An argument is of a wrong type, or Keras runs on another backend than TensorFlow.
+        RuntimeError: Keras 3 is not installed.
     """
 
     def __init__(
@@ -111,30 +130,6 @@ class OneBitAdam(Keras3Mixin, _BASE):
         on_nonfinite: str = "propagate",
         **kwargs: Any,
     ) -> None:
-        """Creates the optimizer.
-
-        Args:
-            learning_rate: A float or a learning rate schedule, as in `keras.optimizers.Adam`.
-            beta_1: Decay rate of the momentum m, from 0 to below 1.
-            beta_2: Decay rate of the variance v, from 0 to below 1.
-            epsilon: Added to sqrt(v), at least 0.
-            weight_decay: Decoupled weight decay, as in `keras.optimizers.AdamW`. None for none.
-            freeze_step: The number of steps after which the variance is frozen. None freezes it when it is stable.
-            process_set: The Horovod process set whose ranks train together.
-            min_compress_size: As in `hvdc.DistributedOptimizer`.
-            bucket_bytes: As in `hvdc.DistributedOptimizer`.
-            residual_dtype: As in `hvdc.DistributedOptimizer`.
-            on_nonfinite: As in `hvdc.DistributedOptimizer`.
-            **kwargs: Other arguments of Keras's optimizers: `name`, `use_ema`, `ema_momentum`,
-                `ema_overwrite_frequency`, `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated
-                gradients are exchanged).
-
-        Raises:
-            ValueError: An argument is not valid, or has no meaning for momentum: `clipnorm`, `clipvalue`,
-                `global_clipnorm`, `amsgrad`.
-            TypeError: An argument is of a wrong type, or Keras runs on another backend than TensorFlow.
-            RuntimeError: Keras 3 is not installed.
-        """
         if not _IS_KERAS3:
             raise RuntimeError(
                 "OneBitAdam is a Keras 3 optimizer, and there is none: install TensorFlow 2.16 or later with keras 3, "
@@ -155,7 +150,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         self.beta_1, self.beta_2 = _decay_rate("beta_1", beta_1), _decay_rate("beta_2", beta_2)
         self.epsilon = checks.number("epsilon", epsilon, 0.0)
         self.freeze_step = None if freeze_step is None else checks.integer("freeze_step", freeze_step, 1)
-        reduction = Settings(
+        settings = Settings(
             compressor=OneBitLater(),
             name="OneBitAdam",
             process_set=process_set,
@@ -167,7 +162,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
             on_nonfinite=on_nonfinite,
         )
         # Written into __dict__: see `DistributedMixin`.
-        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(OptimizerSettings(reduction, 1, False), self)
+        self.__dict__["_hvdc_distribution"] = _MomentumDistribution(settings, self)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates momentum, variance and the state of freezing for `variables`."""
@@ -194,13 +189,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         return tf.convert_to_tensor(self._momentums[self._get_variable_index(variable)])
 
     def update_step(self, gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
-        """Updates `variable`.
-
-        Args:
-            gradient: The averaged gradient; once the variance is frozen, the new momentum.
-            variable: The variable, of the shape of `gradient`.
-            learning_rate: A scalar.
-        """
+        """Updates `variable`. Its `gradient` is averaged; once the variance is frozen, it is the new momentum."""
         index = self._get_variable_index(variable)
         m, v = self._momentums[index], self._velocities[index]
         dtype = tf.as_dtype(variable.dtype)
@@ -220,10 +209,6 @@ class OneBitAdam(Keras3Mixin, _BASE):
         self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
     ) -> None:
         super()._backend_update_step(grads, trainable_variables, learning_rate)
-        self._freeze_if_due()
-
-    def _freeze_if_due(self) -> None:
-        """Freezes the variance after this step's update, if it is time to."""
         step = tf.convert_to_tensor(self.iterations) + 1
         if self.freeze_step is not None:
             due = step >= self.freeze_step
@@ -233,6 +218,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
         tf.cond(due, lambda: self._freeze(step), lambda: tf.constant(False))
 
     def _freeze(self, step: tf.Tensor) -> tf.Tensor:
+        """Freezes the variance after the update of this step, if it is stable or `freeze_step` is given."""
         stable = tf.constant(True) if self.freeze_step is not None else self._is_stable(step)
         self.assign(self._frozen_at, tf.where(stable, step, 0))
         self.zero_small_variances(stable)
@@ -250,10 +236,9 @@ class OneBitAdam(Keras3Mixin, _BASE):
         return tf.cond(stable & (hvd.rank() == 0), announce, lambda: tf.constant(False))
 
     def zero_small_variances(self, frozen: tf.Tensor) -> None:
-        """Sets small variances of compressed tensors to 0. A second call changes nothing.
+        """Sets small variances of compressed tensors to 0 if `frozen`, a bool scalar that is the same on all ranks.
 
-        Args:
-            frozen: Whether to do so; a bool scalar, the same on all ranks.
+        A second call changes nothing.
         """
         settings = self._hvdc.settings
         if not settings.process_set.included() or settings.process_set.size() == 1:
@@ -278,19 +263,10 @@ class OneBitAdam(Keras3Mixin, _BASE):
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the optimizer, except the process set, which belongs to a run."""
-        settings = self._hvdc.settings
-        own = {
-            "beta_1": self.beta_1,
-            "beta_2": self.beta_2,
-            "epsilon": self.epsilon,
-            "freeze_step": self.freeze_step,
-            "min_compress_size": settings.min_compress_size,
-            "bucket_bytes": settings.bucket_bytes,
-            "residual_dtype": settings.residual_dtype,
-            "on_nonfinite": settings.on_nonfinite,
-        }
-        config: dict[str, Any] = {**super().get_config(), **own}
-        return config
+        config: dict[str, Any] = super().get_config()
+        config |= {name: getattr(self, name) for name in ("beta_1", "beta_2", "epsilon", "freeze_step")}
+        of_reduction = ("min_compress_size", "bucket_bytes", "residual_dtype", "on_nonfinite")
+        return config | {name: getattr(self._hvdc.settings, name) for name in of_reduction}
 
 
 def _decay_rate(name: str, value: Any) -> float:

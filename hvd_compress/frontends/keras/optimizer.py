@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,8 @@ from ...common import checks
 from ...common.error_text import error_text
 from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
-from ..arguments import settings_from
-from .distribution import OptimizerSettings
-from .mixin import DistributedMixin
+from ..shared import check_undistributed, settings_from
+from .distribution import DistributedMixin
 from .optimizer_state import innermost, own_momentum
 
 _EXCLUDED = "_exclude_from_weight_decay"  # the prefix of Keras's attributes
@@ -57,10 +57,9 @@ def DistributedOptimizer(
 
     Args:
         optimizer: An optimizer of Keras 3, of `tf_keras`, or of `tf.keras` in TensorFlow 2.15, legacy ones included. An
-            optimizer that is already built (for example one of a loaded model) keeps its state and becomes
-            distributed in place. So does an optimizer that its configuration cannot restore (for example because a
-            learning rate schedule has no `get_config`). Otherwise a new optimizer with the same configuration is
-            returned.
+            optimizer that is already built (for example one of a loaded model) keeps its state and becomes distributed
+            in place. So does an optimizer that its configuration cannot restore (for example because a learning rate
+            schedule has no `get_config`). Otherwise a new optimizer with the same configuration is returned.
         name: Prefix of the names of operations. Defaults to "Distributed" followed by the optimizer's class name.
         device_dense: TensorFlow device on which dense tensors are reduced.
         device_sparse: TensorFlow device on which `tf.IndexedSlices` are reduced.
@@ -118,75 +117,56 @@ def DistributedOptimizer(
     arguments = dict(locals())  # before there are other local variables
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-    base = type(optimizer)
-    mixin = _mixin(optimizer)
+    base, mixin = type(optimizer), _mixin(optimizer)
     backward_passes_per_step = checks.integer("backward_passes_per_step", backward_passes_per_step, 0)
     if backward_passes_per_step == 0:
         raise ValueError("backward_passes_per_step must be > 0")
     average_aggregated_gradients = checks.flag("average_aggregated_gradients", average_aggregated_gradients)
     checks.text("name", name)
-    if backward_passes_per_step > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+    accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
+    if accumulates and backward_passes_per_step > 1:
         raise ValueError(
             "backward_passes_per_step and the optimizer's gradient_accumulation_steps do the same: set only one"
         )
-    if on_nonfinite == "skip" and getattr(optimizer, "gradient_accumulation_steps", None):
+    if accumulates and on_nonfinite == "skip":
         raise ValueError(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
         )
-    reduction = settings_from(arguments, name or f"Distributed{base.__name__}")
-    dgc = reduction.dgc
+    settings = settings_from(arguments, name or f"Distributed{base.__name__}")
+    dgc = settings.dgc
     momentum = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
     if momentum:
         raise ValueError(
             f"{dgc.spec} brings momentum={dgc.momentum}, and {base.__name__} has its own, {momentum}: "
             "pass an optimizer without momentum, such as keras.optimizers.SGD(learning_rate), or dgc with momentum=0"
         )
-    settings = OptimizerSettings(reduction, backward_passes_per_step, average_aggregated_gradients)
     # Keras finds a class by its module and name when it loads a saved model: that is then the original class.
-    namespace = {
-        "_hvdc_settings": settings,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace["_hvdc_settings"] = (settings, backward_passes_per_step, average_aggregated_gradients)
     cls: Any = type(base.__name__, (mixin, base), namespace)
-    if getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None):
-        # The configuration does not include the optimizer's state, so the object itself becomes distributed.
-        optimizer.__class__ = cls
-        return optimizer
-    try:
-        distributed = cls.from_config(optimizer.get_config())
-    except (NotImplementedError, TypeError, ValueError):
+    # The configuration does not include an optimizer's state.
+    if not (getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None)):
         # For example, a learning rate schedule of the user's has no configuration.
-        optimizer.__class__ = cls
-        return optimizer
-    # The configuration does not include what `exclude_from_weight_decay` set.
-    excluded = {key: value for key, value in vars(optimizer).items() if key.startswith(_EXCLUDED)}
-    distributed.__dict__.update(excluded)
-    return distributed
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+            distributed = cls.from_config(optimizer.get_config())
+            # The configuration does not include what `exclude_from_weight_decay` set.
+            excluded = {key: value for key, value in vars(optimizer).items() if key.startswith(_EXCLUDED)}
+            distributed.__dict__.update(excluded)
+            return distributed
+    optimizer.__class__ = cls  # the object itself becomes distributed
+    return optimizer
 
 
 def _mixin(optimizer: Any) -> Any:
-    """The mixin for the version of Keras that `optimizer` belongs to.
-
-    Raises:
-        TypeError: `optimizer` is not a Keras optimizer or is distributed already, or Keras runs on another backend than
-            TensorFlow.
-    """
+    """The mixin for the version of Keras that `optimizer` belongs to."""
     inner = innermost(optimizer)
-    if isinstance(inner, DistributedMixin):
-        if not hasattr(inner, "_hvdc_settings"):  # OneBitAdam
-            raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
-        raise TypeError("optimizer is distributed already: wrap it only once")
-    if checks.is_horovods(inner):
-        raise TypeError(
-            "optimizer is distributed by Horovod already: leave hvd.DistributedOptimizer out, "
-            "hvdc.DistributedOptimizer takes its place"
-        )
+    if isinstance(inner, DistributedMixin) and not hasattr(inner, "_hvdc_settings"):  # OneBitAdam
+        raise TypeError(f"{type(inner).__name__} is distributed by itself: use it as it is, unwrapped")
+    check_undistributed("optimizer", inner, DistributedMixin, "DistributedOptimizer")
     if not isinstance(optimizer, type):
         if hasattr(optimizer, "stateless_apply"):
-            from .loss_scaling import mixin_for
+            from .keras3 import mixin_for
 
             return mixin_for(optimizer)
         if hasattr(optimizer, "apply_gradients") and hasattr(optimizer, "get_config"):

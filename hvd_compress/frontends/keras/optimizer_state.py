@@ -1,10 +1,11 @@
-"""Access to an optimizer's state, which each version of Keras keeps in other attributes."""
+"""The variables of optimizers, which each version of Keras keeps in other attributes, and their broadcast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 
@@ -60,14 +61,9 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     variables = optimizer.variables
     # Keras 2 does not list the learning rate, nor its LossScaleOptimizer the scale.
     scale = getattr(optimizer, "_loss_scale", None)
-    unlisted = (
-        learning_rate(optimizer),
-        *(getattr(scale, n, None) for n in ("current_loss_scale", "counter")),
-    )
-    return [
-        *(variables() if callable(variables) else variables),
-        *(variable for variable in unlisted if isinstance(tf_variable(variable), tf.Variable)),
-    ]
+    unlisted = [learning_rate(optimizer), getattr(scale, "current_loss_scale", None), getattr(scale, "counter", None)]
+    unlisted = [variable for variable in unlisted if isinstance(tf_variable(variable), tf.Variable)]
+    return [*(variables() if callable(variables) else variables), *unlisted]
 
 
 def velocities(model: Any) -> Iterable[Any]:
@@ -79,3 +75,24 @@ def velocities(model: Any) -> Iterable[Any]:
     if hasattr(optimizer, "get_slot"):  # legacy: the slot exists if there is momentum
         return [slots["momentum"] for slots in optimizer._slots.values() if "momentum" in slots]
     return getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", [])
+
+
+def unique(variables: Sequence[Any]) -> list[tf.Variable]:
+    """The `tf.Variable`s in these variables of TensorFlow or Keras, without duplicates, in their order."""
+    return list({v.ref(): v for v in map(tf_variable, variables)}.values())
+
+
+def broadcast(variables: Sequence[tf.Variable], root_rank: int, name: str) -> None:
+    """Assigns the values of rank `root_rank` to the variables of all ranks, which have the same order and shapes."""
+
+    @tf.function(autograph=False)
+    def broadcast_all() -> None:
+        # Numbered, because names may differ: `dense` on one rank may be `dense_1` on another.
+        for number, variable in enumerate(variables):
+            value = tf.convert_to_tensor(variable)
+            as_uint16 = value.dtype == tf.bfloat16  # Horovod reduces bfloat16, but does not broadcast it
+            value = tf.bitcast(value, tf.uint16) if as_uint16 else value
+            value = hvd.broadcast(value, root_rank, name=f"{name}.{number}")
+            variable.assign(tf.bitcast(value, tf.bfloat16) if as_uint16 else value)
+
+    broadcast_all()

@@ -22,11 +22,7 @@ def is_stable(norm: tf.Tensor, previous: tf.Tensor) -> tf.Tensor:
 
 
 def without_small(v: tf.Tensor) -> tf.Tensor:
-    """A variance, of any shape, with 0 in place of the small elements.
-
-    Args:
-        v: Nonnegative floats. They are divided into blocks of 1024 in their order in memory.
-    """
+    """A variance, of any shape, with 0 in place of the small elements. Blocks of 1024 follow the order in memory."""
     size = v.shape.num_elements()
     blocks = -(-size // SIGN_BLOCK)
     padding = blocks * SIGN_BLOCK - size
