@@ -77,10 +77,7 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 class Steps(Progress):
     """Progress on standard error: a bar, or a line every few seconds if that is a pipe, as under horovodrun.
 
-    Args:
-        what: What is being done.
-        total: The number of steps.
-        show: Whether to show anything; False on all ranks but one.
+    Nothing is shown if `show` is False, as it is on all ranks but one.
     """
 
     def __init__(self, what: str, total: int, show: bool = True) -> None:

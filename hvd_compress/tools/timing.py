@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 
 def interleave(
@@ -35,7 +36,5 @@ def interleave(
 
 def summary(times: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
-    if len(times) < 2:
-        return {"median": times[0], "low": times[0], "high": times[0]}
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    low, median, high = np.percentile(times, (25, 50, 75)).tolist()
     return {"median": median, "low": low, "high": high}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from .. import formats
 
@@ -116,6 +117,10 @@ class Parsed(click.ParamType):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        """Called by click: completes the names of files."""
+        return click.Path().shell_complete(ctx, param, incomplete) if self.name == "path" else []
 
 
 COUNT = Parsed("count", parse_count)
