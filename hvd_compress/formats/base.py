@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from .specs import format_spec
 
 Shape = tuple[int, ...]
@@ -85,6 +87,10 @@ class Format(Traits):
         """The exact number of bytes that are sent for a tensor of this shape (or number of elements)."""
         shape = as_shape(shape)
         return sum(part.nbytes for part in self.parts(shape)) if size_of(shape) else 0
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """The share of the energy of white noise, float [n], that one step loses, without compressing it."""
+        return 0.0
 
     @property
     def spec(self) -> str:

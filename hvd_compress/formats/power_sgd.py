@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..common import checks
 from .base import Format, Part, Shape, size_of
 from .registry import register
+from .sparse import share_left
 
 LARGEST_RANK = 32
 
@@ -62,6 +65,12 @@ class PowerSGD(Format):
         splits = [Matrix(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
         best = min(splits, key=sum)
         return best if self.rank * sum(best) < math.prod(best) else None
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """Of a square matrix, once the factors have converged: all but the largest singular values."""
+        side = math.isqrt(noise.size)
+        matrix = noise[: side * side].reshape(side, side)
+        return share_left(np.square(np.linalg.svd(matrix, compute_uv=False)), self.rank)
 
     def batches(self, shapes: Sequence[Shape]) -> list[Batch]:
         """The tensors that are reduced to factors, grouped by the shape of their matrices."""

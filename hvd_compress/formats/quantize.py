@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
+
 from ..common import checks
 from ..common.error_text import error_text
 from .base import Format, Part, Shape, size_of
@@ -61,6 +63,11 @@ class Quantize(Format):
         """Step and base of each block, then the packed codes: one part per field of the width."""
         return block_parts(size_of(shape), self.bits)
 
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """Evenly spaced levels lose step^2 / 12 per element."""
+        steps = np.ptp(noise.reshape(-1, BLOCK), 1) / (2**self.bits - 1)
+        return float(np.mean(np.square(steps / 12**0.5)))
+
 
 def block_parts(n: int, bits: int) -> list[Part]:
     """The parts of `n` elements that are quantized in blocks, each with its own step and base."""
@@ -83,3 +90,7 @@ class OneBit(Format):
         """The magnitude of each block, then the signs."""
         rows, block = block_shape(size_of(shape), SIGN_BLOCK)
         return [Part((rows, 1), "float32"), Part((rows, block // 8), "uint8")]
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """Signs with a common magnitude lose 1 - (mean |x|)^2 / mean x^2."""
+        return float(1.0 - np.mean(np.abs(noise)) ** 2 / np.mean(np.square(noise)))

@@ -7,11 +7,23 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..common import checks
 from .base import Format, Part, Shape, num_kept, size_of
 from .quantize import block_parts
 from .registry import register
 from .sizes import index_parts, row_dtype, stride_blocks
+
+
+def energies_of(noise: np.ndarray, block: int) -> np.ndarray:
+    """The squares of the elements, [blocks, block]."""
+    return np.square(noise[: noise.size // block * block].reshape(-1, block))
+
+
+def share_left(energies: np.ndarray, count: int) -> float:
+    """The share of the energy that the `count` largest leave out."""
+    return float(1.0 - np.sort(energies)[-count:].sum() / energies.sum())
 
 
 @register
@@ -32,6 +44,10 @@ class TopK(Format):
         n = size_of(shape)
         k = num_kept(self.ratio, n)
         return [Part((k,), "float32"), *index_parts(n, k)]
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """What is not among the largest."""
+        return share_left(np.square(noise), max(1, round(self.ratio * noise.size)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +80,11 @@ class BlockTopK(Strided):
         k = num_kept(self.ratio, n)
         return [Part((k,), "float32"), Part((k,), row_dtype(stride_blocks(n, k)))]
 
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """All but the largest of each block; of `hybrid`, the error of the codes is small beside it."""
+        block = round(1.0 / self.ratio)
+        return float(1.0 - np.mean(energies_of(noise, block).max(1)) / block)
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +105,10 @@ class RandomK(Strided):
     def parts(self, shape: Shape) -> list[Part]:
         """The values."""
         return [Part((num_kept(self.ratio, size_of(shape)),), "float32")]
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """All but the random elements."""
+        return 1.0 - self.ratio
 
 
 @register
@@ -132,6 +157,11 @@ class BlockSparse(TopK):
         num_blocks = math.prod(grid)
         k = num_kept(self.ratio, num_blocks)
         return [Part((k, self.block * self.block), "float32"), *index_parts(num_blocks, k)]
+
+    def estimated_noise_loss(self, noise: np.ndarray) -> float:
+        """The blocks that are not among those with the largest norms."""
+        energies = energies_of(noise, self.block**2).sum(1)
+        return share_left(energies, max(1, round(self.ratio * energies.size)))
 
     def grid(self, shape: Sequence[Any]) -> tuple[int, int] | None:
         """How many rows and columns of blocks there are; None if blocks do not fit the tensor."""

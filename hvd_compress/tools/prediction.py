@@ -17,7 +17,6 @@ from ..exchange.hierarchical import HostCounts
 from ..formats import Format, NoCompression
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, TARGET
 from .network import Network
-from .noise import noise_lost
 from .workload import Bucket, Workload, buckets_of
 
 
@@ -118,6 +117,12 @@ def _model(network: Network, ranks: int, rate: float | None) -> CostModel:
 
 def _cost(model: CostModel, exchange: _Exchange) -> Prediction:
     return model.predict(exchange.compressor, exchange.nbytes, exchange.pattern, payload=exchange.payload)
+
+
+@functools.cache
+def noise_lost(compressor: Format) -> float:
+    """The share of the energy of white noise that one step loses, from samples. Most gradients lose less."""
+    return compressor.estimated_noise_loss(np.random.default_rng(0).standard_normal(2**18))
 
 
 def _sustained(cost: Prediction) -> Prediction:

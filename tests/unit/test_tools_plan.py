@@ -21,7 +21,7 @@ from hvd_compress.cost.defaults import KERNELS
 from hvd_compress.tools import advice, cli, prediction
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
-from hvd_compress.tools.noise import noise_lost
+from hvd_compress.tools.prediction import noise_lost
 from hvd_compress.tools.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
