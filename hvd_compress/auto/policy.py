@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
 from . import choices, trials
-from . import model_wide as all_at_once
+from . import model_wide as model_wide_rules
 from .link_tracker import fit
 
 # The weight of the newest value in running averages.
@@ -68,7 +68,9 @@ def best(
     options = choices.options(tnp, per_bucket, uncompressed, seconds)
     if any(model_wide):
         uniform = tf.constant([[c] * allowed.shape[0] for c, is_wide in enumerate(model_wide) if is_wide])
-        valid = tf.concat([all_at_once.allowed(options, per_bucket), all_at_once.allowed(uniform, allowed)], 0)
+        valid = tf.concat(
+            [model_wide_rules.allowed(options, per_bucket), model_wide_rules.allowed(uniform, allowed)], 0
+        )
         options = tf.concat([options, uniform], 0)
     costs = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
     if any(model_wide):
@@ -220,7 +222,9 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     lost = keep[:, None] * state.lost + NEWEST_WEIGHT * probed[:, None] * step.energy[:-1]
     if step.model_wide is not None:
         old_shares = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-        lost = all_at_once.with_measured_loss(lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT)
+        lost = model_wide_rules.with_measured_loss(
+            lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT
+        )
     return state._replace(
         link_moments=link_moments,
         link=link,
@@ -264,8 +268,8 @@ def propose(
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
     """
     if any(model_wide):
-        lost = all_at_once.averaged(lost, nbytes, model_wide)
-        allowed = all_at_once.admit(reached(lost, state.choice, target), lost, nbytes, model_wide)
+        lost = model_wide_rules.averaged(lost, nbytes, model_wide)
+        allowed = model_wide_rules.admit(reached(lost, state.choice, target), lost, nbytes, model_wide)
     else:
         allowed = admit(lost, state.choice, target)
     cost_inputs = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)

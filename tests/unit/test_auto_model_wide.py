@@ -8,7 +8,7 @@ import reference
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import model_wide as all_at_once
+from hvd_compress.auto import model_wide as model_wide_rules
 from hvd_compress.auto import policy
 
 NONE, FLAT, WHOLE = range(3)
@@ -113,12 +113,12 @@ def test_admitted_is_what_reaches_the_target_or_else_loses_least(seed):
     through = random.uniform(0, 1, (3, 3)).astype(np.float32)
     nbytes = random.uniform(1, 10, 3).astype(np.float32)
     target = random.uniform(0.2, 1.0)
-    lost = all_at_once.averaged(1.0 - constant(through), constant(nbytes), WHOLES)
+    lost = model_wide_rules.averaged(1.0 - constant(through), constant(nbytes), WHOLES)
     np.testing.assert_allclose(lost[:, WHOLE], [1 - np.average(through[:, WHOLE], weights=nbytes)] * 3, rtol=1e-5)
     np.testing.assert_array_equal(lost[:, :WHOLE], 1.0 - through[:, :WHOLE])
     not_in_use = tf.fill([3], 99)
     reached = policy.reached(lost, not_in_use, constant(target))
-    found = all_at_once.admit(reached, lost, constant(nbytes), WHOLES).numpy()
+    found = model_wide_rules.admit(reached, lost, constant(nbytes), WHOLES).numpy()
     flat, whole = admitted_by_hand(through, nbytes, target)
     assert (found[:, WHOLE] == whole).all()
     usable = flat.any(1).all()
@@ -130,7 +130,7 @@ def test_admitted_is_what_reaches_the_target_or_else_loses_least(seed):
 def test_which_choices_are_allowed():
     admitted = np.array([[True, False, True], [False, True, True]])
     options = np.array(list(itertools.product(range(3), repeat=2)), np.int32)
-    found = all_at_once.allowed(tf.constant(options), tf.constant(admitted)).numpy()
+    found = model_wide_rules.allowed(tf.constant(options), tf.constant(admitted)).numpy()
     assert found.tolist() == [bool(admitted[0, a] and admitted[1, b]) for a, b in options]
 
 
