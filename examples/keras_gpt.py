@@ -4,9 +4,11 @@
     horovodrun -np 2 python examples/keras_gpt.py --directory gpt --compression int8
     horovodrun -np 2 python examples/keras_gpt.py --directory gpt --compression int8 --resume --epochs 20
 
-The model is a causal transformer on bytes (Radford et al., Language Models are Unsupervised Multitask Learners,
-2019). With --directory, each epoch is saved, with the residuals of all workers. A run that resumes continues as if it
-had never stopped: the weights are the same to the bit (with `auto`, if it chooses the same compressors). Only the
+With the default settings, two cores take 8 minutes to a perplexity of 3.9 per byte. The model is a causal
+transformer (Radford et al., Language Models are Unsupervised Multitask Learners, 2019).
+
+With --directory, each epoch is saved, with the residuals of all workers. A run that resumes continues as if it had
+never stopped: on a CPU the weights are the same to the bit (with `auto`, if it chooses the same compressors). Only the
 patience of EarlyStopping starts anew.
 """
 
