@@ -1,0 +1,306 @@
+"""`hvdc.compare`: what each compressor does to a user's own gradients."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ..common import checks, gradient_file, host_memory
+from ..common.error_text import error_text
+from ..compressors import Compressor, Seeds
+from ..compressors.resolve import CompressionLike, resolve
+from ..engine.layout import is_compressed
+from ..engine.model_layout import model_layout
+from ..engine.packing import pack
+from ..engine.plan import Plan
+from ..engine.selector import selector_for
+from ..engine.settings import MIN_COMPRESS_SIZE, Settings
+from ..engine.state import new_state
+from ..engine.step import Step
+from ..engine.transforms import transforms_for
+from ..exchange import coding
+from ..exchange.local_input import LocalInput
+from ..exchange.one_rank import OneRank
+from ..exchange.volume import payload_bytes
+from ..formats.registry import example_specs
+from ..kernels import noise
+from .comparison import ComparedCompressor, Comparison
+
+# Each is timed so often, after one call that compiles. Each call of a stochastic compressor draws other numbers.
+_REPEATS = 5
+# Steps of `error_with_residual` if gradients of one step only are given.
+_STEPS = 8
+_FORMS = "arrays, a list or a dict of arrays, a list of steps of these, or the path of an .npz file"
+
+
+def compare(
+    gradients: Any,
+    specs: CompressionLike | Sequence[CompressionLike] | None = None,
+    steps: int | None = None,
+    *,
+    min_compress_size: int = MIN_COMPRESS_SIZE,
+    watch: Callable[[str], Any] = lambda spec: None,
+) -> Comparison:
+    """Measures compressors on gradients: bytes, times, errors. One process is enough, without `hvd.init()`.
+
+    Gradients are divided into chunks and encoded as in training on two ranks, in which nothing is compressed twice. For
+    each compressor:
+
+    1. It encodes and decodes the gradients of the first step several times: times are medians, without compiling. Each
+       time, stochastic compressors draw other numbers. From C(x) - x follow `mse`, `relative_error` and `bias`.
+       The square of the bias is the mean of <e, e'> / ||x||^2 over all pairs of errors e and e' of two draws: the part
+       of the errors that is not independent.
+    2. It makes `steps` steps of training, as the optimizer does on one rank: with residuals, the momentum of `dgc`, and
+       the warm start of `powersgd`. The mean of what was sent, c, is compared with the mean gradient g. With error
+       feedback, what is missing of the sum is the last residual, so the error falls with the number of steps.
+
+    `relative_error` is that of the first step of training, as in the files of `hvdc.callbacks.CompressionMonitor`. With
+    `powersgd`, it is that of a random start.
+
+    For `dgc`, g is the mean of the velocities that momentum makes of the gradients without compression. A warm-up is
+    left out: its last density is measured.
+
+    Example:
+        result = hvdc.compare("logs/run-1/gradients.npz", ["int8", "int4", "topk:ratio=0.01"])
+        print(result)
+        opt = hvdc.DistributedOptimizer(optimizer, compression=result.best(max_error=0.1))
+
+    Args:
+        gradients: The gradients of one step: arrays or tensors of floating point numbers, a list or a dict of them.
+            Or a list of steps, each of which is such a list or dict. Or the path of a file that `CompressionMonitor`,
+            `hvdc.profile`, `hvdc.record_gradients` or `numpy.savez` wrote. All steps have the same arrays.
+        specs: Compressors as in `hvdc.DistributedOptimizer`, except `auto`. None: all built-in ones.
+        steps: The number of steps of `error_with_residual`. If there are fewer, they are repeated from the first on.
+            None: as many as are given; 8 if it is only one.
+        min_compress_size: As in `hvdc.DistributedOptimizer`: arrays of one dimension or of fewer elements are not
+            compressed; 0 compresses all.
+        watch: Called with each spec before it is measured.
+
+    Returns:
+        A `Comparison` with a row for each compressor.
+
+    Raises:
+        TypeError: `gradients` or a compressor is none of these.
+        ValueError: The file cannot be read, an array is not finite, steps differ, no array is large enough to be
+            compressed, or another argument is not valid.
+    """
+    compressors = _compressors(specs)
+    checks.integer("compare: min_compress_size", min_compress_size, 0)
+    recorded = _recorded_steps(gradients)
+    default = len(recorded) if len(recorded) > 1 else _STEPS
+    steps = default if steps is None else checks.integer("compare: steps", steps, 1)
+    shapes = {name: array.shape for name, array in recorded[0].items()}
+    compressed = [name for name, shape in shapes.items() if is_compressed(shape, min_compress_size)]
+    elements = sum(map(math.prod, shapes.values()))
+    if not compressed:
+        raise ValueError(
+            "compare: no array is compressed, as none has two dimensions or more and at least "
+            f"{min_compress_size} elements: give matrices, or min_compress_size=0"
+        )
+    host_memory.keep_freed_memory()
+    sequence = [[step[name] for name in compressed] for step in recorded]
+    count = sum(array.size for array in sequence[0])
+    rows = []
+    for compressor in compressors:
+        watch(compressor.spec)
+        rows.append(_row(compressor, compressed, sequence, steps, 4 * (elements - count), min_compress_size))
+    return Comparison(tuple(rows), elements, count, steps, len(recorded))
+
+
+def _compressors(specs: Any) -> list[Compressor]:
+    if specs is None:
+        specs = example_specs()
+    given = specs if isinstance(specs, (list, tuple)) else [specs]
+    if not given:
+        raise ValueError("compare: specs is an empty list: name at least one compressor")
+    found: list[Compressor] = []
+    for compressor in map(resolve, given):
+        if compressor.automatic:
+            raise ValueError("compare: auto chooses among compressors in training: name some of these instead")
+        if compressor not in found:  # may have no hash
+            found.append(compressor)
+    return found
+
+
+# Gradients
+
+
+def _recorded_steps(gradients: Any) -> list[dict[str, np.ndarray]]:
+    """The arrays of each step by name, checked."""
+    if isinstance(gradients, (str, os.PathLike)):
+        steps: list[Any] = list(gradient_file.read(gradients))
+    elif _is_array(gradients):
+        steps = [[gradients]]
+    elif isinstance(gradients, Mapping):
+        steps = [gradients]
+    elif isinstance(gradients, Iterable):
+        items = list(gradients)
+        steps = [items] if any(map(_is_array, items)) else items
+    else:
+        raise TypeError(f"compare: gradients must be {_FORMS}, got {error_text(gradients)}")
+    if not steps:
+        raise ValueError("compare: gradients is empty")
+    named = [_named(step, f" of step {i}" if len(steps) > 1 else "") for i, step in enumerate(steps)]
+    shapes = [{name: array.shape for name, array in step.items()} for step in named]
+    for i, of_step in enumerate(shapes):
+        if of_step != shapes[0]:
+            different = next(n for n in {**shapes[0], **of_step} if shapes[0].get(n) != of_step.get(n))
+            raise ValueError(
+                f"compare: all steps must have the same arrays, and {different!r} is {shapes[0].get(different)} in the "
+                f"first and {of_step.get(different)} in step {i}"
+            )
+    return named
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, tf.IndexedSlices) or (hasattr(value, "shape") and hasattr(value, "dtype"))
+
+
+def _named(step: Any, where: str) -> dict[str, np.ndarray]:
+    """The arrays of one step by name, float32; None, the gradient of a variable without one, is left out."""
+    if isinstance(step, Mapping):
+        pairs = [(str(name), value) for name, value in step.items()]
+    elif isinstance(step, Iterable) and not isinstance(step, (str, bytes)) and not _is_array(step):
+        pairs = [(str(i), value) for i, value in enumerate(step)]
+    else:
+        raise TypeError(f"compare: gradients must be {_FORMS}, got {error_text(step)}{where}")
+    arrays = {name: _array(value, f"gradient {name!r}{where}") for name, value in pairs if value is not None}
+    if not sum(array.size for array in arrays.values()):
+        raise ValueError(f"compare: there are no gradients{where}")
+    return arrays
+
+
+def _array(value: Any, what: str) -> np.ndarray:
+    if not _is_array(value):
+        raise TypeError(f"compare: the {what} must be an array, got {error_text(value)}")
+    tensor = value if isinstance(value, np.ndarray) else np.asarray(tf.convert_to_tensor(value))
+    if not (np.issubdtype(tensor.dtype, np.floating) or tensor.dtype == tf.bfloat16.as_numpy_dtype):
+        raise TypeError(f"compare: the {what} must hold floating point numbers, not {tensor.dtype}")
+    with np.errstate(over="ignore"):
+        array = np.asarray(tensor, np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"compare: the {what} holds infinities or NaN")
+    return array
+
+
+# Measurements
+
+
+def _row(
+    compressor: Compressor, names: Sequence[str], sequence: Sequence[Any], steps: int, rest: int, min_size: int
+) -> ComparedCompressor:
+    """One compressor; `rest` is the bytes of the gradients that are not compressed."""
+    size = sum(array.size for array in sequence[0])
+    if compressor.uncompressed:
+        return ComparedCompressor(compressor.spec, 4 * size + rest, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    plan = _plan(compressor.stages[-1], names, [array.shape for array in sequence[0]], min_size)
+    shapes = [shape for group in plan.layout.param_groups for shape in group.layout.shapes]
+    nbytes = payload_bytes(compressor, shapes) + rest
+    once = _encode_and_decode(plan, [tf.constant(array) for array in sequence[0]])
+    norm = math.sqrt(_energy(sequence[0]))
+    error_of_steps = _error_with_residual(plan, sequence, steps)
+    return ComparedCompressor(
+        compressor.spec,
+        nbytes,
+        (4 * size + rest) / nbytes,
+        once.encode_ms,
+        once.decode_ms,
+        once.energy / size,
+        math.sqrt(once.energy) / norm if norm else 0.0,
+        math.sqrt(once.bias_energy) / norm if norm else 0.0,
+        error_of_steps,
+    )
+
+
+def _plan(compressor: Compressor, names: Sequence[str], shapes: Sequence[Any], min_size: int) -> Plan:
+    """How training on one rank reduces gradients of these shapes, all of which are large enough to be compressed."""
+    variables = [tf.TensorSpec(shape, tf.float32, name) for name, shape in zip(names, shapes)]
+    settings = Settings(compressor, "compare", process_set=OneRank(), min_compress_size=min_size)
+    layout = model_layout(settings, variables, variables)
+    state = new_state("compare", settings, layout)
+    selectors = [selector_for(layout.group_of(b).compressor, state.progress) for b in range(len(layout.buckets))]
+    return Plan("compare", settings, layout, state, selectors, transforms_for(settings))
+
+
+class _Once(NamedTuple):
+    """Several encodings of the same gradients."""
+
+    encode_ms: float
+    decode_ms: float
+    energy: float  # of C(x) - x: the mean over the draws
+    bias_energy: float  # of E[C(x)] - x
+
+
+def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
+    (group,) = plan.layout.param_groups
+    compressor, layout = group.compressor, group.layout
+    members = [gradients[i] for i in layout.tensors.members]
+    keep = plan.settings.feeds_back(compressor)
+    chunks = [tf.identity(chunk) for chunk in pack(layout, members, range(len(layout.shapes)))]
+    residuals = [tf.zeros(shape) if keep else None for shape in layout.shapes]
+    sums = [tf.zeros(shape) for shape in layout.shapes]
+    seconds, energies = [], []
+    for draw in range(1 + _REPEATS):
+        shared = noise.fold(tf.constant(draw), 0)
+        local = LocalInput(chunks, residuals, 1.0, keep, Seeds(shared, noise.fold(shared, 1)))
+        start = time.perf_counter()
+        shard = coding.encode(compressor, local)
+        _wait([shard.payload, *shard.residuals])
+        encoded = time.perf_counter()
+        decoded = coding.decode(compressor, layout.shapes, [shard.payload], shard.contexts, tf.constant(1.0))
+        _wait(decoded)
+        seconds.append((encoded - start, time.perf_counter() - encoded))
+        sums, energy = _add_errors(sums, decoded, chunks)
+        energies.append(float(energy))
+    draws = len(energies)
+    # The square of the sum, less the squares of its terms, are the products of all pairs.
+    pairs = (_energy([x.numpy() for x in sums]) - sum(energies)) / (draws * (draws - 1))
+    encode, decode = 1e3 * np.median(seconds[1:], axis=0)
+    return _Once(float(encode), float(decode), float(np.mean(energies)), max(0.0, pairs))
+
+
+@tf.function(autograph=False)
+def _add_errors(
+    sums: list[tf.Tensor], decoded: list[tf.Tensor], chunks: list[tf.Tensor]
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """The sums plus decoded - chunks, and the energy of the latter."""
+    errors = [c - tf.reshape(x, c.shape) for c, x in zip(chunks, decoded)]
+    return [s - e for s, e in zip(sums, errors)], 2.0 * tf.add_n([tf.nn.l2_loss(e) for e in errors])
+
+
+def _wait(tensors: Iterable[Any]) -> None:
+    """Waits until the tensors are computed: on a GPU, kernels are only enqueued."""
+    for tensor in tensors:
+        if tensor is not None and "GPU" in tensor.device:
+            tf.reshape(tensor, [-1])[:1].numpy()
+
+
+def _error_with_residual(plan: Plan, sequence: Sequence[Any], steps: int) -> float:
+    momentum = plan.settings.momentum_correction
+
+    @tf.function(autograph=False)
+    def step(gradients: list[tf.Tensor], state: Any) -> Any:
+        velocities, total, missing = state
+        sent = Step(plan, gradients).run()
+        dense = plan.transforms.prepare(gradients)
+        if momentum:
+            dense = velocities = [momentum * v + g for v, g in zip(velocities, dense)]
+        return velocities, [t + g for t, g in zip(total, dense)], [m + g - s for m, g, s in zip(missing, dense, sent)]
+
+    zeros = [tf.zeros(array.shape) for array in sequence[0]]
+    state: Any = (zeros if momentum else [], zeros, zeros)
+    for i in range(steps):
+        state = step([tf.constant(array) for array in sequence[i % len(sequence)]], state)
+    total, missing = (_energy([tensor.numpy() for tensor in tensors]) for tensors in state[1:])
+    return math.sqrt(missing / total) if total else 0.0
+
+
+def _energy(arrays: Iterable[np.ndarray]) -> float:
+    """The sum of the squares of all elements; in float64, because float32 may overflow."""
+    return sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)
