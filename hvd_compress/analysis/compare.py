@@ -32,8 +32,8 @@ from ..formats.registry import example_specs
 from ..kernels import noise
 from .comparison import ComparedCompressor, Comparison
 
-# Each is timed so often, after one call that compiles. Each call of a stochastic compressor draws other numbers.
-_REPEATS = 5
+# Each is timed so often, after one call that compiles; less often after so many seconds, but twice.
+_REPEATS, _SECONDS = 5, 1.0
 # Steps of `error_with_residual` if gradients of one step only are given.
 _STEPS = 8
 _FORMS = "arrays, a list or a dict of arrays, a list of steps of these, or the path of an .npz file"
@@ -258,6 +258,8 @@ def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
         seconds.append((encoded - start, time.perf_counter() - encoded))
         sums, energy = _add_errors(sums, decoded, chunks)
         energies.append(float(energy))
+        if draw >= 2 and np.sum(seconds) > _SECONDS:
+            break
     draws = len(energies)
     # The square of the sum, less the squares of its terms, are the products of all pairs.
     pairs = (_energy([x.numpy() for x in sums]) - sum(energies)) / (draws * (draws - 1))
