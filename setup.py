@@ -18,7 +18,7 @@ EXAMPLES = ["scikit-learn", "matplotlib"]
 TOPOLOGY = ["networkx"]
 # The command hvd-compress. psutil: Horovod needs it, too.
 TOOLS = ["click>=8.1", "rich", "matplotlib", "jinja2>=3", "optuna>=4", "psutil"]
-TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn"]
+TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The pages of docs/ as a site: make docs.
 DOCS = ["mkdocs-material>=9,<10", "mkdocstrings-python>=1.13"]

@@ -192,7 +192,7 @@ class _Channel:
             self._missing[i] = lost if residual is not None else self._missing[i] + lost
 
     def missing(self) -> tf.Tensor:
-        """The sum of all gradients less the sum of all that was sent, float32 in the variable's shape."""
+        """Returns the sum of all gradients minus the sum of what was sent: float32, in the variable's shape."""
         return unpack(self._layout, self._missing, [tf.float32])[0]
 
 
