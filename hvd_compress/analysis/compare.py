@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from ..common import checks, gradient_file, host_memory
-from ..common.error_text import error_text
+from ..common import checks, host_memory
 from ..compressors import Compressor, Seeds
 from ..compressors.resolve import CompressionLike, resolve
 from ..engine.layout import is_compressed
@@ -31,12 +29,12 @@ from ..exchange.volume import payload_bytes
 from ..formats.registry import example_specs
 from ..kernels import noise
 from .comparison import ComparedCompressor, Comparison
+from .named_steps import named_steps
 
 # Each is timed so often, after one call that compiles; less often after so many seconds, but twice.
 _REPEATS, _SECONDS = 5, 1.0
 # Steps of `error_with_residual` if gradients of one step only are given.
 _STEPS = 8
-_FORMS = "arrays, a list or a dict of arrays, a list of steps of these, or the path of an .npz file"
 
 
 def compare(
@@ -92,7 +90,7 @@ def compare(
     """
     compressors = _compressors(specs)
     checks.integer("compare: min_compress_size", min_compress_size, 0)
-    recorded = _recorded_steps(gradients)
+    recorded = named_steps(gradients)
     default = len(recorded) if len(recorded) > 1 else _STEPS
     steps = default if steps is None else checks.integer("compare: steps", steps, 1)
     shapes = {name: array.shape for name, array in recorded[0].items()}
@@ -126,70 +124,6 @@ def _compressors(specs: Any) -> list[Compressor]:
         if compressor not in found:  # may have no hash
             found.append(compressor)
     return found
-
-
-# Gradients
-
-
-def _recorded_steps(gradients: Any) -> list[dict[str, np.ndarray]]:
-    """The arrays of each step by name, checked."""
-    if isinstance(gradients, (str, os.PathLike)):
-        steps: list[Any] = list(gradient_file.read(gradients))
-    elif _is_array(gradients):
-        steps = [[gradients]]
-    elif isinstance(gradients, Mapping):
-        steps = [gradients]
-    elif isinstance(gradients, Iterable):
-        items = list(gradients)
-        steps = [items] if any(map(_is_array, items)) else items
-    else:
-        raise TypeError(f"compare: gradients must be {_FORMS}, got {error_text(gradients)}")
-    if not steps:
-        raise ValueError("compare: gradients is empty")
-    named = [_named(step, f" of step {i}" if len(steps) > 1 else "") for i, step in enumerate(steps)]
-    shapes = [{name: array.shape for name, array in step.items()} for step in named]
-    for i, of_step in enumerate(shapes):
-        if of_step != shapes[0]:
-            different = next(n for n in {**shapes[0], **of_step} if shapes[0].get(n) != of_step.get(n))
-            raise ValueError(
-                f"compare: all steps must have the same arrays, and {different!r} is {shapes[0].get(different)} in the "
-                f"first and {of_step.get(different)} in step {i}"
-            )
-    return named
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, tf.IndexedSlices) or (hasattr(value, "shape") and hasattr(value, "dtype"))
-
-
-def _named(step: Any, where: str) -> dict[str, np.ndarray]:
-    """The arrays of one step by name, float32; None, the gradient of a variable without one, is left out."""
-    if isinstance(step, Mapping):
-        pairs = [(str(name), value) for name, value in step.items()]
-    elif isinstance(step, Iterable) and not isinstance(step, (str, bytes)) and not _is_array(step):
-        pairs = [(str(i), value) for i, value in enumerate(step)]
-    else:
-        raise TypeError(f"compare: gradients must be {_FORMS}, got {error_text(step)}{where}")
-    arrays = {name: _array(value, f"gradient {name!r}{where}") for name, value in pairs if value is not None}
-    if not sum(array.size for array in arrays.values()):
-        raise ValueError(f"compare: there are no gradients{where}")
-    return arrays
-
-
-def _array(value: Any, what: str) -> np.ndarray:
-    if not _is_array(value):
-        raise TypeError(f"compare: the {what} must be an array, got {error_text(value)}")
-    tensor = value if isinstance(value, np.ndarray) else np.asarray(tf.convert_to_tensor(value))
-    if not (np.issubdtype(tensor.dtype, np.floating) or tensor.dtype == tf.bfloat16.as_numpy_dtype):
-        raise TypeError(f"compare: the {what} must hold floating point numbers, not {tensor.dtype}")
-    with np.errstate(over="ignore"):
-        array = np.asarray(tensor, np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(f"compare: the {what} holds infinities or NaN")
-    return array
-
-
-# Measurements
 
 
 def _row(

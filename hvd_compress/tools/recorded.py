@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
         kind = len(shape) if len(shape) in kinds else 2
         source = kinds[kind][used[kind] % len(kinds[kind])]
         used[kind] += 1
-        wanted = shape if len(shape) == kind else (int(np.prod(shape[:-1])), *shape[-1:])
+        wanted = shape if len(shape) == kind else (math.prod(shape[:-1]), shape[-1] if shape else 1)
         result.append(_filled(source, wanted, random).reshape(shape))
     return result
 
