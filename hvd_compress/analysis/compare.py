@@ -33,6 +33,7 @@ from .named_steps import named_steps
 
 # Each is timed so often, after one call that compiles; less often after so many seconds, but twice.
 _REPEATS, _SECONDS = 5, 1.0
+_IN_CACHE = 2**16  # elements
 # Steps of `error_with_residual` if gradients of one step only are given.
 _STEPS = 8
 
@@ -102,12 +103,18 @@ def compare(
             f"{min_compress_size} elements: give matrices, or min_compress_size=0"
         )
     host_memory.keep_freed_memory()
-    sequence = [[step[name] for name in compressed] for step in recorded]
-    count = sum(array.size for array in sequence[0])
+    sequence = [[tf.constant(step.pop(name)) for name in compressed] for step in recorded]
+    count = sum(math.prod(shapes[name]) for name in compressed)
+    total = _sum_of_steps(sequence, steps)
     rows = []
     for compressor in compressors:
         watch(compressor.spec)
-        rows.append(_row(compressor, compressed, sequence, steps, 4 * (elements - count), min_compress_size))
+        if compressor.uncompressed:
+            rows.append(ComparedCompressor(compressor.spec, 4 * elements, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+            continue
+        plan = _plan(compressor.stages[-1], compressed, sequence[0], min_compress_size)
+        error_of_steps = _error_with_residual(plan, sequence, steps, total)
+        rows.append(_row(plan, sequence[0], 4 * elements, error_of_steps, compressor.spec))
     return Comparison(tuple(rows), elements, count, steps, len(recorded))
 
 
@@ -126,40 +133,40 @@ def _compressors(specs: Any) -> list[Compressor]:
     return found
 
 
-def _row(
-    compressor: Compressor, names: Sequence[str], sequence: Sequence[Any], steps: int, rest: int, min_size: int
-) -> ComparedCompressor:
-    """One compressor; `rest` is the bytes of the gradients that are not compressed."""
-    size = sum(array.size for array in sequence[0])
-    if compressor.uncompressed:
-        return ComparedCompressor(compressor.spec, 4 * size + rest, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    plan = _plan(compressor.stages[-1], names, [array.shape for array in sequence[0]], min_size)
-    shapes = [shape for group in plan.layout.param_groups for shape in group.layout.shapes]
-    nbytes = payload_bytes(compressor, shapes) + rest
-    once = _encode_and_decode(plan, [tf.constant(array) for array in sequence[0]])
-    norm = math.sqrt(_energy(sequence[0]))
-    error_of_steps = _error_with_residual(plan, sequence, steps)
-    return ComparedCompressor(
-        compressor.spec,
-        nbytes,
-        (4 * size + rest) / nbytes,
-        once.encode_ms,
-        once.decode_ms,
-        once.energy / size,
-        math.sqrt(once.energy) / norm if norm else 0.0,
-        math.sqrt(once.bias_energy) / norm if norm else 0.0,
-        error_of_steps,
-    )
-
-
-def _plan(compressor: Compressor, names: Sequence[str], shapes: Sequence[Any], min_size: int) -> Plan:
-    """How training on one rank reduces gradients of these shapes, all of which are large enough to be compressed."""
-    variables = [tf.TensorSpec(shape, tf.float32, name) for name, shape in zip(names, shapes)]
+def _plan(compressor: Compressor, names: Sequence[str], gradients: Sequence[tf.Tensor], min_size: int) -> Plan:
+    """How training on one rank reduces these gradients, all of which are large enough to be compressed."""
+    variables = [tf.TensorSpec(gradient.shape, tf.float32, name) for name, gradient in zip(names, gradients)]
     settings = Settings(compressor, "compare", process_set=OneRank(), min_compress_size=min_size)
     layout = model_layout(settings, variables, variables)
     state = new_state("compare", settings, layout)
     selectors = [selector_for(layout.group_of(b).compressor, state.progress) for b in range(len(layout.buckets))]
     return Plan("compare", settings, layout, state, selectors, transforms_for(settings))
+
+
+def _row(
+    plan: Plan, gradients: Sequence[tf.Tensor], nbytes: int, error_of_steps: float, spec: str
+) -> ComparedCompressor:
+    """The measurements of one step; `nbytes` is the size of all gradients, those that are not compressed included."""
+    (group,) = plan.layout.param_groups
+    size = group.layout.tensors.numel
+    sent = payload_bytes(group.compressor, group.layout.shapes) + nbytes - 4 * size
+    once = _encode_and_decode(plan, gradients)
+    energy = _energy(gradients)
+
+    def relative(lost: float) -> float:
+        return math.sqrt(lost / energy) if energy else 0.0
+
+    return ComparedCompressor(
+        spec,
+        sent,
+        nbytes / sent,
+        once.encode_ms,
+        once.decode_ms,
+        once.energy / size,
+        relative(once.energy),
+        relative(once.bias_energy),
+        error_of_steps,
+    )
 
 
 class _Once(NamedTuple):
@@ -196,7 +203,7 @@ def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
             break
     draws = len(energies)
     # The square of the sum, less the squares of its terms, are the products of all pairs.
-    pairs = (_energy([x.numpy() for x in sums]) - sum(energies)) / (draws * (draws - 1))
+    pairs = (_energy(sums) - sum(energies)) / (draws * (draws - 1))
     encode, decode = 1e3 * np.median(seconds[1:], axis=0)
     return _Once(float(encode), float(decode), float(np.mean(energies)), max(0.0, pairs))
 
@@ -217,26 +224,44 @@ def _wait(tensors: Iterable[Any]) -> None:
             tf.reshape(tensor, [-1])[:1].numpy()
 
 
-def _error_with_residual(plan: Plan, sequence: Sequence[Any], steps: int) -> float:
-    momentum = plan.settings.momentum_correction
+def _error_with_residual(plan: Plan, sequence: Sequence[Any], steps: int, total: Sequence[tf.Tensor]) -> float:
+    """The error of the sum of what is sent; `total` is that of the gradients."""
+    if plan.settings.dgc is not None:
+        total = _sum_of_steps(sequence, steps, plan.settings.momentum_correction, plan.transforms.prepare)
 
-    @tf.function(autograph=False)
-    def step(gradients: list[tf.Tensor], state: Any) -> Any:
-        velocities, total, missing = state
-        sent = Step(plan, gradients).run()
-        dense = plan.transforms.prepare(gradients)
-        if momentum:
-            dense = velocities = [momentum * v + g for v, g in zip(velocities, dense)]
-        return velocities, [t + g for t, g in zip(total, dense)], [m + g - s for m, g, s in zip(missing, dense, sent)]
+    def step(gradients_and_sent: list[list[tf.Tensor]]) -> list[tf.Tensor]:
+        gradients, sent = gradients_and_sent
+        return [s + g for s, g in zip(sent, Step(plan, gradients).run())]
 
-    zeros = [tf.zeros(array.shape) for array in sequence[0]]
-    state: Any = (zeros if momentum else [], zeros, zeros)
+    # Traced here: TensorFlow would warn of a function that is traced again for each compressor.
+    specs = [tf.TensorSpec(tensor.shape, tf.float32) for tensor in total]
+    traced = tf.function(step, autograph=False).get_concrete_function([specs, specs])
+    sent = [tf.zeros(tensor.shape) for tensor in total]
     for i in range(steps):
-        state = step([tf.constant(array) for array in sequence[i % len(sequence)]], state)
-    total, missing = (_energy([tensor.numpy() for tensor in tensors]) for tensors in state[1:])
-    return math.sqrt(missing / total) if total else 0.0
+        sent = traced([sequence[i % len(sequence)], sent])
+    energy = _energy(total)
+    return math.sqrt(_energy([t - s for t, s in zip(total, sent)]) / energy) if energy else 0.0
 
 
-def _energy(arrays: Iterable[np.ndarray]) -> float:
+def _sum_of_steps(
+    sequence: Sequence[Any], steps: int, momentum: float = 0.0, prepare: Callable[[list[Any]], list[Any]] = list
+) -> list[tf.Tensor]:
+    """The sum over the steps of the velocities, momentum * velocity + gradient, which replace the gradients."""
+    total = [tf.zeros(tensor.shape) for tensor in sequence[0]]
+    velocities: list[tf.Tensor] = total
+    for i in range(steps):
+        gradients = prepare(sequence[i % len(sequence)])
+        velocities = [momentum * v + g for v, g in zip(velocities, gradients)] if momentum else gradients
+        total = [t + v for t, v in zip(total, velocities)]
+    return total
+
+
+def _energy(tensors: Iterable[tf.Tensor]) -> float:
     """The sum of the squares of all elements; in float64, because float32 may overflow."""
-    return sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)
+    total = 0.0
+    for tensor in tensors:
+        flat = tensor.numpy().reshape(-1)
+        for first in range(0, flat.size, _IN_CACHE):
+            block = flat[first : first + _IN_CACHE].astype(np.float64)
+            total += float(block @ block)
+    return total
