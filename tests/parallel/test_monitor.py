@@ -293,7 +293,7 @@ def test_compare_finds_in_recorded_gradients_what_the_monitor_measured(spec, ran
     if rank != 0:  # a stochastic compressor draws other numbers on other ranks
         return
     (row,) = hvdc.compare(path, spec).rows
-    assert row.relative_error == pytest.approx(steps.error[0], rel=0.01 if "stochastic" in spec else 1e-5)
+    assert row.relative_error == pytest.approx(steps.error[0], rel=0.01 if "stochastic" in spec else 1e-4)
     buckets = len(introspect.buckets(plan))
     payload = steps.buckets.bytes[0, :buckets].sum() + 4 * 64  # and the bias, which is not compressed
     assert row.bytes == pytest.approx(payload, abs=64 * buckets)  # a bucket's flag
