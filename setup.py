@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hvd_compress*"]),
-    package_data={"hvd_compress.tools": ["templates/*.html"]},
+    package_data={"hvd_compress.tools": ["templates/*.html", "data/*.npz"]},
     python_requires=">=3.9",
     entry_points={"console_scripts": ["hvd-compress=hvd_compress.tools.cli:main"]},
     install_requires=["numpy", "packaging"],

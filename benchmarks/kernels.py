@@ -3,8 +3,8 @@
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only int8 --piece 24576000
 
-Kernels run as in a training step: compiled, in a tf.function, over chunks of the gradient. The ratios depend on the
-version of TensorFlow, which is part of the table's title.
+Kernels run as in a training step: compiled, in a tf.function, over chunks of a recorded gradient. The ratios depend on
+the version of TensorFlow, which is part of the table's title.
 """
 
 from __future__ import annotations
@@ -68,12 +68,16 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors import Seeds
+    from hvd_compress.tools.recorded import gradients
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     count = args.elements // args.piece
-    pieces = [tf.random.normal([args.piece], seed=i) for i in range(count)]
-    residuals = [0.1 * tf.random.normal([args.piece], seed=count + i) for i in range(count)]
+    shapes = [(args.piece // COLUMNS, COLUMNS)] * count
+    pieces, residuals = (
+        [tf.constant(scale * gradient.reshape(-1)) for gradient in gradients(shapes, rank)]
+        for rank, scale in ((0, 1.0), (1, 0.1))
+    )
     seeds = Seeds(tf.constant(1), tf.constant(2))
     add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
 
