@@ -36,6 +36,7 @@ class Compression(metaclass=_Registered):
     int4: compressors.Quantize
     onebit: compressors.OneBit
     quantize: type[compressors.Quantize]
+    hadamard: type[compressors.Hadamard]
     topk: type[compressors.TopK]
     randomk: type[compressors.RandomK]
     block_topk: type[compressors.BlockTopK]
