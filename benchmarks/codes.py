@@ -28,12 +28,13 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.formats.hadamard import LEVELS
 
 CONTEXT, WIDTH = 64, 192
 RECORDED = (5, 30, 100, 300)  # steps
 WINDOW = 30  # steps whose losses are averaged
-SPECS = ("quantize:bits=2", "hadamard:bits=2", "quantize:bits=3", "hadamard:bits=3", "int4", "hadamard:bits=4")
+SPECS = ("quantize:bits=2", "hadamard", "quantize:bits=3", "int4")
+# Positive levels of the Lloyd-Max quantizers for a normal distribution, by bits (Max 1960, Table I).
+LEVELS = {2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152)}
 CLIPS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.22, 0.16)
 
 

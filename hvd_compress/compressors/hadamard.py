@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
-from ..formats.hadamard import BLOCK, LEVELS
+from ..formats.hadamard import BLOCK, HIGH, LOW, THRESHOLD
 from ..kernels import bitpack, blocks, hadamard
 from ..kernels.compile import compiled
 from .base import ChunkInput, Compressor, Encoded
@@ -23,89 +23,88 @@ _DEVIATION = (np.pi / 2.0) ** 0.5
 
 @register
 class Hadamard(formats.Hadamard, BuiltinCompressor):
-    """Rotates each block of 64 values, and sends each rotated value as a code of `bits` bits.
+    """Rotates each block of 64 values, and sends each rotated value as a code of 2 bits.
 
     A rotated block has no outliers: its values are nearly normally distributed, whatever the gradient's distribution.
     So the levels are those with the least error for a normal distribution, not evenly spaced ones.
 
     Update rule, for a block x with the rotation R of `kernels.hadamard`: y = R x; s = sqrt(pi / 2) * mean|y|, rounded
-    to bfloat16; each y is replaced by s times the nearest level c of the Lloyd-Max quantizer (Max 1960) for `bits`
-    bits; decoded as R c s. This is EDEN (Vargaftik et al. 2022, arXiv 2108.08842) with a fixed rotation of small
-    blocks, and with a scale for the least error instead of none on average. R is linear, so the receiver sums the
-    ranks' values before it rotates them back (as THC, Li et al. 2024, arXiv 2302.08545).
+    to bfloat16; each y is replaced by s times the nearest level c of the Lloyd-Max quantizer (Max 1960); decoded as
+    R (c s). This is EDEN (Vargaftik et al. 2022, arXiv 2108.08842) with a fixed rotation of small blocks, and with a
+    scale for a small error instead of none on average. R is linear, so the receiver sums the ranks' values before it
+    rotates them back (as in THC, Li et al. 2024, arXiv 2302.08545).
 
-    Wire size: ceil(n / 64) * (8 * bits + 2) bytes.
+    Wire size: ceil(n / 64) * 18 bytes.
 
-    Error: per block ||error||^2 <= ||x||_2^2 - d ||R x||_1^2 / 64, up to the rounding of s, with d = 1, 0.81, 0.99,
-    0.96 for 1 to 4 bits: no choice of levels is better than the nearest, so in particular not one level c for the whole
-    block, with which ||error||^2 = ||x||_2^2 - (1 - (1 - c s / mean|y|)^2) ||y||_1^2 / 64. So it is a contraction:
-    with error feedback. Where rotated values are normally distributed, the error is that of the quantizer: 0.36, 0.12,
-    0.035, 0.0095 times ||x||^2 (Max 1960, Table I). A zero block is exact, but a zero beside other values is not.
-
-    Attributes:
-        bits: 1 to 4.
+    Error: per block ||error||^2 <= ||x||_2^2 - 0.81 ||R x||_1^2 / 64, up to the rounding of s. For no choice of levels
+    is better than the nearest ones, so in particular not +-0.4528 for all values. So it is a contraction: with error
+    feedback. Where rotated values are normally distributed, the error is 0.1175 ||x||^2 (Max 1960, Table I). A block of
+    zeros is exact; a zero beside other values is not.
     """
 
     def for_rows(self) -> Compressor:
-        """`quantize` with as many bits: rows may be shorter than a block."""
-        return Quantize(self.bits)
+        """`quantize` with 2 bits: rows may be shorter than a block."""
+        return Quantize(2)
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        x = hadamard.to_blocks(chunk.sum())
-        # Divided by 16 here and by 4 in `across`: means, which cannot overflow.
-        half_rotated = hadamard.within(x, 1.0 / 16.0)
+        # Divided by 16 here, and by 4 in `across`: means, which cannot overflow.
+        half_rotated = hadamard.within(hadamard.to_blocks(chunk.sum()), 1.0 / 16.0)
         scale, finite = _scales(half_rotated)
-        codes, lost = _quantize(half_rotated, scale, self.bits, chunk.keep)
-        new_residual = blocks.from_blocks(hadamard.within(lost), chunk.shape) if lost is not None else None
-        return Encoded([scale, *codes], chunk.shape, new_residual, finite)
+        codes = _codes(half_rotated, scale)
+        new_residual = None
+        if chunk.keep:
+            new_residual = blocks.from_blocks(hadamard.within(_lost(half_rotated, scale, codes)), chunk.shape)
+        return Encoded([scale, codes], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Sums the ranks' rotated values, and rotates the sum back."""
-        half_rotated = _decode_sum([list(parts) for parts in ranks], self.bits, scale)
-        return blocks.from_blocks(hadamard.within(half_rotated), ctx)
+        total = _decode_sum([list(parts) for parts in ranks], scale)
+        return blocks.from_blocks(hadamard.within(_across(total)), ctx)
 
 
 @compiled
 def _scales(half_rotated: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The scale of each block, bfloat16 [blocks, 1], and whether all values are finite."""
-    a, b, c, d = map(tf.abs, hadamard.across(hadamard.slices(half_rotated), 0.25))
-    total = blocks.halving((a + b) * (1.0 / BLOCK) + (c + d) * (1.0 / BLOCK), tf.add)
-    return tf.cast(total * _DEVIATION, tf.bfloat16), tf.reduce_all(tf.math.is_finite(total))
+    magnitude = tf.abs(hadamard.across(half_rotated, 0.25)) * (1.0 / BLOCK)
+    a, b, c, d = (magnitude[:, i] for i in range(4))
+    mean = blocks.halving((a + b) + (c + d), tf.add)
+    return tf.cast(mean * _DEVIATION, tf.bfloat16), tf.reduce_all(tf.math.is_finite(mean))
 
 
 @compiled
-def _quantize(
-    half_rotated: tf.Tensor, scale: tf.Tensor, bits: int, keep: bool
-) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    """Packed codes, and if `keep` the error, half rotated back."""
-    scale = tf.cast(scale, tf.float32)
-    levels = LEVELS[bits]
-    codes, errors = [], []
-    for y in hadamard.across(hadamard.slices(half_rotated), 0.25):
-        magnitude, negative = tf.abs(y), y < 0.0
-        code = tf.where(negative, tf.constant(len(levels), tf.uint8), tf.constant(0, tf.uint8))
-        decoded = levels[0] * scale
-        for low, high in zip(levels, levels[1:]):
-            above = magnitude > 0.5 * (low + high) * scale
-            code += tf.cast(above, tf.uint8)
-            decoded = tf.where(above, high * scale, decoded)
-        codes.append(code)
-        errors.append(y - tf.where(negative, -decoded, decoded))
-    packed = bitpack.pack(tf.concat(codes, 1), bits)
-    return packed, tf.concat(hadamard.across(errors), 1) if keep else None
+def _codes(half_rotated: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+    """Packed codes: the lower bit says which of the levels, the upper one that it is negative."""
+    y = hadamard.across(half_rotated, 0.25)
+    high = tf.abs(y) > THRESHOLD * tf.cast(scale, tf.float32)[:, None]
+    code = tf.cast(high, tf.uint8) + 2 * tf.cast(y < 0.0, tf.uint8)
+    byte = code[:, 0]
+    for i in range(1, 4):  # as in `bitpack.pack`
+        byte = tf.bitwise.bitwise_or(byte, tf.bitwise.left_shift(code[:, i], tf.constant(2 * i, tf.uint8)))
+    return byte
 
 
 @compiled
-def _decode_sum(ranks: Sequence[list[tf.Tensor]], bits: int, factor: tf.Tensor) -> tf.Tensor:
-    """The scaled sum of the ranks' values, half rotated back, float32 [blocks, 64]."""
-    levels = LEVELS[bits]
+def _lost(half_rotated: tf.Tensor, scale: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
+    """What decoding lacks, half rotated, four times as large."""
+    return half_rotated - hadamard.across(_decode(scale, codes))
+
+
+@compiled
+def _decode_sum(ranks: Sequence[list[tf.Tensor]], factor: tf.Tensor) -> tf.Tensor:
+    """The scaled sum of the ranks' rotated values, float32 [blocks, 4, 16]."""
     total = None
-    for scale, *packed in ranks:
-        code = tf.reshape(bitpack.unpack(packed, bits), [-1, BLOCK])
-        index = tf.bitwise.bitwise_and(code, len(levels) - 1)
-        decoded = tf.fill(tf.shape(code), levels[0])
-        for i in range(1, len(levels)):
-            decoded = tf.where(index >= i, levels[i], decoded)
-        values = tf.where(code >= len(levels), -decoded, decoded) * (tf.cast(scale, tf.float32) * factor)
+    for scale, codes in ranks:
+        values = _decode(scale, codes)
         total = values if total is None else total + values
-    return tf.concat(hadamard.across(hadamard.slices(total)), 1)
+    return total * factor
+
+
+def _decode(scale: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
+    """One rank's rotated values, divided by 8; float32 [blocks, 4, 16]."""
+    code = bitpack.unpack([codes], 2)
+    magnitude = tf.where(tf.bitwise.bitwise_and(code, 1) > 0, HIGH, LOW)
+    return tf.where(code >= 2, -magnitude, magnitude) * tf.cast(scale, tf.float32)[:, None]
+
+
+# A kernel of its own: fused with the sum, XLA would decode each value five times.
+_across = compiled(hadamard.across)

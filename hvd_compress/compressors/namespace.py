@@ -34,9 +34,9 @@ class Compression(metaclass=_Registered):
     bf16: compressors.BFloat16
     int8: compressors.Quantize
     int4: compressors.Quantize
+    hadamard: compressors.Hadamard
     onebit: compressors.OneBit
     quantize: type[compressors.Quantize]
-    hadamard: type[compressors.Hadamard]
     topk: type[compressors.TopK]
     randomk: type[compressors.RandomK]
     block_topk: type[compressors.BlockTopK]

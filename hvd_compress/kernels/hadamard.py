@@ -4,13 +4,11 @@ The matrix is R = Q x Q x Q, a Kronecker product with Q = J / 2 - I: J is the 4x
 orthogonal, and so is R: it is its own inverse. All entries of R are 1/8 or -1/8, so R is a Hadamard matrix. A block in
 which one value is large, and a constant block, both become 64 values of one magnitude.
 
-A block is rotated in two steps: products with Q x Q (`within`), a 16x16 matrix, then sums of four slices (`across`),
-which XLA fuses with what surrounds them.
+A block is rotated in two steps: products with Q x Q (`within`), a 16x16 matrix, then sums of four values that are
+16 apart (`across`), which XLA fuses with what surrounds them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -31,21 +29,16 @@ def to_blocks(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
-    """The first step for `blocks` [rows, 64]: each 16 values multiplied by `scale` * 4 * Q x Q.
+    """The first step: `scale` * 4 * Q x Q times each 16 values of `blocks`, whose result is [rows, 4, 16].
 
     TensorFlow multiplies by thin matrices faster than XLA.
     """
     products = tf.matmul(tf.reshape(blocks, [-1, _WIDTH]), tf.constant(scale * _WITHIN))
-    return tf.reshape(products, [-1, BLOCK])
+    return tf.reshape(products, [-1, _SLICES, _WIDTH])
 
 
-def slices(blocks: tf.Tensor) -> list[tf.Tensor]:
-    """The four slices [rows, 16] of `blocks` [rows, 64]."""
-    return [blocks[:, i : i + _WIDTH] for i in range(0, BLOCK, _WIDTH)]
-
-
-def across(parts: Sequence[tf.Tensor], scale: float = 1.0) -> list[tf.Tensor]:
-    """The second step, for slices: `scale` * 2 * Q of them; for use inside kernels."""
-    a, b, c, d = parts
+def across(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
+    """The second step: `scale` * 2 * Q along axis 1 of `blocks` [rows, 4, 16]; for use inside kernels."""
+    a, b, c, d = (blocks[:, i] for i in range(_SLICES))
     total = scale * ((a + b) + (c + d))
-    return [total - 2.0 * scale * part for part in (a, b, c, d)]
+    return total[:, None] - (2.0 * scale) * blocks
