@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ _DEVIATION = (np.pi / 2.0) ** 0.5
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class Hadamard(formats.Hadamard, BuiltinCompressor):
     """Rotates each block of 64 values, and sends each rotated value as a code of 2 bits.
 
