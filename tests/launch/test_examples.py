@@ -121,7 +121,9 @@ def test_keras_resnet20(horovodrun):
 
 
 def test_keras_resnet50(horovodrun):
-    small = "--model resnet50 --synthetic --image-size 32 --batch-size 2 --steps 2"
+    small = (
+        "--model resnet50 --synthetic --image-size 32 --batch-size 2 --steps 2 --compression hybrid:ratio=0.01,bits=4"
+    )
     lines = report(horovodrun(2, ["examples/keras_resnet.py", *small.split()]))
     assert lines["data"] == "random images"
     assert lines["steps"].startswith("2 in ")
