@@ -51,7 +51,6 @@ def saving(directory: Path, resume: bool) -> list[keras.callbacks.Callback]:
     # its residuals, whenever the job is killed.
     callbacks: list[keras.callbacks.Callback] = [Residuals(directory / "residuals", resume=resume)]
     if hvd.rank() == 0:  # all workers have the same weights
-        directory.mkdir(parents=True, exist_ok=True)
         callbacks.append(keras.callbacks.ModelCheckpoint(str(directory / WEIGHTS), save_weights_only=True))
         callbacks.append(KeepNewest(directory))
     return callbacks
@@ -61,14 +60,24 @@ def newest(directory: Path, resume: bool, epochs: int) -> tuple[int, Path | None
     """How many epochs were trained, and the weights after them, which rank 0 has; the same on all workers.
 
     Raises:
-        SystemExit: On all workers: there are saves, but `resume` is False; or all epochs were trained.
+        SystemExit: On all workers: rank 0 cannot write to the directory; there are saves, but `resume` is False; or all
+            epochs were trained.
     """
-    file = hvd.broadcast_object((saves(directory) or [None])[-1], 0)
+    file, error = None, ""
+    if hvd.rank() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = (saves(directory) or [None])[-1]
+        except OSError as raised:
+            error = f"cannot write to --directory {directory}: {raised.strerror}"
+    file, error = hvd.broadcast_object((file, error), 0)
+    if error:
+        raise SystemExit(error)
     if file is None:
         return 0, None
     trained = int(file.name.split("-")[1].split(".")[0])
     if not resume:
-        raise SystemExit(f"{directory} has saves of another run: add --resume, or name another directory")
+        raise SystemExit(f"{directory} has checkpoints of another run: add --resume, or name another directory")
     if trained >= epochs:
         raise SystemExit(f"{directory} has {trained} epochs already: set --epochs to more than that")
     return trained, file
@@ -82,7 +91,7 @@ def load(model: keras.Model, file: Path) -> None:
         try:
             model.load_weights(file)
         except (OSError, ValueError, KeyError) as raised:
-            error = f"{file} cannot be loaded into this model: {str(raised).splitlines()[0]}"
+            error = f"{file} is damaged or of another model: {str(raised).splitlines()[0]}"
     error = hvd.broadcast_object(error, 0)
     if error:
         raise SystemExit(error)

@@ -74,12 +74,12 @@ def find(data_dir: str, record_classes: int) -> Images:
         SystemExit: On all workers, with the same line: a worker cannot use what it found.
     """
     root = Path(data_dir)
-    if on_all_workers(lambda: has_records(root), same=True):
+    if on_all_workers(lambda: has_records(root), root):
         names = ("train", "validation")
-        train, validation = on_all_workers(lambda: [record_files(root, name) for name in names], same=True)
-        part = functools.partial(record_part, root=root, classes=record_classes)
+        train, validation = on_all_workers(lambda: [record_files(root, name) for name in names], root)
+        part = functools.partial(record_part, classes=record_classes)
         return Images(record_classes, part(train, training=True), part(validation, training=False))
-    classes, train, validation = on_all_workers(lambda: find_folders(root), same=True)
+    classes, train, validation = on_all_workers(lambda: find_folders(root), root)
     return Images(len(classes), folder_part(train), folder_part(validation))
 
 
@@ -142,7 +142,8 @@ def folder_part(files: LabeledFiles) -> Part:
     own = files[hvd.rank() :: hvd.size()]
     names = [path for path, _ in own]
     on_all_workers(lambda: in_threads(check_ends, names))
-    paths, labels = tf.constant(names, tf.string), tf.constant([label for _, label in own], tf.int64)
+    with tf.device("CPU"):
+        paths, labels = tf.constant(names, tf.string), tf.constant([label for _, label in own], tf.int64)
 
     def read(element: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.io.read_file(element["path"]), element["label"]
@@ -197,14 +198,14 @@ def record_files(root: Path, name: str) -> list[str]:
     return [str(file) for file in files]
 
 
-def record_part(files: list[str], root: Path, classes: int, training: bool) -> Part:
+def record_part(files: list[str], classes: int, training: bool) -> Part:
     """This worker's share: files of its own, or every n-th record of all files, for n workers.
 
     With files of its own, a worker reads nothing that belongs to others. But some workers may have more records than
     others, and the rest of theirs is left out of the epoch: with eight files per worker at most an eighth, and another
     one in each epoch. Validation should not depend on the number of workers, so it leaves out at most n - 1 records.
     """
-    read = functools.partial(read_record, root=root, classes=classes)
+    read = functools.partial(read_record, classes=classes)
     own = files[hvd.rank() :: hvd.size()]
     counts = hvd.allgather_object(sum(on_all_workers(lambda: in_threads(lambda file: count_records(file, read), own))))
     own_files = training and (len(files) % hvd.size() == 0 or len(files) >= 8 * hvd.size())
@@ -222,7 +223,7 @@ def record_part(files: list[str], root: Path, classes: int, training: bool) -> P
     return Part(sum(counts), share, elements, read, lambda: in_threads(lambda file: check_records(file, read), files))
 
 
-def read_record(record: tf.Tensor, root: Path, classes: int) -> tuple[tf.Tensor, tf.Tensor]:
+def read_record(record: tf.Tensor, classes: int) -> tuple[tf.Tensor, tf.Tensor]:
     """The encoded image and the label of a record, counted from 0."""
     features = {
         "image/encoded": tf.io.FixedLenFeature([], tf.string),
@@ -230,7 +231,7 @@ def read_record(record: tf.Tensor, root: Path, classes: int) -> tuple[tf.Tensor,
     }
     example = tf.io.parse_single_example(record, features)
     label = example["image/class/label"]
-    text = f"{root}: each image/class/label must be one of 1 to {classes}, the number of --classes"
+    text = f"image/class/label must be one of 1 to {classes}, the number of --classes"
     checks = [
         tf.debugging.assert_positive(label, text),
         tf.debugging.assert_less_equal(label, tf.constant(classes, tf.int64), text),
@@ -270,12 +271,12 @@ def check_records(path: str, read: Callable, count: int = -1) -> None:
 # Workers
 
 
-def on_all_workers(action: Callable[[], T], same: bool = False) -> T:
+def on_all_workers(action: Callable[[], T], same_in: Path | None = None) -> T:
     """Calls `action` on each worker, and returns this worker's result.
 
     Args:
         action: A function that raises OSError or ValueError on any worker.
-        same: Whether all workers must have the same result.
+        same_in: A folder in which all workers must find the same, wherever theirs is.
 
     Raises:
         SystemExit: On all workers, with the same line: the action failed on one, or results differ.
@@ -285,13 +286,14 @@ def on_all_workers(action: Callable[[], T], same: bool = False) -> T:
         result = action()
     except (OSError, ValueError) as raised:
         error = str(raised)
-    outcomes = hvd.allgather_object((error, zlib.crc32(repr(result).encode()) if same else 0))
+    found = repr(result).replace(str(same_in), "") if same_in else ""
+    outcomes = hvd.allgather_object((error, zlib.crc32(found.encode())))
     errors = [error for error, _ in outcomes]
     for worker, error in enumerate(errors):
         if error:
             raise SystemExit(error if len({*errors}) == 1 else f"worker {worker}: {error}")
     if len({*outcomes}) > 1:
-        raise SystemExit("the workers do not see the same files: give all of them the same --data-dir")
+        raise SystemExit("the workers do not find the same files: give all of them copies of one --data-dir")
     return result
 
 
@@ -304,4 +306,4 @@ def in_threads(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
 def cause(error: tf.errors.OpError) -> str:
     """What TensorFlow says, without where it happened."""
     text = error.message.split(" [Op:")[0].split("}} ")[-1].split("\n")[0]
-    return re.sub(r"^assertion failed: \[(.*?)\].*", r"\1", text)
+    return re.sub(r"^assertion failed: \[(.*?)\].*", r"\1", text).rstrip(". ")

@@ -1,8 +1,8 @@
 """Trains a residual network with compressed gradients and all of Horovod's Keras callbacks.
 
     horovodrun -np 2 python examples/keras_resnet.py
-    horovodrun -np 8 python examples/keras_resnet.py --data-dir /data/imagenet --model resnet50 --mixed-precision \
-        --directory run --resume
+    horovodrun -np 8 python examples/keras_resnet.py --data-dir imagenet --model resnet50 --mixed-precision
+    horovodrun -np 2 python examples/keras_resnet.py --data-dir pictures --directory run --resume
     horovodrun -np 2 python examples/keras_resnet.py --model resnet50 --synthetic --steps 20
 
 ResNet-20 is trained on CIFAR-10 as by its authors (He et al., Deep Residual Learning for Image Recognition,
