@@ -129,7 +129,7 @@ def main() -> None:
         hvdc.callbacks.LearningRateScheduleCallback(lr, decay, start_epoch=warmup_epochs),
     ]
     if args.directory is not None:
-        callbacks += checkpoints.saving(args.directory, args.resume)
+        callbacks += checkpoints.saving(args.directory, resume=weights is not None)
 
     def one_hot(x, y):
         return x, tf.one_hot(y, task.classes)

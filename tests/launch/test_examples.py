@@ -245,6 +245,22 @@ def test_an_image_that_cannot_be_read_is_named_on_all_workers(horovodrun, image_
     check_line(result, line)
 
 
+def test_a_record_that_one_worker_cannot_use_ends_the_training(horovodrun, image_records, tmp_path):
+    import tensorflow as tf
+
+    shutil.copytree(image_records, tmp_path / "data")
+    file = tmp_path / "data" / "train-00001-of-00003"
+    records = [record.numpy() for record in tf.data.TFRecordDataset(str(file))]
+    records[9] = image_record(b"text", 1)  # only the first record of each file is looked at before training
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for record in records:
+            writer.write(record)
+    result = train_images(horovodrun, tmp_path / "data", "--classes", "2", "--epochs", "9")
+    assert result.returncode != 0
+    assert f"<stderr>:{file}, record 9 (from 0), cannot be used: Unknown image file format" in result.stderr
+    assert "<stderr>:Traceback" not in result.stderr
+
+
 IMAGES = """
 import sys
 sys.path.insert(0, "examples")
