@@ -184,44 +184,41 @@ def image_record(encoded, label):
     return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
 
 
-def train_images(horovodrun, data_dir, *options):
-    small = ["--image-size", "16", "--batch-size", "8", "--lr", "0.02", "--warmup-epochs", "1"]
-    return horovodrun(
-        2, ["examples/keras_resnet.py", "--data-dir", str(data_dir), "--compression", "int8", *small, *options]
-    )
+def image_training(data_dir, *options):
+    """The command for a training of a few seconds."""
+    small = "--image-size 16 --batch-size 8 --lr 0.02 --warmup-epochs 1 --compression int8"
+    return ["examples/keras_resnet.py", "--data-dir", str(data_dir), *small.split(), *options]
 
 
-def test_keras_resnet_learns_pictures_and_resumes_as_if_it_had_not_stopped(horovodrun, image_folders, tmp_path):
-    result = train_images(horovodrun, image_folders, "--epochs", "12", "--directory", str(tmp_path / "whole"))
-    lines = report(result)
+def test_keras_resnet_learns_pictures_and_resumes_as_if_it_had_not_stopped(horovodrun, python, image_folders, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    script = image_training(image_folders, "--epochs", "12", "--directory")
+    lines = report(horovodrun(2, [*script, str(whole)]))
     assert lines["data"] == f"{image_folders}, 131 images of 2 classes, validated on 41 others"
     assert lines["steps"].startswith(f"{12 * 8} in ")  # 65 images of each worker are 8 batches
     assert float(lines["val accuracy"].rstrip("%")) > 80
-    assert sorted(file.name for file in tmp_path.glob("whole/*.h5")) == [
-        "epoch-0011.weights.h5",
-        "epoch-0012.weights.h5",
-    ]
+    saved = ["epoch-0011.weights.h5", "epoch-0012.weights.h5"]
+    assert sorted(file.name for file in whole.glob("*.h5")) == saved
 
     # As if the job had been killed at the end of the last epoch, when the residuals were saved and the weights not.
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    (tmp_path / "killed" / "epoch-0012.weights.h5").unlink()
-    result = train_images(
-        horovodrun, image_folders, "--epochs", "12", "--directory", str(tmp_path / "killed"), "--resume"
-    )
-    resumed = report(result)
+    shutil.copytree(whole, killed)
+    (killed / saved[1]).unlink()
+    resumed = report(horovodrun(2, [*script, str(killed), "--resume"]))
     assert resumed["steps"].startswith("8 in ")
     assert resumed["val accuracy"] == lines["val accuracy"]
-    files = [weights_of(tmp_path / run / "epoch-0012.weights.h5") for run in ("whole", "killed")]
+    files = [weights_of(run / saved[1]) for run in (whole, killed)]
     assert len(files[0]) > 100 and files[0].keys() == files[1].keys()
     for path, array in files[0].items():
         np.testing.assert_array_equal(array, files[1][path], err_msg=path)
 
-    result = train_images(horovodrun, image_folders, "--epochs", "12", "--directory", str(tmp_path / "killed"))
-    check_line(result, f"{tmp_path}/killed has checkpoints of another run: add --resume, or name another directory")
+    result = python([*script, str(killed)])
+    line = f"{killed} has checkpoints of another run: add --resume, or name another directory\n"
+    assert result.returncode == 1 and result.stderr.endswith(line) and "Traceback" not in result.stderr
 
 
-def test_keras_resnet_on_records_in_mixed_precision(horovodrun, image_records):
-    lines = report(train_images(horovodrun, image_records, "--classes", "2", "--epochs", "2", "--mixed-precision"))
+def test_keras_resnet_on_records_in_mixed_precision(python, image_records):
+    options = "--classes 2 --epochs 1 --mixed-precision"
+    lines = report(python(image_training(image_records, *options.split())), ranks=1)
     assert lines["data"] == f"{image_records}, 131 images of 2 classes, validated on 41 others"
     assert lines["steps"].startswith("16 in ")
     assert 0 <= float(lines["val accuracy"].rstrip("%")) <= 100
@@ -239,7 +236,7 @@ def test_an_image_that_cannot_be_read_is_named_on_all_workers(horovodrun, image_
     shutil.copytree(image_folders, tmp_path / "data")
     file = sorted((tmp_path / "data" / "train" / "flower").glob("*.jpg"))[0]
     file.write_bytes(file.read_bytes()[:500])
-    result = train_images(horovodrun, tmp_path / "data", "--epochs", "1")
+    result = horovodrun(2, image_training(tmp_path / "data", "--epochs", "1"))
     assert re.search(rf"\[0\]<stderr>:worker [01]: {file} is not an image that can be read", result.stderr)
     line = re.search(r"\[0\]<stderr>:(worker .*)", result.stderr)[1]
     check_line(result, line)
@@ -255,7 +252,7 @@ def test_a_record_that_one_worker_cannot_use_ends_the_training(horovodrun, image
     with tf.io.TFRecordWriter(str(file)) as writer:
         for record in records:
             writer.write(record)
-    result = train_images(horovodrun, tmp_path / "data", "--classes", "2", "--epochs", "9")
+    result = horovodrun(2, image_training(tmp_path / "data", "--classes", "2", "--epochs", "9"))
     assert result.returncode != 0
     assert f"<stderr>:{file}, record 9 (from 0), cannot be used: Unknown image file format" in result.stderr
     assert "<stderr>:Traceback" not in result.stderr
