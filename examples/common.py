@@ -14,7 +14,7 @@ import hvd_compress as hvdc
 
 
 def arguments(
-    description: str, script: str, batch_size: int, lr: float, inputs: str = "images"
+    description: str, script: str, batch_size: int, lr: float | None, inputs: str = "images", lr_default: str = ""
 ) -> argparse.ArgumentParser:
     """A parser with the arguments that all examples have; each example adds its own.
 
@@ -24,6 +24,7 @@ def arguments(
         batch_size: Default of `--batch-size`.
         lr: Default of `--lr`.
         inputs: What a batch consists of.
+        lr_default: If `lr` is None, what the example does then, for `--help`.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -43,7 +44,7 @@ def arguments(
         "--lr",
         type=float,
         default=lr,
-        help="learning rate per worker; it is multiplied by the number of workers (default: %(default)s)",
+        help=f"learning rate per worker; it is multiplied by the number of workers (default: {lr_default or lr})",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     return parser

@@ -1,10 +1,18 @@
 """Trains a residual network with compressed gradients and all of Horovod's Keras callbacks.
 
-    horovodrun -np 2 python examples/keras_resnet.py --compression int8
+    horovodrun -np 2 python examples/keras_resnet.py
+    horovodrun -np 8 python examples/keras_resnet.py --data-dir imagenet --model resnet50 --mixed-precision
+    horovodrun -np 2 python examples/keras_resnet.py --data-dir pictures --directory run --resume
     horovodrun -np 2 python examples/keras_resnet.py --model resnet50 --synthetic --steps 20
 
 ResNet-20 is trained on CIFAR-10 as by its authors (He et al., Deep Residual Learning for Image Recognition,
-section 4.2, 2015). ResNet-50 is trained on random images, to measure the time of a step.
+section 4.2, 2015). With --data-dir, images are read from folders or TFRecords in ImageNet's layouts (image_files.py),
+and the training is that of Goyal et al., Accurate, Large Minibatch SGD (arXiv 1706.02677, section 5.1), with label
+smoothing (Szegedy et al., arXiv 1512.00567). With --synthetic, images are random, to measure the time of a step.
+
+With --directory, each epoch is saved, with the residuals of all workers. If the job is then started again with
+--resume, it continues after the last one. With --data-dir it ends with the same weights to the bit as without the
+interruption (with `auto`, if that chooses the same compressors).
 """
 
 from __future__ import annotations
@@ -12,86 +20,66 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from pathlib import Path
 
+import checkpoints
 import common
-import data
 import horovod.tensorflow.keras as hvd
-import numpy as np
+import resnet
+import resnet_data
 import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
 
 # The paper's 64,000 steps of 128 images are 164 epochs of CIFAR-10.
-EPOCHS = {"cifar10": 164, "digits": 20}
-
-
-def resnet20(classes: int = 10) -> keras.Model:
-    """A network of nine residual blocks with two layers each, for 32x32 images; 0.27 million weights."""
-
-    def conv(x, filters, stride=1):
-        x = keras.layers.Conv2D(
-            filters,
-            3,
-            stride,
-            padding="same",
-            use_bias=False,
-            kernel_initializer="he_normal",
-            kernel_regularizer=keras.regularizers.L2(5e-5),  # its gradient equals a weight decay of 1e-4
-        )(x)
-        return keras.layers.BatchNormalization(momentum=0.9)(x)
-
-    def shortcut(x, filters, stride):
-        if stride == 1:
-            return x
-        new = filters - x.shape[-1]  # every other pixel, and zeros for the new channels: it has no weights
-        return keras.layers.Lambda(lambda t: tf.pad(t[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [0, new]]))(x)
-
-    inputs = keras.layers.Input([32, 32, 3])
-    x = keras.layers.ReLU()(conv(inputs, 16))
-    for filters, first_stride in ((16, 1), (32, 2), (64, 2)):
-        for stride in (first_stride, 1, 1):
-            y = keras.layers.ReLU()(conv(x, filters, stride))
-            x = keras.layers.ReLU()(keras.layers.Add()([conv(y, filters), shortcut(x, filters, stride)]))
-    x = keras.layers.GlobalAveragePooling2D()(x)
-    return keras.Model(inputs, keras.layers.Dense(classes, activation="softmax")(x))
-
-
-def training_set(x: np.ndarray, y: np.ndarray, batch_size: int, flip: bool) -> tf.data.Dataset:
-    """Endless shuffled batches. Images are shifted by up to 4 pixels; if `flip`, half of them are mirrored."""
-
-    def augment(image, label):
-        image = tf.image.random_crop(tf.pad(image, [[4, 4], [4, 4], [0, 0]]), image.shape)
-        return (tf.image.random_flip_left_right(image) if flip else image), label
-
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).repeat()
-    return dataset.map(augment).batch(batch_size, drop_remainder=True).prefetch(2)
-
-
-def synthetic_set(image_size: int, classes: int, batch_size: int) -> tf.data.Dataset:
-    """Endless repetitions of one batch of random images."""
-    x = tf.random.uniform([batch_size, image_size, image_size, 3])
-    y = tf.random.uniform([batch_size], maxval=classes, dtype=tf.int64)
-    return tf.data.Dataset.from_tensors((x, y)).repeat()
+EPOCHS = {"cifar10": 164, "digits": 20, "--data-dir": 90}
+# Where the learning rate is divided by ten, as parts of the training: He et al., section 4.2, and Goyal et al.
+DECAYS = {"cifar10": (1 / 2, 3 / 4), "digits": (1 / 2, 3 / 4), "--data-dir": (1 / 3, 2 / 3, 8 / 9)}
 
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = common.arguments("Train a residual network with compressed gradients.", "keras_resnet.py", 64, 0.05)
+    parser = common.arguments(
+        "Train a residual network with compressed gradients.", "keras_resnet.py", 64, None,
+        lr_default="0.05; with --data-dir 0.1 for 256 images",
+    )  # fmt: skip
     parser.add_argument("--model", choices=["resnet20", "resnet50"], default="resnet20")
-    parser.add_argument(
-        "--data", choices=sorted(EPOCHS), default="cifar10",
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--data", choices=["cifar10", "digits"], default="cifar10",
         help="cifar10 is downloaded; digits come with scikit-learn (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--synthetic", action="store_true", help="random images instead of --data")
-    parser.add_argument("--image-size", type=int, default=224, help="of resnet50 (default: %(default)s)")
+    source.add_argument("--data-dir", metavar="DIR", help="images in folders or TFRecords, as those of ImageNet")
+    source.add_argument("--synthetic", action="store_true", help="random images")
+    parser.add_argument("--classes", type=int, default=1000, help="of TFRecords (default: %(default)s)")
+    parser.add_argument(
+        "--image-size", type=int, help="with --data-dir or --synthetic (default: 224 for resnet50, 32 for resnet20)"
+    )
     epochs = ", ".join(f"{count} for {name}" for name, count in EPOCHS.items())
     parser.add_argument("--epochs", type=int, help=f"default: {epochs}")
     parser.add_argument("--steps", type=int, help="train about this many steps, instead of --epochs")
     parser.add_argument("--warmup-epochs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--label-smoothing", type=float, help="default: 0.1 with --data-dir, 0 otherwise")
+    parser.add_argument(
+        "--mixed-precision", action="store_true", help="compute in float16 on a GPU and in bfloat16 on a CPU"
+    )
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="save each epoch here")
+    parser.add_argument("--resume", action="store_true", help="continue after the last epoch in --directory")
     args = parser.parse_args()
-    if args.model == "resnet50" and not args.synthetic:
-        parser.error("resnet50 is too large for these data sets: add --synthetic")
+    if args.model == "resnet50" and not (args.synthetic or args.data_dir):
+        parser.error("resnet50 is too large for these data sets: add --data-dir or --synthetic")
+    if args.resume and args.directory is None:
+        parser.error("--resume needs the --directory of the run to continue")
+    for name in ("batch_size", "classes", "image_size", "epochs", "steps", "warmup_epochs"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    args.image_size = args.image_size or (224 if args.model == "resnet50" else 32)
+    if args.lr is None:
+        args.lr = 0.1 * args.batch_size / 256 if args.data_dir else 0.05
+    if args.label_smoothing is None:
+        args.label_smoothing = 0.1 if args.data_dir else 0.0
     return args
 
 
@@ -100,59 +88,84 @@ def main() -> None:
     args = arguments()
     hvd.init()
     common.share_devices()
-    keras.utils.set_random_seed(args.seed + hvd.rank())  # different shuffling and images on each worker
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # of CIFAR-10's shuffling and shifts: differs by worker
+    if args.mixed_precision:
+        on_gpu = bool(tf.config.get_visible_devices("GPU"))
+        keras.mixed_precision.set_global_policy("mixed_float16" if on_gpu else "mixed_bfloat16")
 
-    if args.model == "resnet50":
-        model = keras.applications.ResNet50(weights=None, input_shape=(args.image_size, args.image_size, 3))
-    else:
-        model = resnet20()
-    images = None
-    if args.synthetic:
-        name, epochs, steps_per_epoch = "random images", args.epochs or 1, 100
-        dataset = synthetic_set(model.input_shape[1], model.output_shape[-1], args.batch_size)
-    else:
-        images = data.load(args.data, (32, 32, 3))
-        x, y = data.share(images)
-        name = f"{images.name}, {len(images.x_train)} images, tested on {len(images.x_test)} others"
-        epochs, steps_per_epoch = args.epochs or EPOCHS[images.name], max(1, len(x) // args.batch_size)
-        dataset = training_set(x, y, args.batch_size, flip=images.name == "cifar10")
+    task = resnet_data.load(args)
+    epochs, steps_per_epoch = args.epochs or EPOCHS.get(task.name, 1), max(1, task.share // args.batch_size)
     if args.steps:
         epochs = math.ceil(args.steps / steps_per_epoch)
         steps_per_epoch = args.steps // epochs
+    first_epoch, weights = 0, None
+    if args.directory is not None:
+        first_epoch, weights = checkpoints.newest(args.directory, args.resume, epochs)
 
     lr = args.lr * hvd.size()
-    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(lr, momentum=0.9), compression=args.compression)
+    warmup_epochs = min(args.warmup_epochs, max(1, epochs // 2))
+
+    def decay(epoch: float) -> float:
+        return 0.1 ** sum(epoch >= part * epochs for part in DECAYS.get(task.name, ()))
+
+    model = {"resnet20": resnet.resnet20, "resnet50": resnet.resnet50}[args.model](task.classes, args.image_size)
+    # Keras 2 does not save the rate with the weights, and the callbacks scale the momentum when it changes.
+    if first_epoch > warmup_epochs:
+        rate = lr * decay(first_epoch - 1)
+    else:
+        rate = lr / hvd.size() * (first_epoch * (hvd.size() - 1) / warmup_epochs + 1)
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9), compression=args.compression)
+    loss = keras.losses.CategoricalCrossentropy(label_smoothing=args.label_smoothing)
     # Horovod cannot run inside XLA, so the training step must not be compiled.
-    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+    if weights is not None:
+        checkpoints.load(model, weights)
+
     callbacks = [
-        hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start with the first worker's weights
+        hvdc.callbacks.BroadcastGlobalVariablesCallback(0),  # all start with the first worker's state
+        resnet.AverageBatchNormalization(),  # all validate the same model
         hvdc.callbacks.MetricAverageCallback(),  # the callbacks below get the averages
-        hvdc.callbacks.LearningRateWarmupCallback(lr, min(args.warmup_epochs, max(1, epochs // 2)), verbose=1),
-        # A tenth of the rate in the second half of the training, a hundredth in the last quarter.
-        hvdc.callbacks.LearningRateScheduleCallback(
-            lr, lambda epoch: 0.1 if epoch < 0.75 * epochs else 0.01, start_epoch=math.ceil(epochs / 2)
-        ),
+        hvdc.callbacks.LearningRateWarmupCallback(lr, warmup_epochs, verbose=1),
+        hvdc.callbacks.LearningRateScheduleCallback(lr, decay, start_epoch=warmup_epochs),
     ]
+    if args.directory is not None:
+        callbacks += checkpoints.saving(args.directory, resume=weights is not None)
+
+    def one_hot(x, y):
+        return x, tf.one_hot(y, task.classes)
 
     start = time.perf_counter()
-    model.fit(
-        dataset,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        callbacks=callbacks,
-        verbose=2 if hvd.rank() == 0 else 0,
-    )
+    try:
+        history = model.fit(
+            task.training_set(steps_per_epoch, range(first_epoch, epochs)).map(one_hot),
+            initial_epoch=first_epoch,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            validation_data=None if task.validation_set is None else task.validation_set.map(one_hot),
+            callbacks=callbacks,
+            shuffle=False,  # the datasets do it
+            verbose=2 if hvd.rank() == 0 else 0,
+        )
+    except tf.errors.OpError as error:
+        if "Horovod has been shut down" in str(error):
+            raise SystemExit("another worker ended first: its message says why") from None
+        if "IteratorGetNext" in str(error):  # it comes from the dataset
+            task.check()
+        raise
     seconds = time.perf_counter() - start
 
     if hvd.rank() == 0:  # all workers have the same weights
-        accuracy = None
-        if images is not None:
-            _, accuracy = model.evaluate(images.x_test, images.y_test, verbose=0)
+        metrics = {}
+        if task.validation_set is not None:
+            metrics["val accuracy"] = f"{history.history['val_accuracy'][-1]:.2%}"
+        if task.test_set is not None:
+            x, y = task.test_set
+            metrics["test accuracy"] = f"{model.evaluate(x, one_hot(x, y)[1], verbose=0)[1]:.2%}"
         common.report(
             optimizer,
-            data=name,
-            metrics=None if accuracy is None else {"test accuracy": f"{accuracy:.2%}"},
-            steps=int(optimizer.iterations.numpy()),
+            data=task.description,
+            metrics=metrics,
+            steps=steps_per_epoch * len(history.epoch),
             seconds=seconds,
             compression=args.compression,
         )
