@@ -20,6 +20,7 @@ import math
 import time
 from pathlib import Path
 
+import checkpoints
 import common
 import horovod.tensorflow as hvd
 import numpy as np
@@ -30,7 +31,6 @@ from tensorflow import keras
 import hvd_compress as hvdc
 
 VOCABULARY = 256  # bytes
-CHECKPOINT = "epoch-{epoch:04d}.weights.h5"  # weights and the state of the optimizer
 
 
 @keras.utils.register_keras_serializable("hvd_compress_examples")
@@ -163,26 +163,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--width must be a multiple of 4, the number of attention heads, got {args.width}")
     if args.resume and args.directory is None:
         parser.error("--resume needs the --directory of the run to continue")
-    try:
-        if args.directory is not None:
-            args.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"cannot write to --directory {args.directory}: {error.strerror}")
     return args
-
-
-def last_checkpoint(args: argparse.Namespace) -> tuple[int, Path | None]:
-    """The number of epochs that are saved, and the file of the last one, which rank 0 has; the same on all workers."""
-    files = sorted(args.directory.glob(CHECKPOINT.format(epoch=0).replace("0000", "*"))) if args.directory else []
-    file = hvd.broadcast_object(files[-1] if files else None, 0)
-    if file is None:
-        return 0, None
-    epochs = int(file.name.split("-")[1].split(".")[0])
-    if not args.resume:
-        raise SystemExit(f"{args.directory} has checkpoints of another run: add --resume, or name another directory")
-    if epochs >= args.epochs:
-        raise SystemExit(f"{args.directory} has {epochs} epochs already: set --epochs to more than that")
-    return epochs, file
 
 
 def main() -> None:
@@ -196,7 +177,9 @@ def main() -> None:
         keras.mixed_precision.set_global_policy("mixed_float16" if on_gpu else "mixed_bfloat16")
 
     content = text.load(args.text)
-    first_epoch, checkpoint = last_checkpoint(args)
+    first_epoch, checkpoint = 0, None
+    if args.directory is not None:
+        first_epoch, checkpoint = checkpoints.newest(args.directory, args.resume, args.epochs)
     epochs = range(first_epoch, args.epochs)
     train = training_set(content.train, args.context, args.batch_size, args.steps_per_epoch, epochs, args.seed)
     validation = validation_set(content.validation, args.context, args.batch_size)
@@ -206,15 +189,8 @@ def main() -> None:
     optimizer = hvdc.DistributedOptimizer(keras.optimizers.Adam(lr), compression=args.compression)
     # Horovod cannot run inside XLA, so the training step must not be compiled.
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    if checkpoint is not None and hvd.rank() == 0:  # the other workers get everything by the broadcast
-        model.optimizer.build(model.trainable_variables)
-        try:
-            model.load_weights(checkpoint)
-        except (OSError, ValueError, KeyError):
-            raise SystemExit(
-                f"{checkpoint} is damaged or of another model: pass the --layers, --width and --context of its run, or "
-                "delete it to resume from the epoch before"
-            ) from None
+    if checkpoint is not None:
+        checkpoints.load(model, checkpoint)
 
     # The order matters. Each callback may use what those before it have done.
     callbacks = [
@@ -226,12 +202,9 @@ def main() -> None:
         keras.callbacks.EarlyStopping("val_loss", patience=3, verbose=1 if hvd.rank() == 0 else 0),
     ]
     if args.directory is not None:
-        # Residuals differ, so each worker saves its own. They come first: each saved model then has its residuals.
-        callbacks.append(hvdc.callbacks.ResidualCheckpoint(args.directory / "residuals", resume=args.resume))
-        if hvd.rank() == 0:  # the rest is the same on all workers
-            callbacks.append(keras.callbacks.ModelCheckpoint(str(args.directory / CHECKPOINT), save_weights_only=True))
-            if importlib.util.find_spec("tensorboard"):
-                callbacks.append(keras.callbacks.TensorBoard(str(args.directory / "tensorboard")))
+        callbacks += checkpoints.saving(args.directory, resume=args.resume)
+        if hvd.rank() == 0 and importlib.util.find_spec("tensorboard"):
+            callbacks.append(keras.callbacks.TensorBoard(str(args.directory / "tensorboard")))
 
     start = time.perf_counter()
     history = model.fit(
