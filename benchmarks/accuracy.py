@@ -27,7 +27,7 @@ FIELDS = {
     "steps": r"steps: +(\d+) in",
     "seconds": r"steps: +\d+ in ([\d.]+) s",
     "sent": r"sent per step: +([\d,]+) bytes",
-    "uncompressed": r"uncompressed: +([\d,]+) bytes",
+    "uncompressed": r"stock Horovod: +([\d,]+) bytes",
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -11,8 +13,18 @@ import tensorflow as tf
 import hvd_compress as hvdc
 
 
-def arguments(description: str, script: str, batch_size: int, lr: float) -> argparse.ArgumentParser:
-    """A parser with the arguments that all examples have; each example adds its own."""
+def arguments(
+    description: str, script: str, batch_size: int, lr: float, inputs: str = "images"
+) -> argparse.ArgumentParser:
+    """A parser with the arguments that all examples have; each example adds its own.
+
+    Args:
+        description: One sentence on what the example does.
+        script: The name of its file.
+        batch_size: Default of `--batch-size`.
+        lr: Default of `--lr`.
+        inputs: What a batch consists of.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"example: horovodrun -np 2 python examples/{script} --compression int8",
@@ -20,11 +32,13 @@ def arguments(description: str, script: str, batch_size: int, lr: float) -> argp
     parser.add_argument(
         "--compression",
         type=_compressor,
-        default="hybrid:ratio=0.01,bits=4",
+        default="auto",
         metavar="SPEC",
-        help="none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
+        help="auto, none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
     )
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="images per worker (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=batch_size, help=f"{inputs} per worker (default: %(default)s)"
+    )
     parser.add_argument(
         "--lr",
         type=float,
@@ -55,35 +69,68 @@ def share_devices() -> None:
 
 
 def report(
-    *,
+    distributed: Any,
+    *sources: Any,
     data: str,
     steps: int,
     seconds: float,
-    compression: hvdc.Compressor,
-    accuracy: float | None = None,
-    sent: tuple[int, int] | None = None,
+    compression: hvdc.Compressor | str,
+    metrics: dict[str, str] | None = None,
 ) -> None:
-    """Prints the results of the training on the first worker.
+    """Prints the results of the training, and what stock Horovod would have cost, on the first worker.
 
     Args:
+        distributed: The optimizer, or a tape with the settings of the training.
+        sources: Only with a tape: the variables, as one list.
         data: A description of the training data.
         steps: Steps of each worker.
         seconds: Seconds of all steps together.
-        compression: The compressor.
-        accuracy: Accuracy on the test images, from 0 to 1.
-        sent: The result of the optimizer's `bytes_sent()`: bytes with and without compression.
+        compression: The compressor, or its name.
+        metrics: Results by name, such as the accuracy on test images.
     """
     if hvd.rank() != 0:
         return
-    lines = {"workers": f"{hvd.size()}", "data": data}
-    if accuracy is not None:
-        lines["test accuracy"] = f"{accuracy:.2%}"
+    lines = {"workers": f"{hvd.size()}", "data": data, **(metrics or {})}
     lines["steps"] = f"{steps} in {seconds:.1f} s"
     lines["compressor"] = f"{compression}"
-    if sent is not None:
-        lines["sent per step"] = f"{sent[0]:,} bytes by each worker"
-        lines["uncompressed"] = f"{sent[1]:,} bytes"
-        lines["ratio"] = f"{sent[1] / sent[0]:.1f}"
-    elif hvd.size() == 1:
+    if hvd.size() == 1:
         lines["sent per step"] = "0 bytes: there is only one worker"
+    else:
+        buckets = distributed.compression_report(*sources).buckets
+        sent, stock = distributed.bytes_sent(*sources)
+        extra = extra_seconds(buckets)
+        if any(bucket.candidates for bucket in buckets):
+            lines["chosen"] = chosen(buckets)
+        lines["sent per step"] = f"{sent:,} bytes by each worker"
+        lines["stock Horovod"] = f"{stock:,} bytes"
+        if extra is not None and steps:
+            run = seconds + steps * extra
+            lines["stock Horovod"] += f"; predicted {run / steps:.3g} s per step, {run:.1f} s in all"
+        lines["ratio"] = f"{stock / sent:.1f}"
     print("\n" + "\n".join(f"{name + ':':<15} {value}" for name, value in lines.items()), flush=True)
+
+
+def chosen(buckets: Any) -> str:
+    """What `auto` chose last, such as "int8 for 3 of 4 buckets, none for 1"; `buckets` of a CompressionReport."""
+    counts = Counter(bucket.chosen for bucket in buckets if not bucket.rows_of).most_common()
+    total = sum(count for _, count in counts)
+    parts = [f"{spec} for {count}" for spec, count in counts]
+    if len(counts) == 1:
+        parts = [f"{counts[0][0]} for {'all ' if total > 1 else ''}{total} bucket{'s' if total > 1 else ''}"]
+    elif counts:
+        parts[0] += f" of {total} buckets"
+    return ", ".join(parts + [f"{bucket.chosen} for rows of {bucket.rows_of}" for bucket in buckets if bucket.rows_of])
+
+
+def extra_seconds(buckets: Any) -> float | None:
+    """The predicted seconds by which each step would be longer without compression; None if nothing predicts them.
+
+    Both times are those of `auto`'s cost model. They count as if no gradients were sent during the backward pass.
+    """
+    automatic = [bucket for bucket in buckets if bucket.candidates]
+    plain = [c.predicted for bucket in automatic for c in bucket.candidates if c.compressor == "none"]
+    if not automatic or len(plain) < len(automatic):
+        return None
+    # With a model-wide compressor, each bucket has the time of all of them.
+    now = automatic[:1] if automatic[0].together else automatic
+    return sum(plain) - sum(bucket.predicted for bucket in now)

@@ -70,8 +70,10 @@ def main() -> None:
     if hvd.rank() == 0:  # all workers have the same weights
         predicted = np.argmax(model.predict(images.x_test, verbose=0), axis=-1)
         common.report(
+            hvdc.DistributedGradientTape(tf.GradientTape(), compression=args.compression),
+            model.trainable_variables,
             data=f"{images.name}, {len(images.x_train)} images, tested on {len(images.x_test)} others",
-            accuracy=float(np.mean(predicted == images.y_test)),
+            metrics={"test accuracy": f"{np.mean(predicted == images.y_test):.2%}"},
             steps=int(optimizer.iterations.numpy()),
             seconds=seconds,
             compression=args.compression,

@@ -1,5 +1,6 @@
 """Trains a small convolutional network with compressed gradients, on several workers.
 
+    horovodrun -np 2 python examples/keras_mnist.py
     horovodrun -np 2 python examples/keras_mnist.py --compression hybrid:ratio=0.01,bits=4
 
 Without horovodrun it trains on one worker. Compression changes two lines of a Horovod script: the import of
@@ -101,12 +102,12 @@ def main() -> None:
         if args.save:
             model.save(args.save)
         common.report(
+            optimizer,
             data=f"{images.name}, {len(images.x_train)} images, tested on {len(images.x_test)} others",
-            accuracy=accuracy,
+            metrics={"test accuracy": f"{accuracy:.2%}"},
             steps=int(optimizer.iterations.numpy()),
             seconds=seconds,
-            compression=args.compression,
-            sent=optimizer.bytes_sent() if hvd.size() > 1 else None,
+            compression=args.optimizer if args.optimizer == "onebit-adam" else args.compression,
         )
 
 

@@ -149,12 +149,12 @@ def main() -> None:
         if images is not None:
             _, accuracy = model.evaluate(images.x_test, images.y_test, verbose=0)
         common.report(
+            optimizer,
             data=name,
-            accuracy=accuracy,
+            metrics=None if accuracy is None else {"test accuracy": f"{accuracy:.2%}"},
             steps=int(optimizer.iterations.numpy()),
             seconds=seconds,
             compression=args.compression,
-            sent=optimizer.bytes_sent() if hvd.size() > 1 else None,
         )
 
 

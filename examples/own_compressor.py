@@ -80,12 +80,12 @@ def main() -> None:
     if hvd.rank() == 0:
         _, accuracy = model.evaluate(images.x_test, images.y_test, verbose=0)
         common.report(
+            optimizer,
             data=f"{images.name}, {len(images.x_train)} images, tested on {len(images.x_test)} others",
-            accuracy=accuracy,
+            metrics={"test accuracy": f"{accuracy:.2%}"},
             steps=int(optimizer.iterations.numpy()),
             seconds=seconds,
             compression=Ternary(),
-            sent=optimizer.bytes_sent() if hvd.size() > 1 else None,
         )
 
 

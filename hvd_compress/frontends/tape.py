@@ -76,8 +76,9 @@ def DistributedGradientTape(  # noqa: D417
             three cases.
 
     Returns:
-        A tape with the state of `gradtape`. It has three more methods: `register_local_source(source)` and
-        `get_local_and_global_gradients(...)`, as Horovod's, and `compression_report(sources)`.
+        A tape with the state of `gradtape`. It has four more methods: `register_local_source(source)` and
+        `get_local_and_global_gradients(...)`, as Horovod's, and `bytes_sent(sources)` and
+        `compression_report(sources)`.
 
     Raises:
         TypeError: `gradtape` is not a `tf.GradientTape` or is distributed already, or an argument is of a wrong type.
@@ -130,6 +131,20 @@ class _DistributedGradientTape(tf.GradientTape):
                 steps = [plan.state.step for plan in reducer.plans.values()]
                 flat = nonfinite.raise_unless(finite, flat, tf.add_n(steps) if steps else None)
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    def bytes_sent(self, sources: Any) -> tuple[int, int]:
+        """Bytes that each rank sends per step for the gradients of `sources`: with this compression, and without.
+
+        Any tape with the same settings returns the same numbers. For embeddings with IndexedSlices, the rows of the
+        last step count.
+
+        Args:
+            sources: The variables that `gradient` was called with.
+
+        Raises:
+            RuntimeError: No step has been made yet.
+        """
+        return reducer_of(self, tf.nest.flatten(sources)).bytes_sent()
 
     def compression_report(self, sources: Any) -> CompressionReport:
         """The compressor of each bucket of the gradients of `sources`; with "auto" also why it was chosen.

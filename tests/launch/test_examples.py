@@ -18,7 +18,7 @@ def report(result, ranks=2):
     if ranks > 1:
         assert "[1]<stdout>" not in text
         text = re.sub(r"^\[0\]<stdout>:", "", text, flags=re.MULTILINE)
-    pairs = re.findall(r"^([a-z ]+): +(.+)$", text, flags=re.MULTILINE)
+    pairs = re.findall(r"^([A-Za-z ]+): +(.+)$", text, flags=re.MULTILINE)
     lines = dict(pairs[[name for name, _ in pairs].index("workers") :])
     assert lines["workers"] == str(ranks)
     return lines
@@ -26,7 +26,7 @@ def report(result, ranks=2):
 
 def check_bytes(lines, weights, at_least):
     """Are all three numbers those of a gradient of so many float32 weights, and right together?"""
-    sent, plain = (int(lines[name].split()[0].replace(",", "")) for name in ("sent per step", "uncompressed"))
+    sent, plain = (int(lines[name].split()[0].replace(",", "")) for name in ("sent per step", "stock Horovod"))
     assert plain == 4 * weights  # of two workers, each sends half of it twice
     assert float(lines["ratio"]) == pytest.approx(plain / sent, abs=0.06)
     assert plain / sent > at_least
@@ -43,9 +43,12 @@ def test_keras_mnist_goes_on_with_the_digits_where_mnist_cannot_be_downloaded(ho
     lines = report(result)
     assert result.stdout.count("mnist cannot be had") == 1
     assert lines["data"] == "digits, 1437 images, tested on 360 others"
-    assert lines["compressor"] == "hybrid:ratio=0.01,bits=4"
+    assert lines["compressor"] == "auto"
+    assert lines["chosen"].split(" for ")[0] in ("none", "int8", "int4", "quantize:bits=2")
     assert lines["steps"].startswith(f"{6 * 23} in ")
-    check_bytes(lines, 1_199_882, at_least=100)
+    check_bytes(lines, 1_199_882, at_least=0.99)
+    each, whole = re.search(r"; predicted (\S+) s per step, (\S+) s in all$", lines["stock Horovod"]).groups()
+    assert float(whole) == pytest.approx(6 * 23 * float(each), rel=0.01, abs=0.06)
     assert accuracy(lines) > 0.85
 
 
@@ -67,6 +70,35 @@ def test_a_wrong_compression_is_explained(python):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("script", ["custom_loop", "keras_mnist", "keras_resnet"])
+def test_the_default_is_auto(python, script):
+    text = " ".join(python([f"examples/{script}.py", "--help"]).stdout.split())
+    assert "topk:ratio=0.01, ... (default: auto)" in text
+
+
+def test_the_report_says_what_auto_chose_and_what_stock_horovod_would_take(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import common
+
+    from hvd_compress.engine.compression_report import BucketReport, Candidate
+
+    def bucket(chosen, together=False, **seconds):
+        candidates = tuple(Candidate(spec, predicted, 1.0, "") for spec, predicted in seconds.items())
+        return BucketReport(1000, chosen, seconds[chosen], candidates=candidates, together=together)
+
+    buckets = [bucket("int8", none=2.0, int8=0.5), bucket("none", none=0.25, int8=0.5)]
+    rows = BucketReport(1000, "int4", rows_of="model/items")
+    assert common.chosen(buckets) == "int8 for 1 of 2 buckets, none for 1"
+    assert common.chosen([buckets[0], *buckets]) == "int8 for 2 of 3 buckets, none for 1"
+    assert common.chosen(buckets[:1] * 2) == "int8 for all 2 buckets"
+    assert common.chosen([buckets[0], rows]) == "int8 for 1 bucket, int4 for rows of model/items"
+    assert common.chosen([rows]) == "int4 for rows of model/items"
+    assert common.extra_seconds([*buckets, rows]) == 1.5
+    assert common.extra_seconds([bucket("powersgd", True, none=2.0, powersgd=1.0)] * 2) == 3.0  # 1 s for both buckets
+    assert common.extra_seconds([bucket("int8", int8=0.5)]) is None
+    assert common.extra_seconds([BucketReport(1000, "int8"), rows]) is None
+
+
 def test_keras_resnet20(horovodrun):
     small = "--data digits --compression int8 --batch-size 16 --steps 80 --lr 0.02 --warmup-epochs 1"
     result = horovodrun(2, ["examples/keras_resnet.py", *small.split()])
@@ -86,8 +118,11 @@ def test_keras_resnet50(horovodrun):
 
 
 def test_custom_loop(horovodrun):
-    lines = report(horovodrun(2, ["examples/custom_loop.py", "--data", "digits", "--steps", "120"]))
+    small = "--data digits --steps 120 --compression int8"
+    lines = report(horovodrun(2, ["examples/custom_loop.py", *small.split()]))
     assert lines["steps"].startswith("120 in ")
+    assert lines["compressor"] == "int8" and "chosen" not in lines
+    check_bytes(lines, 1_199_882, at_least=3.8)
     assert accuracy(lines) > 0.8
 
 
