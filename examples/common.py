@@ -31,7 +31,7 @@ def arguments(
     )
     parser.add_argument(
         "--compression",
-        type=_compressor,
+        type=compressor,
         default="auto",
         metavar="SPEC",
         help="auto, none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
@@ -49,7 +49,7 @@ def arguments(
     return parser
 
 
-def _compressor(spec: str) -> hvdc.Compressor:
+def compressor(spec: str) -> hvdc.Compressor:
     try:
         return hvdc.Compression.parse(spec)
     except ValueError as error:
