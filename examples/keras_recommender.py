@@ -149,7 +149,7 @@ def main() -> None:
         common.report(
             optimizer,
             data=f"{args.data.name}, {args.data.count:,} ids",
-            metrics={"recall at 10": f"{recall(model):.2%} (the most frequent ids: {recall.popular:.2%})"},
+            metrics={"recall at ten": f"{recall(model):.2%} (the most frequent ids: {recall.popular:.2%})"},
             steps=int(optimizer.iterations.numpy()),
             seconds=seconds,
             compression=args.compression,
