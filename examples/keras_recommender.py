@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
         help="a sequence of ids in each line, separated by white space (default: words of Python's standard library)",
     )  # fmt: skip
     parser.add_argument("--epochs", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, help="train so many steps, instead of --epochs")
+    parser.add_argument("--steps", type=int, help="train about this many steps, instead of --epochs")
     parser.add_argument(
         "--embedding-compression", metavar="SPEC", type=common.compressor,
         help="of the embedding's rows (default: as --compression)",
@@ -132,8 +132,8 @@ def main() -> None:
     start = time.perf_counter()
     model.fit(
         batches,
-        epochs=10,  # of the progress shown, not of the data
-        steps_per_epoch=steps // 10,
+        epochs=min(steps, 10),  # of the progress shown, not of the data
+        steps_per_epoch=steps // min(steps, 10),
         validation_data=validation,
         validation_steps=min(validation_steps, 20),
         callbacks=[
