@@ -18,7 +18,7 @@ EXAMPLES = ["scikit-learn", "matplotlib"]
 TOPOLOGY = ["networkx"]
 # The command hvd-compress. psutil: Horovod needs it, too.
 TOOLS = ["click>=8.1", "rich", "matplotlib", "jinja2>=3", "optuna>=4", "psutil"]
-TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "hypothesis", "scikit-learn"]
+TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The pages of docs/ as a site: make docs.
 DOCS = ["mkdocs-material>=9,<10", "mkdocstrings-python>=1.13"]
@@ -33,7 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hvd_compress*"]),
-    package_data={"hvd_compress.tools": ["templates/*.html"]},
+    package_data={"hvd_compress.tools": ["templates/*.html", "data/*.npz"]},
     python_requires=">=3.9",
     entry_points={"console_scripts": ["hvd-compress=hvd_compress.tools.cli:main"]},
     install_requires=["numpy", "packaging"],

@@ -68,8 +68,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console(width=console.width if console.is_terminal else 160).print(table)
 
 
-def save(path: str | None, result: Mapping[str, Any]) -> None:
-    """Writes the result as JSON, with the versions of the packages."""
+def save(path: str | Path | None, result: Mapping[str, Any], show: bool = True) -> None:
+    """Writes the result as JSON, with the versions of the packages, and says so if `show` is True."""
     if path is None:
         return
     packages = {name: version(name) for name in ("horovod", "numpy", "hvd_compress")}
@@ -78,4 +78,5 @@ def save(path: str | None, result: Mapping[str, Any]) -> None:
     measured_on = {"tensorflow": tf.__version__, "python": platform.python_version(), **packages}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({**result, "versions": measured_on}, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path}")
+    if show:
+        print(f"written to {path}")

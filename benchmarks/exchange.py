@@ -78,7 +78,8 @@ def main() -> None:
     import tensorflow as tf
 
     import hvd_compress as hvdc
-    from hvd_compress.tools.timed_exchange import Method, barrier, gradients
+    from hvd_compress.tools.recorded import gradients
+    from hvd_compress.tools.timed_exchange import Method, barrier
 
     hvdc.init()
     shapes = MODELS[args.model]()

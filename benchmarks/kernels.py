@@ -3,8 +3,8 @@
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only int8 --piece 24576000
 
-Kernels run as in a training step: compiled, in a tf.function, over chunks of the gradient. The ratios depend on the
-version of TensorFlow, which is part of the table's title.
+Kernels run as in a training step: compiled, in a tf.function, over chunks of a recorded gradient. The ratios depend on
+the version of TensorFlow, which is part of the table's title.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KERNELS = [
     ("residual + int8", "int8", 0),
     ("residual + int8, stochastic", "quantize:bits=8,rounding=stochastic", 0),
     ("residual + int4", "int4", 0),
+    ("residual + quantize (2 bits)", "quantize:bits=2", 0),
+    ("residual + hadamard (2 bits)", "hadamard", 0),
     ("residual + onebit", "onebit", 0),
     ("residual + block_topk 1%", "block_topk:ratio=0.01", 0),
     ("residual + hybrid 1%", "hybrid:ratio=0.01,bits=4", 0),
@@ -40,6 +42,10 @@ KERNELS = [
     ("decode int8 of 1 rank", "int8", 1),
     ("decode and sum int8 of 4 ranks", "int8", 4),
     ("decode and sum int4 of 4 ranks", "int4", 4),
+    ("decode quantize (2 bits) of 1 rank", "quantize:bits=2", 1),
+    ("decode hadamard (2 bits) of 1 rank", "hadamard", 1),
+    ("decode and sum quantize (2 bits) of 4 ranks", "quantize:bits=2", 4),
+    ("decode and sum hadamard (2 bits) of 4 ranks", "hadamard", 4),
     ("decode and sum onebit of 4 ranks", "onebit", 4),
     ("decode and sum block_topk 1% of 4 ranks", "block_topk:ratio=0.01", 4),
     ("decode and sum hybrid 1% of 4 ranks", "hybrid:ratio=0.01,bits=4", 4),
@@ -68,12 +74,16 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors import Seeds
+    from hvd_compress.tools.recorded import gradients
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     count = args.elements // args.piece
-    pieces = [tf.random.normal([args.piece], seed=i) for i in range(count)]
-    residuals = [0.1 * tf.random.normal([args.piece], seed=count + i) for i in range(count)]
+    shapes = [(args.piece // COLUMNS, COLUMNS)] * count
+    pieces, residuals = (
+        [tf.constant(scale * gradient.reshape(-1)) for gradient in gradients(shapes, rank)]
+        for rank, scale in ((0, 1.0), (1, 0.1))
+    )
     seeds = Seeds(tf.constant(1), tf.constant(2))
     add_one = tf.function(lambda x: x + 1.0, jit_compile=True)
 

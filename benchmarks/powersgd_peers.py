@@ -133,7 +133,8 @@ def main() -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    from hvd_compress.tools.timed_exchange import Method, barrier, gradients
+    from hvd_compress.tools.recorded import gradients
+    from hvd_compress.tools.timed_exchange import Method, barrier
 
     torch.set_num_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -1,139 +1,142 @@
-"""Times training to a given accuracy with every compressor.
+"""Times whole trainings with every compressor.
 
-    sudo python benchmarks/netlab.py --hosts 2 --rate 100mbit -- python benchmarks/train.py
+    sudo python benchmarks/train.py --task gpt --rate 100mbit --json docs/results/train_gpt_100mbit.json
+    python benchmarks/plot.py docs/results/train_*.json --out docs/images
 
-Runs under horovodrun. Trains the network of examples/keras_mnist.py on scikit-learn's handwritten digits, once per
-method and seed. The time starts with the first step and includes tracing and compilation, but not the evaluation on
-the test images after every epoch. Stock Horovod uses its DistributedGradientTape, because its optimizer does not reduce
-gradients on Keras 3.
+Each training runs in processes of its own, on emulated hosts of one core (benchmarks/netlab.py), until the metric of
+the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with the first
+step. It includes tracing, compilation and calibration, but not the evaluations. With `--json`, trainings that the file
+already has are not repeated, so an interrupted benchmark goes on where it was.
+
+Stock Horovod uses its DistributedGradientTape, because its optimizer does not reduce gradients on Keras 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
+from netlab import UNSHAPED, Netlab, NetlabError
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+WORKER = Path(__file__).resolve().parent / "train_worker.py"
 
-STOCK = {"horovod none": "none", "horovod fp16": "fp16"}
-SPECS = ["none", "int8", "int4", "hybrid:ratio=0.01,bits=4", "hybrid:ratio=0.05,bits=4"]
+
+class Defaults(NamedTuple):
+    """Settings of one task.
+
+    Attributes:
+        target: The metric to reach. Training without compression reaches it in about `steps` steps.
+        steps: After so many steps the metrics are compared.
+        every: Steps between two evaluations.
+        others: Methods with another optimizer than the task's usual one, and their baseline.
+    """
+
+    target: float
+    steps: int
+    every: int
+    others: list[str]
+
+
+DGC = "dgc:ratio=0.01,steps_per_epoch=20"
+ADAM = ["OneBitAdam", "sgd none", f"sgd {DGC}"]  # dgc is made for SGD with momentum
+SGD = [DGC, "adam none", "adam OneBitAdam"]
+TASKS = {
+    "digits": Defaults(96.0, 132, 22, ADAM),
+    "resnet20": Defaults(96.0, 220, 22, SGD),
+    "gpt": Defaults(2.0, 300, 20, ADAM),
+}
+METHODS = [
+    "horovod none", "horovod fp16", "none", "fp16", "bf16", "int8", "int4", "quantize:bits=2", "hadamard", "onebit",
+    "topk:ratio=0.05", "block_topk:ratio=0.05", "randomk:ratio=0.05", "block_sparse:ratio=0.1,block=32",
+    "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2", "powersgd:rank=4", "auto",
+]  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accuracy", type=float, default=96.0, help="percent to reach (default: %(default)s)")
-    parser.add_argument("--specs", nargs="*", default=SPECS, metavar="SPEC", help="our compressors")
+    parser.add_argument("--task", choices=TASKS, default="gpt", help="default: %(default)s")
+    parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--batch-size", type=int, default=32, help="per worker (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.001, help="per worker (default: %(default)s)")
-    parser.add_argument("--max-epochs", type=int, default=60, help="give up then (default: %(default)s)")
-    return common.parse(parser)
+    parser.add_argument("--target", type=float, help="metric to reach (default: that of the task)")
+    parser.add_argument("--steps", type=int, help="after which metrics are compared (default: that of the task)")
+    parser.add_argument("--timeout", type=int, default=1200, help="seconds for one training (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each training")
+    args = parser.parse_args()
+    args.target = TASKS[args.task].target if args.target is None else args.target
+    args.methods = args.methods or METHODS + TASKS[args.task].others
+    args.steps = args.steps or TASKS[args.task].steps
+    return args
 
 
-def train(method: str, seed: int, images: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One training. Returns the seconds and steps until the accuracy was reached, or None for both."""
-    import data
-    import horovod.tensorflow as hvd
-    import numpy as np
-    import tensorflow as tf
-    from custom_loop import tf_variables
-    from keras_mnist import build_model
-    from tensorflow import keras
-
-    import hvd_compress as hvdc
-    from hvd_compress.tools.timed_exchange import barrier
-
-    keras.utils.set_random_seed(seed)
-    model = build_model()  # the seed gives all workers the same weights
-    keras.utils.set_random_seed(1000 * seed + hvd.rank())
-    optimizer = keras.optimizers.Adam(args.lr * hvd.size())
-    optimizer.build(model.trainable_variables)  # otherwise the step would be traced twice
-    loss_of = keras.losses.SparseCategoricalCrossentropy()
-
-    @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-        if method in STOCK:
-            compression = getattr(hvd.Compression, STOCK[method])
-            tape = hvd.DistributedGradientTape(tape, compression=compression)
-        else:
-            tape = hvdc.DistributedGradientTape(tape, compression=method)
-        variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
-
-    @tf.function
-    def predict(x: tf.Tensor) -> tf.Tensor:
-        return model(x, training=False)
-
-    x, y = data.share(images)
-    random = np.random.default_rng([seed, hvd.rank()])
-    seconds, steps, first_step = 0.0, 0, 0.0
-    for _ in range(args.max_epochs):
-        order = random.permutation(len(x))
-        barrier()
-        start = time.perf_counter()
-        for first in range(0, len(x) - args.batch_size + 1, args.batch_size):
-            batch = order[first : first + args.batch_size]
-            step(tf.constant(x[batch]), tf.constant(y[batch]))
-            if steps == 0:
-                first_step = time.perf_counter() - start
-            steps += 1
-        seconds += time.perf_counter() - start
-        scores = predict(tf.constant(images.x_test)).numpy()
-        accuracy = float((scores.argmax(1) == images.y_test).mean() * 100)
-        # All workers have the same weights, but one decides, so that all stop in the same step.
-        if hvd.broadcast(tf.constant(accuracy), 0, name="accuracy").numpy() >= args.accuracy:
-            return {"seconds": seconds, "first_step": first_step, "steps": steps, "accuracy": accuracy}
-    return {"seconds": None, "first_step": first_step, "steps": None, "accuracy": accuracy}
+def train(lab: Netlab, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one training and returns what its first worker wrote."""
+    every = TASKS[args.task].every
+    command = [sys.executable, str(WORKER), args.task, method, str(seed), str(args.target), str(args.steps), str(every)]
+    root = str(WORKER.parent.parent)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
+    result = lab.run(
+        ["timeout", "-k", "20", str(args.timeout), *command],
+        env=environment, capture_output=True, text=True, errors="replace",
+    )  # fmt: skip
+    lines = [line.partition("RESULT ")[2] for line in result.stdout.splitlines() if "RESULT " in line]
+    if result.returncode or len(lines) != 1:
+        raise SystemExit(f"{method}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}")
+    return {"method": method, "seed": seed, **json.loads(lines[0])}
 
 
-def main() -> None:
-    args = arguments()
-    import data
-    import horovod.tensorflow as hvd
-
-    hvd.init()
-    images = data.load("digits", (28, 28, 1))
-    methods = [*STOCK, *args.specs]
-    runs = [(seed, method) for seed in args.seeds for method in methods]
-    results: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-    for seed, method in common.progress(runs, "trainings", hvd.rank() == 0):
-        results[method].append(train(method, seed, images, args))
-    if hvd.rank() != 0:
-        return
-    medians = {
-        method: statistics.median(run["seconds"] or float("inf") for run in results[method]) for method in methods
-    }
-    rows = [
-        [
-            method, f"{medians[method]:.1f}", f"{medians['horovod none'] / medians[method]:.2f}",
-            f"{medians['horovod fp16'] / medians[method]:.2f}",
-            f"{statistics.median(run['first_step'] for run in results[method]):.1f}",
-            " ".join(str(run["steps"] or "-") for run in results[method]),
-        ]
-        for method in methods
-    ]  # fmt: skip
-    title = f"digits to {args.accuracy}%, {hvd.size()} workers {args.label}"
-    columns = [
-        "method",
-        "seconds, median",
-        "times sooner than none",
-        "than fp16",
-        "first step s",
-        "steps of each seed",
-    ]
+def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Prints a line for each method: medians over the seeds."""
+    rows = []
+    for method in args.methods:
+        some = [run for run in runs if run["method"] == method]
+        if some:
+            reached = [run["seconds"] or float("inf") for run in some]
+            rows.append([
+                method, f"{statistics.median(reached):.1f}", " ".join(str(run["steps"] or "-") for run in some),
+                f"{statistics.median(run['step_ms'] for run in some):.0f}",
+                f"{statistics.median(run['first_step'] for run in some):.1f}",
+                f"{statistics.median(run['metric'] for run in some):.3f}", some[0]["chosen"],
+            ])  # fmt: skip
+    title = f"{args.task}, {args.hosts} hosts {args.rate}: to {args.target:g}, and the metric after {args.steps} steps"
+    columns = ["method", "seconds, median", "steps of each seed", "ms per step", "first step s", "metric", "chosen"]
     common.print_table(title, columns, rows)
-    settings = {key: vars(args)[key] for key in ("accuracy", "batch_size", "lr", "label")}
-    result = {"benchmark": "train", "workers": hvd.size(), **settings, "methods": results}
-    common.save(args.json, result)
+
+
+def main() -> int:
+    args = arguments()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    settings = {key: vars(args)[key] for key in ("task", "hosts", "rate", "target", "steps")}
+    runs: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+        runs = before["runs"]
+        if any(before[key] != value for key, value in settings.items()):
+            print(f"{args.json} was made with other settings: name another file", file=sys.stderr)
+            return 2
+    done = {(run["method"], run["seed"]) for run in runs}
+    todo = [(seed, method) for seed in args.seeds for method in args.methods if (method, seed) not in done]
+    try:
+        with Netlab(args.hosts, args.rate) as lab:
+            for seed, method in common.progress(todo, "trainings"):
+                runs.append(train(lab, method, seed, args))
+                common.save(args.json, {"benchmark": "train", **settings, "runs": runs}, show=False)
+    except NetlabError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        print("interrupted", file=sys.stderr)
+    table(runs, args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

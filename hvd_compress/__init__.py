@@ -17,6 +17,8 @@ from .version import __version__
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from . import callbacks, cost, elastic, optimizers
+    from .analysis.compare import compare
+    from .analysis.record_gradients import record_gradients
     from .analysis.sensitivity import sensitivity
     from .compressors import Compressor
     from .compressors.namespace import Compression
@@ -41,10 +43,12 @@ _WITH_TENSORFLOW = {
     "Payload": "compressors.payload",
     "allreduce": "frontends.allreduce",
     "calibrate": "cost.calibrate",
+    "compare": "analysis.compare",
     "grouped_allreduce": "frontends.allreduce",
     "init": "exchange.hosts",
     "load_residuals": "frontends.residuals",
     "profile": "monitor.profile",
+    "record_gradients": "analysis.record_gradients",
     "save_residuals": "frontends.residuals",
     "sensitivity": "analysis.sensitivity",
 }

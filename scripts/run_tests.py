@@ -21,11 +21,13 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class Part(NamedTuple):
-    """One pytest run: folder, number of processes (0: without horovodrun), marker, limit in seconds.
+    """One pytest run: folder, ranks (0: without horovodrun), marker, limit in seconds, workers of pytest-xdist.
 
     The limits let machines pass that are three times slower than two cores on which all parts take half an hour. A
     test that hangs ends earlier, at pytest's own time limit.
@@ -35,10 +37,11 @@ class Part(NamedTuple):
     processes: int
     marker: str
     limit: int
+    workers: int = 0
 
 
 PARTS = {
-    "unit": Part("tests/unit", 0, "", 1800),
+    "unit": Part("tests/unit", 0, "", 1800, workers=min(4, os.cpu_count() or 1)),
     "parallel2": Part("tests/parallel", 2, "not np4", 2700),
     "parallel4": Part("tests/parallel", 4, "np4", 1500),
     "launch": Part("tests/launch", 0, "", 2400),
@@ -57,6 +60,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self.collected = False
 
     def write(self, test: str, outcome: str) -> None:
         """Writes one line: the test and how it came out so far."""
@@ -66,6 +70,14 @@ class Recorder:
         """What is going to run, so that a run that is ended early can say what is missing."""
         for item in session.items:
             self.write(item.nodeid, NOT_RUN)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """The same where pytest-xdist's workers collect; a later worker repeats what the first has said."""
+        if not self.collected:
+            for test in ids:
+                self.write(test, NOT_RUN)
+        self.collected = True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test that starts and does not finish has failed, unless the part reached its limit in it."""
@@ -91,8 +103,6 @@ def worker(results: Path, arguments: list[str]) -> int:
         log = os.open(results / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    import pytest
-
     sys.path.insert(0, str(ROOT))  # as `python -m pytest` does
     status = int(pytest.main(arguments, plugins=[Recorder(results / f"rank{rank}.jsonl")]))
     # horovodrun ends all ranks as soon as one exits with an error. Failed tests (1) and no tests (5) are
@@ -120,8 +130,11 @@ def run(part: Part, tests: list[str], results: Path) -> int:
     if part.processes:
         # Thread time-outs end a rank that waits inside Horovod, where a signal handler would not run.
         command += ["-m", part.marker, "-p", "no:cacheprovider", "-o", "timeout_method=thread"]
+        command += ["-p", "no:hypothesispytest"]  # no test here uses it, and each rank would import it
         horovodrun = str(Path(sys.executable).parent / "horovodrun")
         command = [horovodrun, "--gloo", "-np", str(part.processes), *command]
+    elif part.workers and not tests:
+        command += ["-n", str(part.workers), "--dist", "loadfile"]  # tests of one file share what they trace
     command = ["timeout", "-k", "20", str(part.limit), *command]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **os.environ}
     process = subprocess.Popen(

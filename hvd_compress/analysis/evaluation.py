@@ -31,28 +31,29 @@ class Batch(NamedTuple):
 
 
 class Objective:
-    """The loss that the training of a model minimizes, with training=False: a function of the weights only.
+    """The loss that the training of a model minimizes.
 
     Args:
         model: A Keras model. It is built with the batch `example` if it is not built yet.
         loss: A Keras loss, its name, or a function of (y, y_pred). None uses the loss of `model.compile`.
         example: A batch.
+        who: The name of the user's function, for errors.
+        training: As in Keras. If False, the loss is a function of the weights only, without dropout.
 
     Raises:
         ValueError: There is no loss, or the model has no trainable weights.
     """
 
-    def __init__(self, model: Any, loss: Any, example: Batch) -> None:
+    def __init__(self, model: Any, loss: Any, example: Batch, who: str, training: bool = False) -> None:
         if loss is None and not getattr(model, "compiled", getattr(model, "_is_compiled", False)):
-            raise ValueError(
-                "sensitivity: the model is not compiled: call model.compile(loss=...) first, or pass loss="
-            )
+            raise ValueError(f"{who}: the model is not compiled: call model.compile(loss=...) first, or pass loss=")
         if not getattr(model, "built", True):
             model(example.x, training=False)
         self.model = model
         self.variables = list(model.trainable_variables)
         if not self.variables:
-            raise ValueError("sensitivity: the model has no trainable weights: set trainable = True on a layer")
+            raise ValueError(f"{who}: the model has no trainable weights: set trainable = True on a layer")
+        self._training = training
         self._loss = None if loss is None else tf.keras.losses.get(loss)
         eager = getattr(model, "run_eagerly", False)
         self._value = self._value_of if eager else tf.function(self._value_of, reduce_retracing=True)
@@ -69,7 +70,7 @@ class Objective:
         return self._gradient(*batch)
 
     def _value_of(self, x: Any, y: Any, sample_weight: Any) -> tf.Tensor:
-        predicted = self.model(x, training=False)
+        predicted = self.model(x, training=self._training)
         if self._loss is None:
             loss = self.model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
             return tf.cast(loss, tf.float32)
@@ -98,7 +99,7 @@ def _weighted(losses: tf.Tensor, sample_weight: Any) -> tf.Tensor:
     return tf.reduce_mean(losses)
 
 
-def batches_of(data: Any, count: int, batch_size: int) -> list[Batch]:
+def batches_of(data: Any, count: int, batch_size: int, who: str) -> list[Batch]:
     """The first `count` batches of `data`, or all batches if there are fewer.
 
     Args:
@@ -106,24 +107,25 @@ def batches_of(data: Any, count: int, batch_size: int) -> list[Batch]:
             batches (a Keras PyDataset); or an iterable of batches (a tf.data.Dataset).
         count: The largest number of batches.
         batch_size: The number of samples in a batch drawn from arrays.
+        who: The name of the user's function, for errors.
 
     Raises:
         ValueError: `data` does not consist of (x, y) or (x, y, sample_weight).
     """
     if isinstance(data, tuple):
-        data = _drawn(data, count, batch_size)
+        data = _drawn(data, count, batch_size, who)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         data = map(data.__getitem__, range(len(data)))
     elif not isinstance(data, Iterable):
-        raise ValueError(f"sensitivity: data must be batches or a tuple of arrays, {_FORMS}, got {type(data).__name__}")
-    return [_batch(parts) for parts in itertools.islice(data, count)]
+        raise ValueError(f"{who}: data must be batches or a tuple of arrays, {_FORMS}, got {type(data).__name__}")
+    return [_batch(parts, who) for parts in itertools.islice(data, count)]
 
 
-def _drawn(arrays: tuple[Any, ...], count: int, batch_size: int) -> Iterator[Any]:
+def _drawn(arrays: tuple[Any, ...], count: int, batch_size: int, who: str) -> Iterator[Any]:
     leaves = [leaf for leaf in tf.nest.flatten(arrays) if leaf is not None]
     lengths = {len(leaf) for leaf in leaves}
     if len(lengths) != 1:
-        raise ValueError(f"sensitivity: the arrays of data must have as many samples each, got {sorted(lengths)}")
+        raise ValueError(f"{who}: the arrays of data must have as many samples each, got {sorted(lengths)}")
     order = np.random.default_rng(0).permutation(lengths.pop())
     for start in range(0, min(len(order), count * batch_size), batch_size):
         yield tf.nest.map_structure(functools.partial(_rows, order[start : start + batch_size]), arrays)
@@ -133,9 +135,9 @@ def _rows(indices: np.ndarray, array: Any) -> Any:
     return None if array is None else np.asarray(array)[indices]
 
 
-def _batch(parts: Any) -> Batch:
+def _batch(parts: Any, who: str) -> Batch:
     if not isinstance(parts, (tuple, list)) or len(parts) not in (2, 3):
-        raise ValueError(f"sensitivity: data must hold {_FORMS}, got {type(parts).__name__}")
+        raise ValueError(f"{who}: data must hold {_FORMS}, got {type(parts).__name__}")
     return Batch(*(tf.nest.map_structure(_tensor, part) for part in parts))
 
 

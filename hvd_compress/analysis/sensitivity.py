@@ -21,6 +21,7 @@ from ..kernels import noise
 from .evaluation import Batch, Objective, batches_of, restored
 from .sensitivity_report import Row, Sensitivity
 
+_WHO = "sensitivity"  # in errors
 # Number of learning rates that are tried; each is half of the previous one.
 _HALVINGS = 24
 # Smallest decrease of the loss, relative to the loss, that float32 can measure.
@@ -101,11 +102,11 @@ def sensitivity(
     checks.integer("sensitivity: batch_size", batch_size, 1)
     if learning_rate is not None and not (checks.is_number(learning_rate) and 0.0 < learning_rate < math.inf):
         raise ValueError(f"sensitivity: learning_rate must be a number above 0, got {learning_rate!r}")
-    batches = batches_of(data, steps + math.ceil(steps / 4), batch_size)
+    batches = batches_of(data, steps + math.ceil(steps / 4), batch_size, _WHO)
     if len(batches) < 2:
         problem = "has only one batch" if batches else "is empty"
         raise ValueError(f"sensitivity: data {problem}: give two or more, so that some can be held out")
-    objective = Objective(model, loss, batches[0])
+    objective = Objective(model, loss, batches[0], _WHO)
     count = min(steps, max(1, len(batches) * 4 // 5))
     with restored(model):
         return _measure(objective, batches[:count], batches[count:], compressors, learning_rate)
@@ -191,7 +192,7 @@ class _Channel:
             self._missing[i] = lost if residual is not None else self._missing[i] + lost
 
     def missing(self) -> tf.Tensor:
-        """The sum of all gradients less the sum of all that was sent, float32 in the variable's shape."""
+        """Returns the sum of all gradients minus the sum of what was sent: float32, in the variable's shape."""
         return unpack(self._layout, self._missing, [tf.float32])[0]
 
 

@@ -7,6 +7,7 @@ import glob
 from typing import Union
 
 from ..common import checks
+from ..common.text_table import aligned
 from ..compressors import Compressor
 
 Policy = dict[str, Union[str, Compressor]]
@@ -93,10 +94,7 @@ class Sensitivity:
              f"{r.loss_increase:.2%}")
             for r in self.rows
         ]  # fmt: skip
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        for row in cells:
-            columns = [text.ljust(w) if i in (0, 2) else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
-            lines.append("  ".join(columns).rstrip())
+        lines += aligned(cells, left=(0, 2))
         if not self.rows:
             lines.append("(no variable is large enough to be compressed)")
         return "\n".join(lines)

@@ -58,7 +58,7 @@ def sample_of(layout: ModelLayout, state: State, gradients: Sequence[Any], b: in
 
 
 def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tensor:
-    """Returns the energy of a sample's chunk that each candidate loses, and the chunk's energy: float32 [C + 1].
+    """Measures what each candidate loses of a sample's chunk. The energy of a tensor is the sum of its squares.
 
     Model-wide candidates are applied to the sample's gradient: its lost share is multiplied by the chunk's energy.
 
@@ -66,6 +66,9 @@ def energies(auto: Auto, index: tf.Tensor, samples: Sequence[Sample]) -> tf.Tens
         auto: The compressor `auto`.
         index: int32 scalar, the position of the sample.
         samples: One sample of each bucket.
+
+    Returns:
+        The energy that each candidate loses, and last the chunk's energy: float32 [candidates + 1].
     """
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     of_shape = [[i for i, sample in enumerate(samples) if sample.shape == shape] for shape in shapes]

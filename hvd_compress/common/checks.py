@@ -62,7 +62,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 
 def integer_or_float(name: str, value: Any) -> float:
-    """A finite number, as an int if it is integral, which is shorter in a spec string, else as a float."""
+    """Returns a finite number. A whole number becomes an int: it is shorter in a spec string."""
     if not is_number(value) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number, got {error_text(value)}")
     return int(value) if float(value).is_integer() else float(value)

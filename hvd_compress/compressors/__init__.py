@@ -9,6 +9,7 @@ from .cast import BFloat16 as BFloat16
 from .cast import Float16 as Float16
 from .cast import NoCompression as NoCompression
 from .dgc import DGC as DGC
+from .hadamard import Hadamard as Hadamard
 from .hybrid import Hybrid as Hybrid
 from .onebit import OneBit as OneBit
 from .power_sgd import PowerSGD as PowerSGD

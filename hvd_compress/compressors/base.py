@@ -169,14 +169,14 @@ class Compressor(Traits, horovod_compression.Compressor):
         decay: float = 1.0,
         keep: bool = False,
     ) -> Encoded:
-        """Encodes gradient + decay * residual.
+        """Encodes gradient + decay * residual. The residual is what earlier steps did not send.
 
         Args:
             gradient: float32 of static shape.
             seeds: For random choices.
             residual: float32 or bfloat16 of that shape, or None.
             decay: The residual's factor.
-            keep: Whether to compute the new residual.
+            keep: Whether to return what this step does not send, the new residual.
         """
         return self._encode_chunk(ChunkInput(gradient, seeds, residual, decay, keep))
 

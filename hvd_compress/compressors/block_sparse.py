@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from .sparse import TopK, encode_rows, scatter_sum
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class BlockSparse(formats.BlockSparse, TopK):
     """Keeps the k = max(1, ceil(ratio * m)) of the m blocks of `block` x `block` with the largest norms.
 

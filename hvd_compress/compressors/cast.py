@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ def _decode_sum(ranks: Sequence[Sequence[tf.Tensor]], shape: Shape, scale: tf.Te
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class NoCompression(formats.NoCompression, _Cast):
     """Sends gradients uncompressed.
 
@@ -76,6 +78,7 @@ class NoCompression(formats.NoCompression, _Cast):
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class Float16(formats.Float16, _Cast):
     """Casts to IEEE 754 half precision.
 
@@ -85,6 +88,7 @@ class Float16(formats.Float16, _Cast):
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class BFloat16(formats.BFloat16, _Cast):
     """Casts to bfloat16: float32's range, 8 bits of precision.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ _ROUNDING = 1e-9
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class DGC(formats.DGC, TopK):
     """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): `topk` with momentum, clipping and a warm-up.
 

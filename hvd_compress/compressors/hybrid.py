@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ from .sparse import BlockTopK
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class Hybrid(formats.Hybrid, BlockTopK):
     """Keeps the largest element of each strided block, as `block_topk` does, in `bits` bits, as `quantize` does.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from .registry import register
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class OneBit(formats.OneBit, BuiltinCompressor):
     """Sends the sign of each value, and the mean |x| of each block.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from .registry import register
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     """Sends two factors of `rank` vectors instead of each matrix (Vogels, Karimireddy and Jaggi 2019, PowerSGD).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from .registry import register
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class Quantize(formats.Quantize, BuiltinCompressor):
     """Sends each value as a code of `bits` bits; a block's codes stand for evenly spaced levels.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from .registry import register
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class TopK(formats.TopK, BuiltinCompressor):
     """Keeps the k = max(1, ceil(ratio * n)) elements of largest magnitude, exactly.
 
@@ -43,6 +45,7 @@ class TopK(formats.TopK, BuiltinCompressor):
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     """Keeps the largest element of each of k = max(1, ceil(ratio * n)) strided blocks.
 
@@ -81,6 +84,7 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
 
 
 @register
+@dataclasses.dataclass(frozen=True)
 class RandomK(formats.RandomK, BuiltinCompressor):
     """Keeps one random element of each of k = max(1, ceil(ratio * n)) strided blocks.
 

@@ -188,7 +188,11 @@ class TwoLevel:
         return self.inside.allreduce(nbytes) + self.between.allreduce(nbytes)
 
     def allgather(self, nbytes: float) -> float:
-        """An allgather of m within hosts, of w m between hosts, and of the (h - 1) w m received within hosts."""
+        """Three allgathers, for h hosts of w workers with m bytes each.
+
+        Each host gathers its workers' bytes. The hosts then exchange w m bytes each. Each host gives its workers the
+        (h - 1) w m bytes that have arrived.
+        """
         seconds = self.inside.allgather(nbytes)
         if self.hosts > 1:
             seconds += self.between.allgather(self.workers * nbytes) + self.inside.allgather((self.hosts - 1) * nbytes)

@@ -101,13 +101,16 @@ class FlatLayout:
 
     @functools.cached_property
     def count(self) -> int:
-        """The number of chunks."""
-        return self.multiple * math.ceil(max(1, self._offsets[-1]) / (self.largest * self.multiple))
+        """The number of chunks: so few that each bucket has a part of a gradient."""
+        return self._count_of(max(1, self.size))
+
+    def _count_of(self, size: int) -> int:
+        return self.multiple * math.ceil(max(1, self._offsets[-1]) / (size * self.multiple))
 
     @functools.cached_property
     def size(self) -> int:
         """The elements of each chunk."""
-        size = math.ceil(self._offsets[-1] / self.count)
+        size = math.ceil(self._offsets[-1] / self._count_of(self.largest))
         alignments = [self.alignment]
         while alignments[-1] % (2 * BLOCK) == 0:
             alignments.append(alignments[-1] // 2)

@@ -5,6 +5,7 @@ An observer adds no collective, and changes no collective's name or order. So ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -34,6 +35,7 @@ class StepMeasurement(NamedTuple):
     # Energies of new residuals and of gradient + residual, float32 [2]; () without model-wide candidates.
     model_wide_loss: Any
     probe: Any  # the result of `ModelSelector.probe`; None without `auto`
+    gradients: Sequence[Any]  # of this rank, before transforms: tensors, IndexedSlices or None
 
 
 class Observer:

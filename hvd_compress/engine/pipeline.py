@@ -10,6 +10,8 @@
 
 Every compressed exchange of dense gradients is a call of `reduce_bucket`. The callers differ only in the `BucketInput`:
 buckets (`step`), all gradients at once (`model_wide`), an embedding's dense gradient (`embeddings`), `hvdc.allreduce`.
+
+The folders of the package are in the order of their imports; a step begins in one of the last, `frontends`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class StepContext(NamedTuple):
 class BucketInput(NamedTuple):
     """One bucket on one rank."""
 
-    layout: Layout
-    chunks: range  # of the layout
+    layout: Layout  # of the parameter group
+    chunks: range  # those of the layout that form this bucket
     selector: Selector
     seeds: Seeds
     group: Callable[[Compressor], Group]  # the ranks, and the names of the collectives
@@ -77,7 +79,7 @@ class BucketResult(NamedTuple):
 
 
 def reduce_bucket(
-    bucket: BucketInput, gradients: Sequence[tf.Tensor], step: StepContext, after: Sequence[tf.Tensor] = ()
+    bucket: BucketInput, gradients: Sequence[tf.Tensor], context: StepContext, after: Sequence[tf.Tensor] = ()
 ) -> BucketResult:
     """Reduces a bucket over the ranks, with compression.
 
@@ -93,7 +95,7 @@ def reduce_bucket(
     Args:
         bucket: The bucket.
         gradients: The gradients of the layout's members, in the same order.
-        step: What all buckets share.
+        context: What all buckets share.
         after: Tensors that must be ready before the bucket is packed.
     """
     # 1. Pack
@@ -104,31 +106,32 @@ def reduce_bucket(
     with tf.control_dependencies([*after, *ready]):
         chunks = pack(bucket.layout, gradients, bucket.chunks)
 
-    # 2. Transform
+    # 2. Transform. Momentum correction adds the residual already here.
     state = bucket.state
-    residuals = state.residuals or [None] * len(chunks)
-    local = step.transforms.apply(LocalChunks(chunks, residuals, step.residual_decay, state.velocities))
+    old_residuals = state.residuals or [None] * len(chunks)
+    local = context.transforms.apply(LocalChunks(chunks, old_residuals, context.residual_decay, state.velocities))
 
+    # 3. Select: the selector calls `exchange` once for each candidate.
     def exchange(compressor: Compressor) -> BucketResult:
-        # 4. Exchange
-        keep = bool(state.residuals) and step.feeds_back(compressor)
+        # 4. Exchange. Residuals are foreign if another worker of the host sends these chunks (`exchange.hierarchical`).
+        keep = bool(state.residuals) and context.feeds_back(compressor)
         residuals = [value_of(residual) for residual in local.residuals]
         factors = value_of(state.factors[0]) if state.factors else None
         with tf.device("CPU"):
             foreign = value_of(state.has_foreign_residual[0]) if state.has_foreign_residual else None
         sent = LocalInput(local.chunks, residuals, local.decay, keep, bucket.seeds, factors, foreign)
-        collective = step.collective(compressor, sent.shapes)
-        reduction = collective.reduce(compressor, sent, step.scale, bucket.group(compressor))
+        collective = context.collective(compressor, sent.shapes)
+        reduction = collective.reduce(compressor, sent, context.scale, bucket.group(compressor))
 
         # 5. Update. A compressor without error feedback sends the residuals that another one left, and leaves none.
-        unsent = reduction.residuals if keep else []
+        new_residuals = reduction.residuals if keep else []
         if not keep and (state.residuals or state.velocities):
-            unsent = [tf.zeros_like(chunk) for chunk in local.chunks]
+            new_residuals = [tf.zeros_like(chunk) for chunk in local.chunks]
         with tf.device("CPU"):
             foreign_after = [] if foreign is None else [tf.constant(keep and reduction.has_foreign_residual)]
         new_state = BucketState(
-            [new if old is None else tf.cast(new, old.dtype) for old, new in zip(state.residuals, unsent)],
-            step.transforms.update(local, unsent) if state.velocities else [],
+            [new if old is None else tf.cast(new, old.dtype) for old, new in zip(state.residuals, new_residuals)],
+            context.transforms.update(local, new_residuals) if state.velocities else [],
             [reduction.factors] if state.factors else [],
             foreign_after,
         )
@@ -136,16 +139,15 @@ def reduce_bucket(
         # 6. Measure
         times = clock.timestamps_of(reduction) if bucket.timed else ()
         gradients_in_chunks = local.velocities or local.chunks
-        measured = bucket.measure(compressor, gradients_in_chunks, sent, unsent if keep else None)
-        after_this = _next_can_start(reduction, times)
-        return BucketResult(reduction.chunks, reduction.ok, new_state, after_this, times, measured)
+        measured = bucket.measure(compressor, gradients_in_chunks, sent, new_residuals if keep else None)
+        start_signal = _start_signal(reduction, times)
+        return BucketResult(reduction.chunks, reduction.ok, new_state, start_signal, times, measured)
 
-    # 3. Select
     result = bucket.selector.switch(bucket.position, exchange)
     return result._replace(timestamps=clock.Timestamps(*ready, *result.timestamps)) if bucket.timed else result
 
 
-def _next_can_start(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
+def _start_signal(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
     """Ready when this bucket is encoded, and its timestamp taken: then the next one may be encoded."""
     if tf.executing_eagerly():
         return reduction.outgoing  # operations run one after the other

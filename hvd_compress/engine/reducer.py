@@ -110,15 +110,20 @@ class Reducer:
             self._functions[traced] = tf.function(lambda each, so_far: Step(plan, each).run(so_far), autograph=False)
         return self._functions[traced](list(gradients), so_far)
 
-    def watch(self, make: Callable[[Plan], Observer]) -> bool:
+    def watch(self, make: Callable[[Plan], Observer], anew: bool = False) -> bool:
         """Records the steps that are traced from now on, on this rank only; collectives stay as they are.
 
-        Plans whose steps are recorded already keep their observer; for others, `make` replaces that of an earlier call.
+        Plans whose steps are recorded already keep their observer, unless `anew` is True; for others, `make` replaces
+        that of an earlier call.
 
         Returns:
             Whether any plan's steps were traced without being recorded. The caller must then trace them again.
         """
         self._watcher = make
+        if anew:
+            self._functions.clear()
+            for plan in self.plans.values():
+                plan.observers[:] = [observer for observer in plan.observers if not observer.records_steps]
         return not all(plan.is_recorded for plan in self.plans.values())
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:

@@ -70,6 +70,7 @@ class Step:
                 state.progress.assign(progress)
 
             # 1. Transforms
+            own = self._gradients
             self._gradients = plan.transforms.prepare(self._gradients)
             ready = self._all_ready() if plan.is_recorded else None
             choices = [selector.choice(b) if plan.is_recorded else None for b, selector in enumerate(plan.selectors)]
@@ -102,7 +103,7 @@ class Step:
             ]
             others = self._measure_others(dense, own_slices, sparse) if plan.is_recorded else []
             nbytes = self._embeddings.bytes_sent
-            measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe)
+            measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe, own)
             for observer in plan.observers:
                 observer.observe(measured)
 

@@ -31,7 +31,11 @@ def collectives(hosts: Hosts | HostCounts | None = None) -> list[Collective]:
 
 
 def choose(compressor: Any, shapes: Sequence[Shape], ranks: int, hosts: Hosts | HostCounts | None = None) -> Collective:
-    """The collective for chunks of these shapes: a hierarchical one if `hosts` allow it; of several, the cheapest."""
+    """Returns the collective for chunks of these shapes.
+
+    A hierarchical one is preferred, if `hosts` are given and one fits. Of several, this is the one that sends the
+    fewest bytes, where each transfer counts as 256 KiB more.
+    """
     possible = [c for c in collectives(hosts) if c.fits(compressor, shapes, ranks)]
     preferred = [c for c in possible if c.hierarchical] or possible
 

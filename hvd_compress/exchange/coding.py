@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, TypeVar, cast
 
+import numpy as np
 import tensorflow as tf
 
 from ..compressors import Compressor
@@ -22,6 +23,9 @@ from .local_input import LocalInput
 
 # One kernel decodes and sums the payloads of so many ranks at most; with more it would only take longer to compile.
 RANKS_PER_KERNEL = 8
+
+# The oldest trace is dropped when there are more.
+_TRACES = 256
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,8 +52,11 @@ def _traced_once(function: F) -> F:
             # It may keep something from call to call, so each bucket needs a trace of its own.
             return function(compressor, *args)
         specs, tensors = _without_tensors(args)
-        key = compressor, repr(specs)
+        structure = repr(tf.nest.map_structure(lambda _: None, specs))
+        key = compressor, structure, tuple(_hashable(value) for value in tf.nest.flatten(specs))
         if key not in traces:
+            if len(traces) == _TRACES:
+                traces.pop(next(iter(traces)))
             results = None
 
             def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -65,6 +72,12 @@ def _traced_once(function: F) -> F:
         return _with_tensors(results, traced(tensors))
 
     return cast(F, wrapped)
+
+
+def _hashable(value: Any) -> Any:
+    """What tells constants apart; `True`, 1 and 1.0 are not the same."""
+    content = (value.shape, str(value.dtype), value.tobytes()) if isinstance(value, np.ndarray) else value
+    return type(value), content
 
 
 def _without_tensors(nest: Any) -> tuple[Any, list[tf.Tensor]]:

@@ -9,6 +9,7 @@ from .cast import BFloat16 as BFloat16
 from .cast import Float16 as Float16
 from .cast import NoCompression as NoCompression
 from .dgc import DGC as DGC
+from .hadamard import Hadamard as Hadamard
 from .power_sgd import PowerSGD as PowerSGD
 from .quantize import OneBit as OneBit
 from .quantize import Quantize as Quantize

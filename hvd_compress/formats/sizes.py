@@ -11,7 +11,10 @@ ROW = 1024  # bitmap bits packed as one row
 
 
 def block_shape(n: int, largest: int) -> tuple[int, int]:
-    """The number of blocks of `n` elements, and their size: `largest`, or `n` rounded up to a multiple of 8 if less."""
+    """Returns how many blocks hold `n` elements, and their size.
+
+    The size is `largest`, or `n` rounded up to a multiple of 8 if that is less.
+    """
     block = min(largest, 8 * math.ceil(max(n, 1) / 8))
     return math.ceil(n / block), block
 

@@ -70,7 +70,7 @@ def allreduce(
         ValueError: An argument is not valid, `op` does not support compression, or the shape is not static.
         TypeError: An argument is of a wrong type, or Horovod cannot reduce the dtype of the tensor (such as complex64).
     """
-    arguments = dict(locals())  # before there are other local variables
+    arguments = dict(locals())  # before there are other local variables; AutoGraph does not convert this function
     return grouped_allreduce([arguments.pop("tensor")], **arguments)[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..common import checks
 from ..engine.reducer import alive, watch_all
 from . import summary
-from .recorder import Recorder
+from .gradients import checked_every, make_recorder, stop_recording
 from .session import Session
 from .steps import Steps
 
@@ -31,14 +31,20 @@ class profile:
     Args:
         log_dir: Directory for the files that `hvd-compress doctor` and `hvd-compress report` read (see
             docs/monitor.md). None writes no files.
+        gradients: As in `hvdc.callbacks.CompressionMonitor`: of every so many steps, rank 0 writes its gradients to
+            `gradients.npz` in `log_dir`.
 
     Raises:
         TypeError: `log_dir` is not a path.
+        ValueError: `gradients` is not valid, or `log_dir` is missing for it.
         OSError: `log_dir` cannot be written to.
     """
 
-    def __init__(self, log_dir: str | os.PathLike | None = None) -> None:
+    def __init__(self, log_dir: str | os.PathLike | None = None, gradients: int | None = None) -> None:
         self._log_dir = None if log_dir is None else checks.path("log_dir", log_dir)
+        self._gradients = checked_every("gradients", gradients)
+        if gradients is not None and log_dir is None:
+            raise ValueError("profile: gradients are written to a file in log_dir: pass it, too")
         self._steps: list[Steps] = []
         self._session: Session | None = None
         self._start = 0.0
@@ -50,12 +56,15 @@ class profile:
 
     def __enter__(self) -> profile:
         self._session = Session(alive, self._log_dir, "profile")
-        watch_all.append(Recorder)
+        self._make_recorder = make_recorder(self._log_dir, self._gradients)
+        watch_all.append(self._make_recorder)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        watch_all.remove(Recorder)
+        watch_all.remove(self._make_recorder)
+        if self._gradients is not None:
+            stop_recording([plan for reducer in alive() for plan in reducer.plans.values()])
         assert self._session is not None
         self._keep(self._session.read())
         self._session.finish()

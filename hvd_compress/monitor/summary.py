@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..common.text_table import aligned
 from .steps import Steps
 
 _BUCKET = ("bytes", "encode", "wire", "decode", "error", "gradient_norm", "residual_norm")
@@ -74,7 +75,5 @@ def table(steps: Sequence[Steps], first_step_seconds: float | None) -> str:
     cells: list[tuple[str, ...]] = [("", *_COLUMNS)]
     for name, row in stats(steps).items():
         cells.append((name, *(f"{x:,.4g}" if abs(x) < 1e5 else f"{x:,.0f}" for x in row.values())))
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     first = "" if first_step_seconds is None else f"; the first, which compiles, took {first_step_seconds:.2f} s"
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
-    return "\n".join([f"{sum(map(len, steps))} steps{first}", *lines])
+    return "\n".join([f"{sum(map(len, steps))} steps{first}", *aligned(cells)])

@@ -42,11 +42,12 @@ def bench(
 ) -> None:  # fmt: skip
     """Time the exchange of a model's gradients with every compressor.
 
-    Runs under horovodrun; rank 0 prints. All take turns in each round; medians, of the slowest worker. The total is
-    one step's exchange with residuals, without a backward pass that would hide some of it. Encode and decode are the
-    kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,
-    ||sent - exact|| / ||exact||, before the residual makes up for it. Predicted is what `plan` says with a calibration
-    that is made here.
+    Runs under horovodrun; rank 0 prints. The values are recorded gradients of a small transformer and of ResNet-20,
+    repeated until they fill the model's shapes. All take turns in each round; medians, of the slowest worker. The
+    total is one step's exchange with residuals, without a backward pass that would hide some of it. Encode and
+    decode are the kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,
+    ||sent - exact|| / ||exact||, before the residual makes up for it. Predicted is what `plan` says with a
+    calibration that is made here.
     """
     console.under_horovodrun(EXAMPLE)
     if model is not None and params is not None:
@@ -79,7 +80,8 @@ def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_byt
 
     from ..cost.calibrate import calibrate
     from ..exchange import hosts
-    from .timed_exchange import Method, barrier, gradients, relative_error, slowest
+    from .recorded import gradients
+    from .timed_exchange import Method, barrier, relative_error, slowest
 
     hosts.init()
     variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]

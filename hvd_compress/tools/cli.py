@@ -16,9 +16,11 @@ except ImportError as error:
     sys.exit(f"hvd-compress needs {error.name}: pip install 'hvd_compress[tools]'")
 
 from ..version import __version__
-from . import bench, calibrate, doctor, plan, report, tune
+from . import bench, calibrate, compare, doctor, plan, report, tune
 
-COMMANDS = (plan.plan, calibrate.calibrate, bench.bench, tune.tune, doctor.doctor, report.report)
+COMMANDS = (
+    plan.plan, calibrate.calibrate, bench.bench, compare.compare, tune.tune, doctor.doctor, report.report,
+)  # fmt: skip
 
 
 @click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

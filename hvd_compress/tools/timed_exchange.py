@@ -11,16 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from ..compressors.namespace import Compression
-from ..engine.grouping import Shape
 from ..engine.plan import Plan
 from ..engine.settings import BUCKET_BYTES, Settings
 from ..frontends.build import new_reducer
-
-
-def gradients(shapes: Sequence[Shape], rank: int) -> list[np.ndarray]:
-    """Values distributed as gradients are: heavy-tailed, with a magnitude per layer. They differ between ranks."""
-    random = np.random.default_rng(rank)
-    return [(random.standard_t(4, shape) * 10 ** random.uniform(-4, -2)).astype(np.float32) for shape in shapes]
 
 
 def barrier() -> None:

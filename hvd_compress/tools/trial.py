@@ -19,6 +19,7 @@ from ..monitor.tune_protocol import MARK, VARIABLE
 _KEPT_LINES = 15
 _FIRST_STEPS = 10  # These wait for compilation and connections.
 _INTERVAL = 0.2  # seconds between two calls of `watch`
+_LAST_LINES = 5.0  # seconds for reading what an ended process has printed
 
 
 @dataclasses.dataclass
@@ -53,7 +54,7 @@ class Run:
         """Reads a line of output."""
         _, mark, report = line.partition(MARK)
         if mark:
-            with contextlib.suppress(ValueError, AttributeError):  # a torn line: not JSON, or no object
+            with contextlib.suppress(ValueError, AttributeError, TypeError):  # a torn line: not JSON, or no object
                 self._read_report(json.loads(report))
             return
         text = re.sub(r"^\[\d+\]<std(?:out|err)>:", "", line)
@@ -108,9 +109,11 @@ def run(
     reader.start()
     try:
         has_ended = False
-        while reader.is_alive() and not has_ended:  # Processes that it left behind may keep the pipe open.
-            has_ended = process.poll() is not None
-            reader.join(_INTERVAL)
+        while not has_ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_INTERVAL)
+                has_ended = True
+                reader.join(_LAST_LINES)  # Processes that it left behind may keep the pipe open.
             result.seconds = time.monotonic() - start
             is_late = limit is not None and result.seconds > limit
             reason = watch(result) or ("late" if is_late else None)

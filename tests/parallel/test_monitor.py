@@ -11,6 +11,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.common import gradient_file
+from hvd_compress.monitor.gradients import MAX_STEPS, GradientRecorder
 
 SHAPES = [(300, 500), (64,), (70, 90)]
 
@@ -269,3 +271,86 @@ def test_errors_say_what_is_wrong(tmp_path):
         )
     with pytest.raises(RuntimeError, match="inside of `with hvdc.profile"):
         hvdc.profile().step()
+
+
+@pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.01", "quantize:bits=2,rounding=stochastic"])
+def test_compare_finds_in_recorded_gradients_what_the_monitor_measured(spec, rank, size, tmp_path):
+    """With two ranks, a rank's errors do not depend on the other's gradients."""
+    path = str(tmp_path / "gradients.npz")
+    reducer = introspect.new_reducer(spec)
+    reducer.watch(lambda plan: GradientRecorder(plan, path, 1))
+    variables = [tf.Variable(tf.zeros(shape), name=f"w{i}") for i, shape in enumerate(SHAPES)]
+    step = tf.function(lambda *g: reducer(list(g), variables))
+    for t in range(10):
+        step(*map(tf.constant, gradients(rank, t)))
+    steps, plan = read(reducer)
+    recorded = gradient_file.read(path)
+    assert len(recorded) == MAX_STEPS  # no more than these
+    for t, arrays in enumerate(recorded):
+        assert list(arrays) == ["w0", "w1", "w2"]
+        for array, value in zip(arrays.values(), gradients(rank, t)):
+            np.testing.assert_array_equal(array, value)
+    if rank != 0:  # a stochastic compressor draws other numbers on other ranks
+        return
+    (row,) = hvdc.compare(path, spec).rows
+    assert row.relative_error == pytest.approx(steps.error[0], rel=0.01 if "stochastic" in spec else 1e-4)
+    buckets = len(introspect.buckets(plan))
+    payload = steps.buckets.bytes[0, :buckets].sum() + 4 * 64  # and the bias, which is not compressed
+    assert row.bytes == pytest.approx(payload, abs=64 * buckets)  # a bucket's flag
+    if steps.residual_norm[0]:
+        missing = steps.residual_norm[MAX_STEPS - 1]
+        total = sum(
+            np.concatenate([g[0].ravel(), g[2].ravel()]) for g in (gradients(rank, t) for t in range(MAX_STEPS))
+        )
+        assert row.error_with_residual == pytest.approx(missing / np.linalg.norm(total), rel=1e-4)
+
+
+def test_rank_0_records_gradients_of_a_fit(rank, tmp_path, monkeypatch):
+    """Gradients of every third step; a second fit writes another file, and leaves the first as it is."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input([40]), keras.layers.Embedding(9, 30), keras.layers.Dense(50)])
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8")
+    model.compile(optimizer, "mse", jit_compile=False)
+    x = np.random.default_rng(rank).integers(0, 9, [32, 40])
+    y = np.zeros([32, 40, 50], np.float32)
+    for name, every in [("first", 3), ("plain", None), ("second", 2)]:
+        monitor = hvdc.callbacks.CompressionMonitor(str(tmp_path / name), gradients=every)
+        model.fit(x, y, batch_size=4, callbacks=[monitor], verbose=0)
+    first, second = (tmp_path / name / "gradients.npz" for name in ("first", "second"))
+    assert first.exists() == second.exists() == (rank == 0)
+    assert not (tmp_path / "plain" / "gradients.npz").exists()
+    if rank == 0:
+        with np.load(first) as file:
+            assert {name.partition("/")[0] for name in file.files} == {"3", "6"}
+            assert {file[name].shape for name in file.files} == {(30, 50), (50,)}  # no IndexedSlices
+        with np.load(second) as file:  # steps are counted on, 16 before
+            assert {name.partition("/")[0] for name in file.files} == {"18", "20", "22", "24"}
+
+
+def test_a_profile_records_gradients(rank, tmp_path):
+    w = tf.Variable(tf.ones([40, 50]), name="w")
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        return hvdc.DistributedGradientTape(tape, compression="int8").gradient(loss, [w])
+
+    with hvdc.profile(tmp_path, gradients=2) as prof:
+        for t in range(5):
+            step(tf.fill([40, 50], float(t + rank)))
+            prof.step()
+    path = tmp_path / "gradients.npz"
+    assert path.exists() == (rank == 0)
+    if rank == 0:
+        assert [float(arrays["w"][0, 0]) for arrays in gradient_file.read(path)] == [1.0, 3.0]
+
+
+def test_a_full_disk_stops_recording_and_not_training(rank, tmp_path, capfd):
+    reducer = introspect.new_reducer("int8")
+    reducer.watch(lambda plan: GradientRecorder(plan, str(tmp_path / "missing" / "g.npz"), 1))
+    variable = tf.Variable(tf.zeros([40, 50]))
+    for _ in range(3):
+        (reduced,) = reducer([tf.ones([40, 50])], [variable])
+    np.testing.assert_allclose(reduced, 1.0, rtol=1e-2)
+    assert capfd.readouterr().err.count("training goes on") == 1

@@ -87,6 +87,8 @@ def wire_bytes(compressor, shape):
     if name == "onebit":
         block = block_of(n, ONEBIT_BLOCK)
         return -(-n // block) * (block // 8 + 4)
+    if name == "hadamard":
+        return -(-n // 64) * 18
     if name == "powersgd":
         rows, columns, rank = matrix_of(shape, compressor.rank)
         return 4 * min(n, rank * (rows + columns))
@@ -149,6 +151,12 @@ def signs_and_means(flat):
     return np.concatenate(
         [np.where(b < 0, -1.0, 1.0) * np.abs(b.astype(np.float64)).mean() for b in blocks(flat, ONEBIT_BLOCK)]
     )
+
+
+def rotated_blocks(flat):
+    """The blocks of 64 elements, the last padded with zeros, times a symmetric Hadamard matrix; [blocks, 64]."""
+    q = np.ones([4, 4]) / 2 - np.eye(4)
+    return np.pad(flat.astype(np.float64), (0, -len(flat) % 64)).reshape(-1, 64) @ np.kron(q, np.kron(q, q))
 
 
 def strided_rows(flat, k):
@@ -222,6 +230,10 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
     elif name == "onebit":
         expected = sum(np.sum(b**2) - np.sum(np.abs(b)) ** 2 / len(b) for b in blocks(x, ONEBIT_BLOCK))
         assert abs(total - expected) <= 1e-5 * energy + squares
+    elif name == "hadamard":
+        share = 0.81 - 1e-3  # the scale is a bfloat16
+        magnitudes = np.abs(rotated_blocks(x)).sum(1)
+        assert total <= (1 + 1e-5) * energy - share * np.sum(magnitudes**2) / 64 + squares
     elif name == "randomk":
         k = num_kept(compressor.ratio, x.size)
         size = np.array([len(x[j::k]) for j in range(k)])[np.arange(x.size) % k]

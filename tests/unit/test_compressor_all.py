@@ -1,5 +1,7 @@
 """What holds for every compressor of `hvdc.Compression`."""
 
+import dataclasses
+
 import horovod.tensorflow.compression as horovod_compression
 import numpy as np
 import pytest
@@ -32,6 +34,12 @@ def test_round_trip(spec, shape, dtype):
     # In float16 and bfloat16, also the result is rounded, to nearest.
     exact, lossy = (tf.cast(t, tf.float64).numpy() for t in (x, y))
     reference.assert_error_is_bounded(compressor, exact, lossy, relative=EPSILON[dtype.name])
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_shared_instances_cannot_be_changed(spec):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse(spec).error_feedback = False
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -215,7 +223,7 @@ FEEDBACK = {
     "none": False, "fp16": False, "bf16": False, "int8": True, "quantize:bits=2,rounding=stochastic": False,
     "onebit": True, "topk:ratio=0.01": True, "randomk:ratio=0.1": True, "randomk:ratio=0.1,unbiased=true": False,
     "block_topk:ratio=0.05": True, "block_sparse:ratio=0.1,block=4": True, "hybrid:ratio=0.05,bits=4": True,
-    "powersgd:rank=2": True,
+    "hadamard": True, "powersgd:rank=2": True,
 }  # fmt: skip
 
 

@@ -89,6 +89,18 @@ def test_a_full_bucket_has_three_pieces_of_each_owner(spec, ranks):
         assert max(map(len, found.in_buckets(geometry.BUCKET_BYTES))) == 3 * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 11, 16])
+@pytest.mark.parametrize("spec", ["int8", "auto"])
+def test_every_bucket_has_a_part_of_a_gradient(spec, ranks):
+    compressor = hvdc.Compression.parse(spec)
+    candidates = getattr(compressor, "candidates", [compressor])
+    numels = [149_200_880, *np.random.default_rng(ranks).integers(1, 400_000_000, 40)]
+    for numel in map(int, numels):
+        layout = geometry.flat_layout(TensorGroup((0,), ((numel,),)), candidates, geometry.BUCKET_BYTES, ranks)
+        assert layout.count % layout.multiple == 0 and layout.count * layout.size >= numel
+        assert all(layout.reaching_into(bucket) for bucket in layout.in_buckets(geometry.BUCKET_BYTES)), numel
+
+
 def test_pieces_suit_all_candidates():
     """4096 elements for the quantizers, or else a multiple of their blocks of 256; 100 for 1% of them."""
     auto = "auto:candidates=(none|int8|int4|hybrid:ratio=0.01,bits=4)"

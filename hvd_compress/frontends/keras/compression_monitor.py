@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ...common import checks
 from ...monitor import events
-from ...monitor.recorder import Recorder
+from ...monitor.gradients import checked_every, make_recorder, stop_recording
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
@@ -40,24 +40,30 @@ class CompressionMonitor(CountingCallback):
         update_freq: When to write for TensorBoard, as in Keras's TensorBoard callback: "batch", "epoch", or a number of
             batches. It writes the means over the steps since the last time. The CSV files contain every step in any
             case.
+        gradients: For `hvdc.compare`, rank 0 writes its gradients of every so many steps, before they are compressed,
+            to `gradients.npz` in `log_dir`: of 8 steps at most, and of fewer if the file would be larger than 256 MiB,
+            but of at least one. IndexedSlices are left out. None records no gradients, and costs nothing.
 
     Raises:
         TypeError: `log_dir` is not a path. In `on_train_begin`: the model's optimizer is not a
             `hvdc.DistributedOptimizer`.
-        ValueError: `update_freq` is not valid.
+        ValueError: `update_freq` or `gradients` is not valid.
         OSError: In `on_train_begin`: `log_dir` cannot be written to.
     """
 
     # Keras 3 then calls the batch hooks from other threads, and does not wait for a step's results.
     async_safe = True
 
-    def __init__(self, log_dir: str | os.PathLike, update_freq: int | str = "epoch") -> None:
+    def __init__(
+        self, log_dir: str | os.PathLike, update_freq: int | str = "epoch", gradients: int | None = None
+    ) -> None:
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
         if update_freq not in ("epoch", "batch") and not whole:
             raise ValueError(f"update_freq must be 'batch', 'epoch' or a whole number from 1 on, got {update_freq!r}")
         self.log_dir = checks.path("log_dir", log_dir)
         self.update_freq = 1 if update_freq == "batch" else update_freq
+        self.gradients = checked_every("gradients", gradients)
         self._session: Session | None = None
         self._writer: Any = None
         self._unwritten: list[Steps] = []  # read, but not written for TensorBoard
@@ -74,7 +80,8 @@ class CompressionMonitor(CountingCallback):
                 "CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
                 f"{innermost(getattr(self.model, 'optimizer', None))!r}: wrap its optimizer"
             )
-        must_retrace = reducer.watch(lambda plan: Recorder(plan, lambda: _running_loss(self.model)))
+        make = make_recorder(self.log_dir, self.gradients, lambda: _running_loss(self.model))
+        must_retrace = reducer.watch(make, anew=self.gradients is not None)
         if must_retrace and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)
         if self._session is None:
@@ -126,6 +133,8 @@ class CompressionMonitor(CountingCallback):
         assert self._session is not None
         self._write()
         self._session.finish()
+        if self.gradients is not None and self._reducer is not None:
+            stop_recording(list(self._reducer.plans.values()))
         if self._writer is not None:
             self._writer.close()
         self._session = self._writer = None

@@ -1,0 +1,140 @@
+"""The trainings that train.py compares compressors on: model, batches, loss and metric of each task."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow import keras
+
+import hvd_compress as hvdc
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import data
+import keras_gpt
+import keras_mnist
+import keras_resnet
+import text
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+class Task(NamedTuple):
+    """One training.
+
+    Attributes:
+        build_model: Makes the model; its weights follow from the global seed.
+        batches: From a random generator, which differs between ranks and seeds, the endless batches of this rank:
+            inputs and labels.
+        loss: From labels and outputs, the mean loss of a batch.
+        metric: From the model, the metric of the validation data. The same on all ranks, as their weights are.
+        metric_name: What the metric is.
+        higher_is_better: Whether the metric grows as training succeeds.
+    """
+
+    build_model: Callable[[], keras.Model]
+    batches: Callable[[np.random.Generator], Iterator[Arrays]]
+    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    metric: Callable[[keras.Model], float]
+    metric_name: str
+    higher_is_better: bool
+
+
+def _batches_of(x: np.ndarray, y: np.ndarray, batch_size: int, random: np.random.Generator) -> Iterator[Arrays]:
+    """Endless epochs over arrays; each has an order of its own and leaves out what fills no batch."""
+    while True:
+        order = random.permutation(len(x))
+        for first in range(0, len(x) - batch_size + 1, batch_size):
+            batch = order[first : first + batch_size]
+            yield x[batch], y[batch]
+
+
+def _images(build_model: Callable[[], keras.Model], shape: tuple[int, int, int], batch_size: int) -> Task:
+    """Classifies scikit-learn's handwritten digits."""
+    images = data.load("digits", shape)
+    x, y = data.share(images)
+
+    def accuracy(model: keras.Model) -> float:
+        scores = model(tf.constant(images.x_test), training=False).numpy()
+        return float((scores.argmax(1) == images.y_test).mean() * 100)
+
+    return Task(
+        build_model=build_model,
+        batches=lambda random: _batches_of(x, y, batch_size, random),
+        loss=keras.losses.SparseCategoricalCrossentropy(),
+        metric=accuracy,
+        metric_name="test accuracy, %",
+        higher_is_better=True,
+    )
+
+
+def digits() -> Task:
+    """The network of examples/keras_mnist.py: 1.2M parameters."""
+    return _images(keras_mnist.build_model, (28, 28, 1), 32)
+
+
+def resnet20() -> Task:
+    """ResNet-20 on the same digits: 0.27M parameters in 65 tensors."""
+    return _images(keras_resnet.resnet20, (32, 32, 3), 32)
+
+
+def gpt(context: int = 64, batch_size: int = 16) -> Task:
+    """The transformer of examples/keras_gpt.py on Python's standard library: 0.95M parameters."""
+    source = text.load(None)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    windows = _windows(source.validation, np.arange(256) * (len(source.validation) // 257), context)
+
+    def batches(random: np.random.Generator) -> Iterator[Arrays]:
+        while True:  # any windows: in so short a training, ranks hardly ever meet the same
+            yield _windows(source.train, random.integers(0, len(source.train) - context - 1, batch_size), context)
+
+    return Task(
+        build_model=lambda: keras_gpt.build_model(layers=2, width=192, context=context),
+        batches=batches,
+        loss=loss,
+        metric=lambda model: float(loss(tf.constant(windows[1]), model(tf.constant(windows[0]), training=False))),
+        metric_name="validation loss, nats per byte",
+        higher_is_better=False,
+    )
+
+
+def _windows(source: np.ndarray, starts: np.ndarray, context: int) -> Arrays:
+    """Bytes of the text, and for each the byte that follows; both int32 [windows, context]."""
+    windows = source[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
+
+
+TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "resnet20": resnet20, "gpt": gpt}
+
+
+# Learning rates for two workers. The first kind of optimizer is the usual one for the task.
+RATES = {
+    "digits": {"adam": 2e-3, "sgd": 0.05},
+    "resnet20": {"sgd": 0.1, "adam": 2e-3},
+    "gpt": {"adam": 1e-3, "sgd": 0.2},
+}
+
+
+def optimizer(task: str, kind: str, spec: str | None) -> Any:
+    """The optimizer of one training.
+
+    Args:
+        task: Name of the task.
+        kind: "adam", "sgd", or "" for the task's usual one.
+        spec: A compressor, "OneBitAdam", or None for an optimizer whose gradients Horovod's tape reduces.
+    """
+    kind = kind or next(iter(RATES[task]))
+    rate = RATES[task][kind]
+    if spec == "OneBitAdam":
+        return hvdc.optimizers.OneBitAdam(rate)
+    if kind == "adam":
+        inner = keras.optimizers.Adam(rate)
+    else:
+        momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
+        inner = keras.optimizers.SGD(rate, momentum=momentum)
+    return hvdc.DistributedOptimizer(inner, compression=spec) if spec else inner

@@ -1,0 +1,104 @@
+"""One worker of one training of train.py, which starts it; the first worker prints the result as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tasks
+import tensorflow as tf
+from custom_loop import tf_variables
+from tensorflow import keras
+
+from hvd_compress.tools.timed_exchange import barrier
+
+HOROVOD = {"horovod none": "none", "horovod fp16": "fp16"}
+PATIENCE = 3  # times the steps of a training without compression, then the target counts as not reached
+
+
+def train(task_name: str, method: str, seed: int, target: float, num_steps: int, every: int) -> dict[str, Any]:
+    """Trains until the target is reached and `num_steps` are done, and returns times, bytes and metrics."""
+    task = tasks.TASKS[task_name]()
+    keras.utils.set_random_seed(seed)
+    model = task.build_model()  # the seed gives all workers the same weights
+    keras.utils.set_random_seed(1000 * (seed + 1) + hvd.rank())  # dropout differs between ranks
+    kind, _, spec = ("", "", None) if method in HOROVOD else method.rpartition(" ")
+    optimizer = tasks.optimizer(task_name, kind, spec)
+    optimizer.build(model.trainable_variables)
+    variables = model.trainable_variables
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = task.loss(y, model(x, training=True))
+        if method in HOROVOD:
+            tape = hvd.DistributedGradientTape(tape, compression=getattr(hvd.Compression, HOROVOD[method]))
+        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
+        return loss
+
+    batches = task.batches(np.random.default_rng([seed, hvd.rank()]))
+    sign = 1 if task.higher_is_better else -1
+    seconds = sent = first_step = 0.0
+    curve = [[0, 0.0, 0.0, task.metric(model)]]
+    reached: dict[str, Any] = {"seconds": None, "steps": None, "bytes": None}
+    for steps in range(every, PATIENCE * num_steps + 1, every):
+        chunk = [next(batches) for _ in range(every)]
+        barrier()
+        start = time.perf_counter()
+        for x, y in chunk:
+            loss = step(tf.constant(x), tf.constant(y))
+            if not first_step:
+                first_step = time.perf_counter() - start
+        float(loss)  # waits for a GPU
+        seconds += time.perf_counter() - start
+        sent += every * bytes_per_step(method, optimizer, variables)
+        # All workers have the same weights, but one decides, so that all stop in the same step.
+        metric = float(hvd.broadcast(tf.constant(task.metric(model), tf.float64), 0, name="metric").numpy())
+        curve.append([steps, round(seconds, 3), int(sent), round(metric, 5)])
+        if reached["seconds"] is None and sign * metric >= sign * target:
+            reached = {"seconds": round(seconds, 3), "steps": steps, "bytes": int(sent)}
+        if steps >= num_steps and (reached["seconds"] is not None or not np.isfinite(metric)):
+            break
+    last, second = curve[-1], curve[1]
+    return {
+        **reached,
+        "first_step": round(first_step, 3),
+        "step_ms": round((last[1] - second[1]) / (last[0] - second[0]) * 1e3, 2),
+        "metric": next((point[3] for point in curve if point[0] >= num_steps), curve[-1][3]),
+        "metric_name": task.metric_name,
+        "chosen": chosen(optimizer) if spec == "auto" else "",
+        "curve": curve,
+    }
+
+
+def bytes_per_step(method: str, optimizer: Any, variables: list[Any]) -> float:
+    """Bytes that this rank sends in the step before; for stock Horovod, those of a ring allreduce."""
+    if method not in HOROVOD:
+        return optimizer.bytes_sent()[0]
+    values = sum(int(np.prod(variable.shape)) for variable in variables)
+    return 2 * (hvd.size() - 1) / hvd.size() * values * (4 if HOROVOD[method] == "none" else 2)
+
+
+def chosen(optimizer: Any) -> str:
+    """What `auto` uses at the end: the compressor of each bucket."""
+    return ", ".join(dict.fromkeys(bucket.chosen for bucket in optimizer.compression_report().buckets))
+
+
+def main() -> None:
+    task, method, seed, target, steps, every = sys.argv[1:]
+    cores = len(os.sched_getaffinity(0))
+    tf.config.threading.set_intra_op_parallelism_threads(cores)
+    hvd.init()
+    result = train(task, method, int(seed), float(target), int(steps), int(every))
+    if hvd.rank() == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A rotation of blocks of 64 elements.
+
+The matrix is R = Q x Q x Q, a Kronecker product with Q = J / 2 - I: J is the 4x4 matrix of ones. Q is symmetric and
+orthogonal, and so is R: it is its own inverse. All entries of R are 1/8 or -1/8, so R is a Hadamard matrix. A block in
+which one value is large, and a constant block, both become 64 values of one magnitude.
+
+A block is rotated in two steps: products with Q x Q (`within`), a 16x16 matrix, then sums of four values that are
+16 apart (`across`), which XLA fuses with what surrounds them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from ..formats.hadamard import BLOCK
+
+_SLICES = 4
+_WIDTH = BLOCK // _SLICES
+_TWICE_Q = np.ones([4, 4], np.float32) - 2.0 * np.eye(4, dtype=np.float32)
+_WITHIN = np.kron(_TWICE_Q, _TWICE_Q)
+
+
+def to_blocks(tensor: tf.Tensor) -> tf.Tensor:
+    """The elements of `tensor` as [blocks, 64], the last block padded with zeros."""
+    flat = tf.reshape(tensor, [-1])
+    missing = -flat.shape[0] % BLOCK
+    return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [-1, BLOCK])
+
+
+def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
+    """The first step: `scale` * 4 * Q x Q times each 16 values of `blocks`, whose result is [rows, 4, 16].
+
+    TensorFlow multiplies by thin matrices faster than XLA.
+    """
+    products = tf.matmul(tf.reshape(blocks, [-1, _WIDTH]), tf.constant(scale * _WITHIN))
+    return tf.reshape(products, [-1, _SLICES, _WIDTH])
+
+
+def across(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
+    """The second step: `scale` * 2 * Q along axis 1 of `blocks` [rows, 4, 16]; for use inside kernels."""
+    a, b, c, d = (blocks[:, i] for i in range(_SLICES))
+    total = scale * ((a + b) + (c + d))
+    return total[:, None] - (2.0 * scale) * blocks
