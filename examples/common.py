@@ -31,11 +31,8 @@ def arguments(
     )
     parser.add_argument(
         "--compression",
-<<<<<<< HEAD
         type=compressor,
-=======
         type=compressor,
->>>>>>> main
         default="auto",
         metavar="SPEC",
         help="auto, none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
