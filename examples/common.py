@@ -32,7 +32,6 @@ def arguments(
     parser.add_argument(
         "--compression",
         type=compressor,
-        type=compressor,
         default="auto",
         metavar="SPEC",
         help="auto, none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
