@@ -50,6 +50,7 @@ def arguments(
 
 
 def compressor(spec: str) -> hvdc.Compressor:
+    """The type of arguments that are compressors: a wrong spec ends the script with one line."""
     try:
         return hvdc.Compression.parse(spec)
     except ValueError as error:
