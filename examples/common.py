@@ -32,7 +32,7 @@ def arguments(
     )
     parser.add_argument(
         "--compression",
-        type=_compressor,
+        type=compressor,
         default="auto",
         metavar="SPEC",
         help="auto, none, fp16, int8, topk:ratio=0.01, ... (default: %(default)s)",
@@ -50,7 +50,8 @@ def arguments(
     return parser
 
 
-def _compressor(spec: str) -> hvdc.Compressor:
+def compressor(spec: str) -> hvdc.Compressor:
+    """The type of arguments that are compressors: a wrong spec ends the script with one line."""
     try:
         return hvdc.Compression.parse(spec)
     except ValueError as error:

@@ -393,6 +393,43 @@ def test_custom_loop(horovodrun):
     assert accuracy(lines) > 0.8
 
 
+def recall(lines):
+    found, popular = re.match(r"(\S+)% \(the most frequent ids: (\S+)%\)", lines["recall at ten"]).groups()
+    return float(found), float(popular)
+
+
+def test_keras_recommender_sends_rows(horovodrun):
+    lines = report(horovodrun(2, ["examples/keras_recommender.py", "--steps", "60"]))
+    found, popular = recall(lines)
+    assert found > popular + 1.0
+    count = int(re.search(r"([\d,]+) ids$", lines["data"]).group(1).replace(",", ""))
+    assert count > 20_000
+    sent = int(lines["sent per step"].split()[0].replace(",", ""))
+    assert sent < 4 * (count + 1) * 64 / 4  # the dense gradient of the embedding, of which a ring sends as much
+    assert float(lines["ratio"]) > 2
+
+
+def test_keras_recommender_on_a_file(python, tmp_path):
+    file = tmp_path / "ids.txt"
+    file.write_text("\n".join(" ".join(f"item-{(start + i) % 100}" for i in range(100)) for start in range(100)))
+    arguments = ["--ids", str(file), "--steps", "100", "--lr", "0.01"]
+    lines = report(python(["examples/keras_recommender.py", *arguments]), ranks=1)
+    found, popular = recall(lines)
+    assert lines["data"] == f"{file}, 100 ids"
+    assert popular < 20 and found > 50  # what comes next follows from what came before
+
+
+@pytest.mark.parametrize("content, message", [(None, "cannot read"), ("one line\n", "must have at least two lines")])
+def test_keras_recommender_explains_wrong_ids(python, tmp_path, content, message):
+    file = tmp_path / "ids.txt"
+    if content is not None:
+        file.write_text(content)
+    result = python(["examples/keras_recommender.py", "--ids", str(file)])
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
 def test_own_compressor_trains(horovodrun):
     lines = report(horovodrun(2, ["examples/own_compressor.py", "--epochs", "15"]))
     assert lines["compressor"] == "Ternary"
