@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
@@ -16,12 +17,15 @@ import hvd_compress as hvdc
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import data
+import ids
 import keras_gpt
 import keras_mnist
-import keras_resnet
+import keras_recommender
+import resnet
 import text
 
 Arrays = tuple[np.ndarray, np.ndarray]
+Batches = Iterator[tuple[Any, Any]]  # inputs and labels, arrays or tensors
 
 
 class Task(NamedTuple):
@@ -29,8 +33,7 @@ class Task(NamedTuple):
 
     Attributes:
         build_model: Makes the model; its weights follow from the global seed.
-        batches: From a random generator, which differs between ranks and seeds, the endless batches of this rank:
-            inputs and labels.
+        batches: From a random generator, which differs between ranks and seeds, the endless batches of this rank.
         loss: From labels and outputs, the mean loss of a batch.
         metric: From the model, the metric of the validation data. The same on all ranks, as their weights are.
         metric_name: What the metric is.
@@ -38,14 +41,14 @@ class Task(NamedTuple):
     """
 
     build_model: Callable[[], keras.Model]
-    batches: Callable[[np.random.Generator], Iterator[Arrays]]
+    batches: Callable[[np.random.Generator], Batches]
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     metric: Callable[[keras.Model], float]
     metric_name: str
     higher_is_better: bool
 
 
-def _batches_of(x: np.ndarray, y: np.ndarray, batch_size: int, random: np.random.Generator) -> Iterator[Arrays]:
+def _batches_of(x: np.ndarray, y: np.ndarray, batch_size: int, random: np.random.Generator) -> Batches:
     """Endless epochs over arrays; each has an order of its own and leaves out what fills no batch."""
     while True:
         order = random.permutation(len(x))
@@ -80,16 +83,16 @@ def digits() -> Task:
 
 def resnet20() -> Task:
     """ResNet-20 on the same digits: 0.27M parameters in 65 tensors."""
-    return _images(keras_resnet.resnet20, (32, 32, 3), 32)
+    return _images(lambda: resnet.resnet20(10, 32), (32, 32, 3), 32)
 
 
-def gpt(context: int = 64, batch_size: int = 16) -> Task:
+def gpt(context: int = 64, batch_size: int = 8) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 0.95M parameters."""
     source = text.load(None)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     windows = _windows(source.validation, np.arange(256) * (len(source.validation) // 257), context)
 
-    def batches(random: np.random.Generator) -> Iterator[Arrays]:
+    def batches(random: np.random.Generator) -> Batches:
         while True:  # any windows: in so short a training, ranks hardly ever meet the same
             yield _windows(source.train, random.integers(0, len(source.train) - context - 1, batch_size), context)
 
@@ -109,7 +112,24 @@ def _windows(source: np.ndarray, starts: np.ndarray, context: int) -> Arrays:
     return windows[:, :-1], windows[:, 1:]
 
 
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "resnet20": resnet20, "gpt": gpt}
+def recommender(batch_size: int = 512) -> Task:
+    """The network of examples/keras_recommender.py on the same text: an embedding of some 50,000 x 64."""
+    content = ids.load()
+    recall = keras_recommender.Recall(content)
+    dataset, _ = ids.dataset(content.train, keras_recommender.CONTEXT, batch_size, hvd.rank(), hvd.size())
+    return Task(
+        build_model=lambda: keras_recommender.build_model(content.count),
+        batches=lambda random: iter(dataset),  # whose order follows from TensorFlow's seed
+        loss=keras_recommender.loss(),
+        metric=lambda model: 100 * recall(model),
+        metric_name="recall at ten, %",
+        higher_is_better=True,
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": digits, "resnet20": resnet20, "gpt": gpt, "recommender": recommender,
+}  # fmt: skip
 
 
 # Learning rates for two workers. The first kind of optimizer is the usual one for the task.
@@ -117,6 +137,7 @@ RATES = {
     "digits": {"adam": 2e-3, "sgd": 0.05},
     "resnet20": {"sgd": 0.1, "adam": 2e-3},
     "gpt": {"adam": 1e-3, "sgd": 0.2},
+    "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 
 

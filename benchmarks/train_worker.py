@@ -33,13 +33,15 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
     variables = model.trainable_variables
 
     @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    def step(x: Any, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Trains one step; returns the loss and the bytes of stock Horovod."""
         with tf.GradientTape() as tape:
             loss = task.loss(y, model(x, training=True))
         if method in HOROVOD:
             tape = hvd.DistributedGradientTape(tape, compression=getattr(hvd.Compression, HOROVOD[method]))
-        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
-        return loss
+        gradients = tape.gradient(loss, tf_variables(variables))
+        optimizer.apply_gradients(zip(gradients, variables))
+        return loss, stock_bytes(gradients, 2 if method == "horovod fp16" else 4)
 
     batches = task.batches(np.random.default_rng([seed, hvd.rank()]))
     sign = 1 if task.higher_is_better else -1
@@ -51,12 +53,12 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
         barrier()
         start = time.perf_counter()
         for x, y in chunk:
-            loss = step(tf.constant(x), tf.constant(y))
+            loss, stock = step(tf.nest.map_structure(tf.convert_to_tensor, x), tf.convert_to_tensor(y))
             if not first_step:
                 first_step = time.perf_counter() - start
         float(loss)  # waits for a GPU
         seconds += time.perf_counter() - start
-        sent += every * bytes_per_step(method, optimizer, variables)
+        sent += every * (float(stock) if method in HOROVOD else optimizer.bytes_sent()[0])
         # All workers have the same weights, but one decides, so that all stop in the same step.
         metric = float(hvd.broadcast(tf.constant(task.metric(model), tf.float64), 0, name="metric").numpy())
         curve.append([steps, round(seconds, 3), int(sent), round(metric, 5)])
@@ -76,12 +78,16 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
     }
 
 
-def bytes_per_step(method: str, optimizer: Any, variables: list[Any]) -> float:
-    """Bytes that this rank sends in the step before; for stock Horovod, those of a ring allreduce."""
-    if method not in HOROVOD:
-        return optimizer.bytes_sent()[0]
-    values = sum(int(np.prod(variable.shape)) for variable in variables)
-    return 2 * (hvd.size() - 1) / hvd.size() * values * (4 if HOROVOD[method] == "none" else 2)
+def stock_bytes(gradients: list[Any], itemsize: int) -> tf.Tensor:
+    """Bytes that each rank sends with stock Horovod: dense gradients in a ring allreduce, slices in an allgather."""
+    n = hvd.size()
+    dense = sum(g.shape.num_elements() for g in gradients if not isinstance(g, tf.IndexedSlices))
+    nbytes = tf.constant(2 * (n - 1) / n * dense * itemsize, tf.float64)
+    for g in gradients:
+        if isinstance(g, tf.IndexedSlices):
+            row = (g.values.shape[-1] * itemsize + 8) * (n - 1)  # the row's number has 8 bytes
+            nbytes += tf.cast(tf.size(g.indices, tf.int64), tf.float64) * row
+    return nbytes
 
 
 def chosen(optimizer: Any) -> str:
