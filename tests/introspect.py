@@ -7,7 +7,7 @@ test may assign to; everything else returns numbers, arrays or names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,26 @@ def reducers_made() -> int:
 def set_reducers_made(number: int) -> None:
     """As if this process had made so many reducers."""
     reducers.Reducer.made = number
+
+
+# Starting over
+
+
+def rewinder(function: Any, *inputs: Any) -> Callable[[], None]:
+    """Traces a tf.function without a call; what is returned puts back all variables that a call may change.
+
+    Tests can share what was traced, and each begins as if it had made it.
+    """
+    traced = function.get_concrete_function(*inputs)
+    handles = [handle for handle in traced.graph.external_captures if handle.dtype == tf.resource]
+    types = [handle._handle_data.shape_and_type[0].dtype for handle in handles]
+    values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in zip(handles, types)]
+
+    def rewind() -> None:
+        for handle, value in zip(handles, values):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    return rewind
 
 
 # Layout

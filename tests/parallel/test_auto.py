@@ -1,16 +1,20 @@
 """`compression="auto"`: all ranks choose alike, switching loses nothing, and the choice is explained."""
 
+import functools
+
 import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.cost import Calibration, KernelCost, Link
+from hvd_compress.cost.calibration import COLLECTIVES
 from hvd_compress.engine.compression_report import CompressionReport
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 
-SHAPES = [(300, 500), (64,), (700, 900), (10, 10), (600, 1000)]
+SHAPES = [(150, 500), (64,), (350, 500), (10, 10), (600, 450)]  # two buckets
 SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"
 
 
@@ -18,6 +22,7 @@ def new_reducer(spec=SPEC, **settings):
     return introspect.new_reducer(spec, min_compress_size=200, **settings)
 
 
+@functools.lru_cache(maxsize=4)
 def gradients(rank, step):
     random = np.random.default_rng([rank, step])
     return [random.standard_t(3, shape).astype(np.float32) for shape in SHAPES]
@@ -40,6 +45,16 @@ class Training:
 
         self._step = step
 
+    def shared(self):
+        """Traced at once, so that many tests can begin with it as if it were new."""
+        self._rewind = introspect.rewinder(self._step, *map(tf.constant, gradients(self.rank, 0)))
+        return self
+
+    def rewound(self):
+        self.steps = 0
+        self._rewind()
+        return self
+
     def step(self, values=None):
         values = gradients(self.rank, self.steps) if values is None else values
         self.steps += 1
@@ -57,9 +72,16 @@ class Training:
         return introspect.residuals(self.plan)
 
 
+@pytest.fixture(scope="module")
+def shared(rank, costs_file):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
+        return Training(rank).shared()
+
+
 @pytest.fixture
-def training(rank):
-    return Training(rank)
+def training(shared):
+    return shared.rewound()
 
 
 def test_switching_loses_nothing_and_traces_once(training, rank, size, gather):
@@ -122,7 +144,7 @@ def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
     training.choose(2)
     training.step()
     before = training.residuals()
-    values = gradients(rank, 99)
+    values = [gradient.copy() for gradient in gradients(rank, 99)]
     if rank == 1:
         values[2][5, 5] = np.nan
     assert any(np.isnan(r).any() for r in training.step(values))
@@ -167,7 +189,8 @@ def test_warm_up_and_phases_set_the_target(rank):
     assert introspect.bucket_reports(training.plan)[0].switches >= 1
 
 
-def test_rank_0_logs_switches_and_the_report_explains(training, rank, capfd):
+def test_rank_0_logs_switches_and_the_report_explains(rank, capfd):
+    training = Training(rank)
     training.step()
     started = capfd.readouterr().err
     training.choose(1)
@@ -209,13 +232,14 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
 
 def test_policy_gives_variables_other_compressors(rank, size):
     policy = (("emb*", hvdc.Compression.none), ("dense/*", hvdc.Compression.int8))
-    reducer = new_reducer("auto", policy=policy)
+    spec = "auto:candidates=(none|int8)"
+    reducer = new_reducer(spec, policy=policy)
     names = ["embedding/table", "dense/kernel", "other/kernel"]
     variables = [tf.Variable(tf.zeros([40, 50]), name=name) for name in names]
     values = [tf.random.stateless_normal([40, 50], [rank, i]) for i in range(3)]
     reduced = reducer(values, variables)
     plan = introspect.plan_of(reducer)
-    assert [group.compressor.spec for group in introspect.groups(plan)] == ["int8", "auto"]
+    assert [group.compressor.spec for group in introspect.groups(plan)] == ["int8", spec]
     assert introspect.uncompressed_buckets(plan) == [(0,)]
     mean = np.mean([tf.random.stateless_normal([40, 50], [r, 0]) for r in range(size)], 0)
     np.testing.assert_allclose(reduced[0], mean, atol=1e-6)
@@ -224,7 +248,8 @@ def test_policy_gives_variables_other_compressors(rank, size):
 
 def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monkeypatch):
     path = tmp_path / "link.json"
-    calibration = hvdc.calibrate(["none", "int8"])
+    link, kernels = Link(1e-4, 8e-9), {spec: KernelCost(1e-5, 1e-9, 1e-10, 1e-10) for spec in ("none", "int8")}
+    calibration = Calibration(size, dict.fromkeys(COLLECTIVES, link), kernels)
     calibration.save(path)
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
     training = Training(rank, spec="auto:candidates=(none|int8)")

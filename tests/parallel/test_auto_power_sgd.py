@@ -36,7 +36,7 @@ class Training:
 
     def __init__(self, rank, spec=SPEC, watched=False, **settings):
         self.rank, self.traces, self.steps = rank, 0, 0
-        settings = {"min_compress_size": 0, "bucket_bytes": 2**16, "policy": (), **settings}
+        settings = {"min_compress_size": 0, "bucket_bytes": 2**17, "policy": (), **settings}
         self.reducer = introspect.new_reducer(spec, watched, **settings)
         self.variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(SHAPES)]
 
@@ -46,6 +46,16 @@ class Training:
             return self.reducer(list(tensors), self.variables)
 
         self._step = step
+
+    def shared(self):
+        """Traced at once, so that many tests can begin with it as if it were new."""
+        self._rewind = introspect.rewinder(self._step, *map(tf.constant, draw(self.rank, 0)))
+        return self
+
+    def rewound(self):
+        self.steps = 0
+        self._rewind()
+        return self
 
     def step(self, values=None):
         values = draw(self.rank, self.steps) if values is None else values
@@ -80,6 +90,19 @@ class Training:
         return found
 
 
+@pytest.fixture(scope="module")
+def shared(rank, costs_file):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
+        return Training(rank).shared()
+
+
+@pytest.fixture
+def training(shared):
+    """With `SPEC` and no other settings."""
+    return shared.rewound()
+
+
 def powersgd(brought, right):
     """One step of Vogels et al. 2019, Algorithms 1 and 2: output, residuals, right factor; of all ranks' matrices."""
     left, _ = np.linalg.qr(np.mean([m @ right for m in brought], 0))
@@ -103,9 +126,9 @@ def cosines(a, b):
         {"groups": 2, "residual_decay": 0.9, "residual_dtype": "bfloat16", "gradient_predivide_factor": 2.0},
     ],
 )
-def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather):
+def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather, training):
     """Each step: what all ranks brought is what all receive and what all keep. Those of low rank are the paper's."""
-    training = Training(rank, **settings)
+    training = Training(rank, **settings) if settings else training
     decay = settings.get("residual_decay", 1.0)
     predivide = settings.get("gradient_predivide_factor", 1.0)
     rounding = 2.0**-8 if "residual_dtype" in settings else 1e-5
@@ -265,8 +288,7 @@ def test_in_use_the_residual_says_what_got_through(rank, size):
     np.testing.assert_allclose(lost, average, rtol=1e-3)
 
 
-def test_the_log_and_the_report_name_it(rank, capfd):
-    training = Training(rank)
+def test_the_log_and_the_report_name_it(rank, capfd, training):
     for _ in range(3):
         training.step()
     for candidate, new in ((LOW_RANK, INT8), (INT8, LOW_RANK)):
@@ -294,8 +316,8 @@ def test_the_log_and_the_report_name_it(rank, capfd):
             assert all(bucket.predicted == total > 0 for bucket in report)
 
 
-def test_a_restored_run_goes_on_to_the_bit(rank):
-    first = Training(rank)
+def test_a_restored_run_goes_on_to_the_bit(rank, training):
+    first = training
     first.step()
     for candidate in (LOW_RANK, INT8, LOW_RANK):
         first.choose(candidate)
@@ -343,8 +365,7 @@ def test_it_is_watched(rank, size):
     assert (steps.exchange[2:] <= steps.seconds[2:] + 1e-6).all()
 
 
-@pytest.mark.parametrize("candidates", ["powersgd:rank=2", "none|int8|powersgd:rank=2"])
-def test_training_converges(candidates, rank, size):
+def test_training_converges(rank, size):
     keras.utils.set_random_seed(1)
     digits = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)
     random = np.random.default_rng([1, rank])
@@ -352,7 +373,7 @@ def test_training_converges(candidates, rank, size):
     images = digits[labels] + random.standard_normal((640, 64)).astype(np.float32)
     layers = [keras.layers.Dense(48, activation="relu"), keras.layers.Dense(10)]
     model = keras.Sequential([keras.Input((64,)), *layers])
-    spec = f"auto:candidates=({candidates}),target=0.001,probe_every=5"
+    spec = "auto:candidates=(none|int8|powersgd:rank=2),target=0.001,probe_every=5"
     optimizer = hvdc.DistributedOptimizer(keras.optimizers.Adam(3e-3), compression=spec, min_compress_size=100)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)

@@ -44,7 +44,9 @@ def ones(rank):
 # hvdc.allreduce
 
 
-@pytest.mark.parametrize("spec", ["none", "int8", "topk:ratio=0.5"])
+@pytest.mark.parametrize(
+    "spec, run", [("none", "function"), ("int8", "eager"), ("topk:ratio=0.5", "function")], indirect=["run"]
+)
 def test_dtypes(spec, run, rank, size):
     for dtype in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"):
         total = run(lambda: hvdc.allreduce(tf.cast(tf.fill([8], rank + 1), dtype), compression=spec, op=hvd.Sum))
@@ -84,7 +86,7 @@ def test_what_is_no_tensor(spec, rank):
     assert shapes == [[40, 50], [], [0]] and hvdc.grouped_allreduce([], compression=spec) == []
 
 
-@pytest.mark.parametrize("spec", ["none", "int8"])
+@pytest.mark.parametrize("spec, run", [("none", "eager"), ("int8", "function")], indirect=["run"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -126,7 +128,7 @@ def test_shapes_unknown_to_allreduce(signature, rank, size):
 # Gradients
 
 
-@pytest.mark.parametrize("spec", ["none", "int8"])
+@pytest.mark.parametrize("spec, run", [("none", "eager"), ("int8", "function")], indirect=["run"])
 def test_gradients_that_are_not_float(spec, run, rank, size):
     variables = [tf.Variable(tf.zeros([40, 50])), tf.Variable(tf.zeros([40, 50], tf.int64), name="counts")]
     for dtype in ("int64", "int32", "bfloat16"):
@@ -141,7 +143,7 @@ def test_gradients_that_are_not_float(spec, run, rank, size):
         refused(message, lambda: run(lambda: reduce(gradients, variables, spec)))
 
 
-@pytest.mark.parametrize("spec", ["none", "int8"])
+@pytest.mark.parametrize("spec, run", [("none", "function"), ("int8", "eager")], indirect=["run"])
 def test_gradients_without_a_size(spec, run, rank, size):
     shapes = [(), (0, 4), (0,)]
     variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
@@ -155,7 +157,7 @@ def test_gradients_without_a_size(spec, run, rank, size):
     assert run(lambda: reduce([None], variables[:1], spec)) == [None]
 
 
-@pytest.mark.parametrize("spec", ["none", "int8"])
+@pytest.mark.parametrize("spec, run", [("none", "eager"), ("int8", "function")], indirect=["run"])
 def test_bfloat16_slices(spec, run, rank, size):
     variable = tf.Variable(tf.zeros([40, 50], tf.bfloat16))
     slices = tf.IndexedSlices(tf.ones([1, 50], tf.bfloat16), tf.constant([rank]), tf.constant([40, 50]))
@@ -292,7 +294,7 @@ def test_horovods_own_optimizer_is_not_wrapped(keras):
 
 
 def test_many_tiny_tensors(rank, size):
-    variables = [tf.Variable(tf.zeros([2, 3])) for _ in range(1000)]
+    variables = [tf.Variable(tf.zeros([2, 3])) for _ in range(400)]
     gradients = [tf.fill([2, 3], float(rank)) for _ in variables]
     for least in (0, 1024):
         reduced = reduce(gradients, variables, "int8", min_compress_size=least)

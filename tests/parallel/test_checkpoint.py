@@ -23,6 +23,7 @@ try:
 except ImportError:  # TF 2.15: tf.keras is Keras 2
     pass
 IS_KERAS3 = hasattr(tf_dot_keras.optimizers.Optimizer, "stateless_apply")
+pytestmark = pytest.mark.usefixtures("fixed_costs")
 CONFIGURATIONS = {
     "int8": {"compression": "int8"},
     "hybrid": {"compression": "hybrid:ratio=0.05,bits=4"},
@@ -105,54 +106,110 @@ def fails(model, directory, rank, match):
     return one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("name", "keras"),
-    [(name, "keras") for name in CONFIGURATIONS] + [("hybrid", name) for name in KERASES if name != "keras"],
-)
-def test_a_resumed_run_continues_bit_identically(name, keras, rank, shared):
-    keras, options = KERASES[keras], CONFIGURATIONS[name]
-    whole = make_model(keras, **options)
-    fit(whole, rank, 2)
+@pytest.fixture(scope="module", params=sorted(KERASES))
+def uninterrupted(request, rank):
+    """A Keras, and for each number of epochs what a run with hybrid that is never saved has then."""
+    keras = KERASES[request.param]
+    model, found = make_model(keras, **CONFIGURATIONS["hybrid"]), {}
+    for start, epochs in ((0, 2), (2, 4)):
+        fit(model, rank, epochs, start)
+        found[epochs] = state_bytes(model), model.get_weights()
+    return keras, found
 
+
+def test_a_resumed_run_continues_bit_identically(uninterrupted, rank, shared):
+    keras, options = uninterrupted[0], CONFIGURATIONS["hybrid"]
+    state, weights = uninterrupted[1][2]
     first = make_model(keras, **options)
     fit(first, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(shared)])
     second = restart(keras, first, **options)
     fit(second, rank, 2, 1, [hvdc.callbacks.ResidualCheckpoint(shared)])
-    assert state_bytes(second) == state_bytes(whole)
-    for ours, theirs in zip(second.get_weights(), whole.get_weights()):
+    assert state_bytes(second) == state
+    for ours, theirs in zip(second.get_weights(), weights):
         np.testing.assert_array_equal(ours, theirs)
 
-    if name == "hybrid":  # the test could fail: without the residuals the run goes elsewhere
-        without = restart(keras, first, **options)
-        fit(without, rank, 2, 1, [hvdc.callbacks.ResidualCheckpoint(shared, resume=False)])
-        assert any((a != b).any() for a, b in zip(without.get_weights(), whole.get_weights()))
+    # The test could fail: without the residuals the run goes elsewhere.
+    second.set_weights(first.get_weights())
+    for variable, old in zip(variables_of(second.optimizer), variables_of(first.optimizer)):
+        variable.assign(np.asarray(old))
+    for variable in introspect.residual_variables(plans(second)[0]):
+        variable.assign(tf.zeros_like(variable))
+    fit(second, rank, 2, 1, [hvdc.callbacks.ResidualCheckpoint(shared, resume=False)])
+    assert any((a != b).any() for a, b in zip(second.get_weights(), weights))
+
+
+SHAPES = [(24, 67), (67,), (67, 33), (33,), (33, 4), (4,)]  # of the model
+
+
+class Loop:
+    """Steps of a custom loop."""
+
+    def __init__(self, **options):
+        rng = np.random.default_rng(0)
+        self.weights = [tf.Variable(rng.standard_normal(s).astype(np.float32), name="w") for s in SHAPES]
+        sgd = tf_dot_keras.optimizers.SGD(0.02, momentum=0.5)
+        self.optimizer = hvdc.DistributedOptimizer(sgd, **options)
+        self.optimizer.build(self.weights)
+
+        @tf.function
+        def step(*gradients):
+            self.optimizer.apply_gradients(zip(gradients, self.weights))
+
+        self._step = step
+
+    def train(self, rank, steps):
+        for step in steps:
+            rng = np.random.default_rng([rank, step])
+            self._step(*(tf.constant(rng.standard_normal(s), tf.float32) for s in SHAPES))
+
+    def restarted(self, **options):
+        """A new process, as far as that can be had in one."""
+        new = Loop(**options)
+        theirs = [*self.weights, *variables_of(self.optimizer)]
+        for variable, old in zip([*new.weights, *variables_of(new.optimizer)], theirs):
+            variable.assign(np.asarray(old))
+        return new
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in ("hybrid", "int8")])
+def test_whatever_is_kept_is_taken_up_to_the_bit(name, rank, shared):
+    """What a run goes on with after a save is what a new one goes on with after loading it."""
+    options = CONFIGURATIONS[name]
+    first = Loop(**options)
+    first.train(rank, range(STEPS))
+    hvdc.save_residuals(first.optimizer, shared)
+    second = first.restarted(**options)
+    assert hvdc.load_residuals(second.optimizer, shared, second.weights) == STEPS
+    for each in (first, second):
+        each.train(rank, range(STEPS, 2 * STEPS))
+    assert state_bytes(second) == state_bytes(first)
+    for ours, theirs in zip(second.weights, first.weights):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_sums_of_passes_before_an_exchange_are_saved_too(rank, shared):
     """An epoch ends in the middle of 3 passes: 4 passes, 8 in all."""
     keras, options = KERASES["keras"], {**CONFIGURATIONS["int8"], "backward_passes_per_step": 3}
-    whole = make_model(keras, **options)
-    fit(whole, rank, 2)
     first = make_model(keras, **options)
     fit(first, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(shared)])
     second = restart(keras, first, **options)
     fit(second, rank, 2, 1, [hvdc.callbacks.ResidualCheckpoint(shared)])
+    fit(first, rank, 2, 1)
     assert second.optimizer._agg_helper.counter.numpy() == 8 % 3
-    assert state_bytes(second) == state_bytes(whole)
-    for ours, theirs in zip(second.get_weights(), whole.get_weights()):
+    assert state_bytes(second) == state_bytes(first)
+    for ours, theirs in zip(second.get_weights(), first.get_weights()):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_each_rank_may_have_a_directory_of_its_own(rank, tmp_path):
-    keras, options = KERASES["keras"], CONFIGURATIONS["hybrid"]
-    whole = make_model(keras, **options)
-    fit(whole, rank, 2)
+    keras, options = KERASES["keras"], CONFIGURATIONS["int8"]
     first = make_model(keras, **options)
     fit(first, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(tmp_path / "residuals")])
     assert len(list((tmp_path / "residuals" / "save-00000001").glob("*.npz"))) == 1
     second = restart(keras, first, **options)
     fit(second, rank, 2, 1, [hvdc.callbacks.ResidualCheckpoint(tmp_path / "residuals")])
-    assert state_bytes(second) == state_bytes(whole)
+    fit(first, rank, 2, 1)
+    assert state_bytes(second) == state_bytes(first)
 
 
 def test_the_newest_two_are_kept_and_the_one_of_the_models_step_is_taken(rank, shared, gather):
@@ -366,8 +423,7 @@ def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(name, old, rank, 
     only_on_rank_0(rank, lambda: write_as(shared, old, [of(q) for q in range(old)], manifest))
 
     resumed = restart(keras, model, **options)
-    fresh = restart(keras, model, **options)  # a plan that is there already
-    fit(fresh, rank, 1)
+    fresh = model  # whose plan is there already
     for target in (resumed, fresh):
         assert hvdc.load_residuals(target.optimizer, shared, target.trainable_variables, step=STEPS) == STEPS
     loaded = introspect.saved_state(plans(fresh)[0])
@@ -434,7 +490,7 @@ def test_from_four_ranks_to_two_and_back(name, process_sets, rank, size, shared,
     def begin(older=None, group=hvd.global_process_set):
         weights = [tf.Variable(np.ones(shape, np.float32), name="w") for shape in [(40, 50), (30,)]]
         if name == "dgc":
-            dgc = hvdc.Compression.dgc(0.01, clipnorm=1.0, steps_per_epoch=2 * steps)
+            dgc = hvdc.Compression.dgc(0.01, clipnorm=1.0, warmup_epochs=1, steps_per_epoch=2 * steps)
             optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=dgc, process_set=group)
         else:
             optimizer = hvdc.optimizers.OneBitAdam(0.01, freeze_step=3, process_set=group)
@@ -545,8 +601,6 @@ def test_residuals_of_a_tape(rank, size, shared):
 @pytest.mark.skipif(not IS_KERAS3, reason="saves in Keras 3's format")
 def test_the_saved_model_and_the_broadcast_have_no_residuals(rank, size, shared, tmp_path, gather):
     keras, options = tf_dot_keras, CONFIGURATIONS["momentum"]
-    whole = make_model(keras, **options)
-    fit(whole, rank, 3)
     model = make_model(keras, **options)
     fit(model, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(shared)])
     path = tmp_path / "model.keras"
@@ -568,17 +622,17 @@ def test_the_saved_model_and_the_broadcast_have_no_residuals(rank, size, shared,
     ]
     fit(loaded, rank, 3, 1, callbacks)
     # Bit-identical: the broadcast has left each rank its own residuals.
-    assert state_bytes(loaded) == state_bytes(whole)
+    fit(model, rank, 3, 1)
+    assert state_bytes(loaded) == state_bytes(model)
     residuals = gather(introspect.residual_variables(plans(loaded)[0])[0].numpy())
     assert (residuals[0] != residuals[1]).any()
 
 
 @pytest.mark.skipif(not IS_KERAS3, reason="restores in Keras 3's format")
-def test_behind_keras_backup_and_restore(rank, shared, tmp_path):
+@pytest.mark.parametrize("uninterrupted", ["keras"], indirect=True)
+def test_behind_keras_backup_and_restore(uninterrupted, rank, shared, tmp_path):
     """A job that dies in its third epoch, with the callbacks in the order that the documentation tells."""
-    keras, options = tf_dot_keras, CONFIGURATIONS["hybrid"]
-    whole = make_model(keras, **options)
-    fit(whole, rank, 4)
+    keras, options = uninterrupted[0], CONFIGURATIONS["hybrid"]
 
     class Dies(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -596,7 +650,7 @@ def test_behind_keras_backup_and_restore(rank, shared, tmp_path):
         fit(make_model(keras, **options), rank, 4, callbacks=[*callbacks(), Dies()])
     resumed = make_model(keras, **options)
     fit(resumed, rank, 4, callbacks=callbacks())
-    assert state_bytes(resumed) == state_bytes(whole)
+    assert state_bytes(resumed) == uninterrupted[1][4][0]
 
 
 def test_process_sets_with_directories_of_their_own(process_sets, rank, size, tmp_path):

@@ -25,7 +25,10 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.fixture(params=[("keras", "int8"), ("keras", "passes"), ("tf_keras", "momentum")])
+JOBS = [("keras", "int8"), ("keras", "passes"), ("tf_keras", "momentum")]
+
+
+@pytest.fixture(params=JOBS)
 def make(request):
     """Makes a model that is trained with residuals, its optimizer and its state."""
     return functools.partial(make_job, *request.param)
@@ -66,7 +69,7 @@ def total(optimizer, gather):
     return [gather(tensor).sum(axis=0) for tensor in held(optimizer)]
 
 
-def test_back_to_the_commit(job, rank):
+def test_back_to_the_commit(job, rank, size, gather):
     model, optimizer, state = job
     state.sync()
     fit(model, rank, 5)
@@ -74,6 +77,11 @@ def test_back_to_the_commit(job, rank):
     state.commit()
     committed = everything(model, optimizer)
     assert any(tensor.any() for tensor in held(optimizer))
+    # The rank before is copied.
+    copies = [t for copy in state._commits[-1].copies for f in copy.tensors.values() for t in f.values()]
+    assert copies
+    for own, copy in zip(held(optimizer), copies):
+        np.testing.assert_array_equal(copy, gather(own)[(rank - 1) % size])
     fit(model, rank, 3, seed=1)
     after = everything(model, optimizer)
     state.epoch = 2
@@ -97,18 +105,12 @@ def test_back_to_a_commit_before_the_first_step(job, rank):
     assert not any(tensor.any() for tensor in held(optimizer))
 
 
-def test_the_rank_before_is_copied(job, rank, size, gather):
-    model, optimizer, state = job
-    state.sync()
-    fit(model, rank, 5)
-    state.commit()
-    copies = [t for copy in state._commits[-1].copies for f in copy.tensors.values() for t in f.values()]
-    assert copies
-    for own, copy in zip(held(optimizer), copies):
-        np.testing.assert_array_equal(copy, gather(own)[(rank - 1) % size])
-
-
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize(
+    "make, copied",
+    # Whether there are copies does not depend on what is in them.
+    [*((make, True) for make in JOBS), (JOBS[0], False)],
+    indirect=["make"],
+)
 def test_residuals_of_a_rank_that_is_gone(job, rank, gather, copied):
     # Two ranks that were 0 and 2 of three: rank 2 has copies of rank 1's, here those that it got from rank 0.
     model, optimizer, state = job
@@ -237,6 +239,7 @@ def test_a_rank_is_killed_and_another_joins(name, rank, gather):
         assert optimizer.frozen_at == optimizer.freeze_step
 
 
+@pytest.mark.parametrize("make", [JOBS[1]], indirect=True)
 def test_a_commit_that_not_all_have(job, rank, gather):
     # Rank 0 has finished a commit, rank 1 has not: all go back to the one before.
     model, optimizer, state = job

@@ -1,5 +1,7 @@
 """The patterns in which buckets cross, against sums over the ranks in NumPy."""
 
+import itertools
+
 import horovod.tensorflow as hvd
 import introspect
 import numpy as np
@@ -12,7 +14,8 @@ from hvd_compress.exchange import choice
 from hvd_compress.exchange.allgather import Allgather
 from hvd_compress.exchange.scatter_reduce import ScatterReduce
 
-SHAPES = [(100, 333), (512, 1030), (1500, 1000), (7, 11)]
+SHAPES = [(100, 83), (512, 258), (1500, 250), (7, 11)]
+BUCKET = 2**20  # bytes, of which these fill two
 
 
 class HalfPrecision(hvdc.Compressor):
@@ -39,7 +42,7 @@ def draw(rank, step):
 
 def check_mass(compressor, gather, size, steps=3, **settings):
     """What comes in equals what goes out and what stays, each step, on ranks that all get the same."""
-    reducer = introspect.new_reducer(compressor, bucket_bytes=4 * 2**20, **settings)
+    reducer = introspect.new_reducer(compressor, bucket_bytes=BUCKET, **settings)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     old = [np.zeros(shape) for shape in SHAPES]
     for step in range(steps):
@@ -61,7 +64,7 @@ def test_mass_is_conserved_in_pieces(compressor, gather, size):
     reducer = check_mass(compressor, gather, size)
     plan = introspect.plan_of(reducer)
     (group,) = introspect.groups(plan)
-    assert len(group.shapes) == len(introspect.buckets(plan)) == 4
+    assert len(group.shapes) == len(introspect.buckets(plan)) == 2
 
 
 @pytest.mark.np4
@@ -72,7 +75,7 @@ def test_mass_is_conserved_in_scatter_reduce(compressor, gather, size, monkeypat
     plan = introspect.plan_of(reducer)
     (group,) = introspect.groups(plan)
     # Of each owner one chunk in the first bucket, two in the next one, and then three.
-    assert [len(bucket.chunks) for bucket in introspect.buckets(plan)] == [size, 2 * size, *[3 * size] * 3]
+    assert [len(bucket.chunks) for bucket in introspect.buckets(plan)] == [size, 2 * size, 3 * size]
     assert introspect.is_scatter_reduced(compressor, group.shapes, size)
 
 
@@ -89,17 +92,19 @@ def test_scatter_reduce_comes_close_to_the_average(spec, size, monkeypatch):
 
 
 @pytest.mark.np4
-@pytest.mark.parametrize("where, groups", [("first", 1), ("last", 1), ("last", None)])
-@pytest.mark.parametrize("spec", ["int8", "hybrid:ratio=0.05,bits=4", "topk:ratio=0.01", "bf16"])
-def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, where, groups, rank, size, monkeypatch):
+@pytest.mark.parametrize(
+    "spec, groups",
+    [("int8", None), ("int8", 1), ("hybrid:ratio=0.05,bits=4", None), ("topk:ratio=0.01", 1), ("bf16", None)],
+)
+def test_scatter_reduce_takes_nan_to_all_and_keeps_no_trace(spec, groups, rank, size, monkeypatch):
     introspect.prefer_scatter_reduce(monkeypatch)
     reducer = introspect.new_reducer(spec, groups=groups)
     variables = [tf.Variable(tf.zeros(s)) for s in SHAPES]
     reducer(list(map(tf.constant, draw(rank, 0))), variables)
     before = residuals_of(reducer)
     gradients = draw(rank, 1)
-    place = 0 if where == "first" else -1
-    for bad in range(size):  # each rank in turn; the place is each owner's in turn
+    # Each rank in turn; the place is each owner's in turn.
+    for bad, place in itertools.product(range(size), (0, -1)):
         broken = [g.copy() for g in gradients]
         if rank == bad:
             broken[2].flat[place] = np.nan
@@ -157,7 +162,7 @@ def ancestors(op):
 
 
 def test_a_bucket_waits_for_no_gradient_of_the_layers_before_it():
-    reducer = introspect.new_reducer("int8", bucket_bytes=2**20)
+    reducer = introspect.new_reducer("int8", bucket_bytes=BUCKET // 4)
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES[:3]]
 
     @tf.function
@@ -168,7 +173,7 @@ def test_a_bucket_waits_for_no_gradient_of_the_layers_before_it():
     gathers = [op for op in graph.get_operations() if op.type == "HorovodAllreduce"]
     names = ("first", "second", "third")
     needs = [{op.name for op in ancestors(gather) if op.name in names} for gather in gathers]
-    # 1.5M, 0.5M and 0.03M elements, in buckets of 0.26M.
+    # 375k, 132k and 8k elements, in buckets of 66k.
     assert len(needs) == 8 and needs[-1] == {"third", "second", "first"}
     assert all(need == {"third"} for need in needs[:5])
 

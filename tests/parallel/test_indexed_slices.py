@@ -76,8 +76,7 @@ def quantized(x, bits):
     return np.where(step > 0, (code + first) * safe, x), unsure, step
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("bits, op", [(8, hvd.Average), (4, hvd.Sum)])
 def test_fifty_steps_as_simulated(bits, op, rank, size, gather):
     training = Training(f"quantize:bits={bits}", op=op)
     residuals = np.zeros((size, ROWS, COLUMNS))
@@ -114,7 +113,7 @@ def test_fifty_steps_as_simulated(bits, op, rank, size, gather):
 @pytest.mark.parametrize("settings", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}], ids=str)
 def test_uncompressed_rows_are_summed(settings, rank, size, gather):
     training = Training("none", **settings)
-    for step in range(50):
+    for step in range(10):
         found = training(*draw(rank, step))
         everyone = gather(found)
         assert (everyone == everyone[0]).all()
@@ -163,7 +162,7 @@ def test_ranks_without_rows(spec, rank, size):
     assert (training(*empty) == 0.0).all()
 
 
-@pytest.mark.parametrize("spec", ["none", "int8", "int4", "onebit"])
+@pytest.mark.parametrize("spec", ["none", "int8", "onebit"])
 def test_dense_where_that_sends_less(spec, rank, size, gather):
     """To and fro in one traced function; ranks of different numbers of rows choose alike."""
     rows = 40

@@ -111,7 +111,7 @@ def test_a_nan_on_one_rank_is_seen_on_all(rank):
     assert np.isnan(steps.error[1]) and np.isfinite(steps.error[[0, 2]]).all()
 
 
-def test_auto_and_indexed_slices_are_watched(rank):
+def test_auto_and_indexed_slices_are_watched(rank, fixed_costs):
     reducer = introspect.new_reducer("auto:candidates=(none|int8),warmup_steps=0", watched=True)
     variables = [tf.Variable(tf.zeros([100, 8])), tf.Variable(tf.zeros([300, 100]))]
 
