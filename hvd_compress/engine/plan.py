@@ -96,12 +96,19 @@ class Plan:
         def nbytes(members: list[int]) -> int:
             return sum(math.prod(layout.shapes[i]) * layout.dtypes[i].size for i in members)
 
-        rest = layout.uncompressed_members
-        compressed = [i for group in layout.param_groups for i in group.layout.tensors.members]
+        compressors = self.compressors()
+        # If `auto` compresses no bucket, it reduces gradients as stock Horovod does, without the padding of chunks.
+        as_stock = layout.auto_buckets if all(compressors[b].uncompressed for b in layout.auto_buckets) else ()
+        rest: list[int] = list(layout.uncompressed_members)
+        compressed: list[int] = []
+        for group in layout.param_groups:
+            (rest if as_stock and group.compressor.automatic else compressed).extend(group.layout.tensors.members)
         sent, stock = (uncompressed.bytes_sent(nbytes(some), ranks) for some in (rest, [*compressed, *rest]))
         if hosts is not None:  # a ring leaves each host once
             sent, stock = sent // hosts.workers, stock // hosts.workers
-        for b, compressor in enumerate(self.compressors()):
+        for b, compressor in enumerate(compressors):
+            if b in as_stock:
+                continue
             shapes = self.shapes_of(b, compressor)
             collective = self.collective(compressor, shapes)
             if hosts is None:

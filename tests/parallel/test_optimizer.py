@@ -562,6 +562,13 @@ def test_bytes_sent(rank, size):
     assert sent == (size - 1) * (8 * (128 + 8) + 1)
 
 
+def test_bytes_sent_by_auto_without_compression_are_those_of_horovod(fixed_costs, rank, size):
+    """2,023 elements: as chunks, they would be padded."""
+    optimizer = hvdc.DistributedOptimizer(KERASES["keras"].optimizers.SGD(1.0), compression="auto:candidates=(none)")
+    descend(KERASES["keras"], optimizer, [tf.Variable(tf.zeros([17, 119]))], [tf.fill([17, 119], float(rank))])
+    assert optimizer.bytes_sent() == (2 * (size - 1) * 8092 // size,) * 2
+
+
 @pytest.mark.parametrize("spec", ["none", "int8"])
 @pytest.mark.np4
 def test_process_set(spec, rank, size, process_sets):
