@@ -12,10 +12,10 @@ from .keras.callbacks import CountingCallback
 class ResidualCheckpoint(CountingCallback):
     """Saves each rank's residuals during training, and restores them when training resumes.
 
-    Put it on all ranks, next to the callback that saves the model (ModelCheckpoint, BackupAndRestore), with the
-    same frequency. Put it after BackupAndRestore and BroadcastGlobalVariablesCallback, because it selects the save
-    whose step equals the model's `optimizer.iterations`. It restores once: before the first step of an optimizer
-    that has not trained in this process. See docs/checkpoints.md.
+    Put it on all ranks, with the same frequency as the callback that saves the model. Put it behind
+    BroadcastGlobalVariablesCallback, because it selects the save whose step equals the model's `optimizer.iterations`.
+    Put it in front of ModelCheckpoint: each saved model then has its residuals, whenever the job ends. It restores
+    once: before the first step of an optimizer that has not trained in this process. See docs/checkpoints.md.
 
     Args:
         directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
