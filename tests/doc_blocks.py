@@ -49,6 +49,8 @@ def main(folder: str, *pages: str) -> None:
         for line, code in found:
             # After so many blank lines the code's lines have the page's numbers.
             exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
+        if "keras" in sys.modules:  # a page may have set another
+            sys.modules["keras"].mixed_precision.set_global_policy("float32")
         print(f"ran {len(found)} blocks of {page} in {time.monotonic() - start:.1f} s", flush=True)
 
 

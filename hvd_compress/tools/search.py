@@ -26,8 +26,8 @@ VALUES: dict[str, tuple[float, ...]] = {
 ARGUMENTS = {kind: [f.name for f in dataclasses.fields(FORMATS.classes[kind]) if f.name in VALUES] for kind in KINDS}
 # The opening: what is tried first, strong and mild settings of each idea.
 _OPENING = (
-    "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "quantize:bits=2", "hybrid:ratio=0.05,bits=4", "onebit",
-    "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
+    "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "hadamard", "quantize:bits=2", "hybrid:ratio=0.05,bits=4",
+    "onebit", "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
 )  # fmt: skip
 # While a gap in the first argument of a compressor is halved, a second argument has this value.
 _SECOND_ARGUMENT = {"bits": 4, "block": 16}

@@ -310,7 +310,7 @@ def test_the_best_and_its_rival_are_run_again():
 
 
 # At 100 Mbit/s, 5 MB of gradient: what is lost grows as less is sent.
-LOST = {"none": 0.0, "fp16": 0.0, "bf16": 0.001, "onebit": 0.3}
+LOST = {"none": 0.0, "fp16": 0.0, "bf16": 0.001, "onebit": 0.3, "hadamard": 0.05}
 
 
 def lost(spec):
@@ -342,7 +342,7 @@ def test_the_default_number_of_runs_finds_one_of_the_fastest(tune, monkeypatch, 
     assert result.exit_code == 0, result.output
     best = json.loads(result.stdout)["best"]["compression"]
     ratios = np.geomspace(0.001, 0.3, 60)
-    every = ["none", "fp16", "bf16", "onebit"]
+    every = ["none", "fp16", "bf16", "onebit", "hadamard"]
     every += [f"quantize:bits={bits}" for bits in search.VALUES["bits"]] + [
         f"powersgd:rank={n}" for n in search.VALUES["rank"]
     ]
