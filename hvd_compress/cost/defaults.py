@@ -14,6 +14,8 @@ KERNELS: dict[str, KernelCost] = {
     "bf16": KernelCost(2.8e-4, 2.3e-10, 3.8e-11, 7.7e-12),
     "quantize": KernelCost(2.2e-4, 4.7e-10, 2.4e-11, 2.4e-11),  # at 8 bits
     "int4": KernelCost(3.0e-4, 6.7e-10, 3.3e-11, 3.1e-11),
+    # Measured on another machine, and scaled by the ratio of `int4` on both.
+    "hadamard": KernelCost(3.0e-4, 7.0e-10, 1.9e-10, 3.5e-11),
     "onebit": KernelCost(3.1e-4, 5.3e-10, 3.0e-11, 1.7e-11),
     "topk": KernelCost(2.6e-4, 1.5e-9, 1.3e-11, 3.5e-10),  # at 1%
     "randomk": KernelCost(2.6e-4, 5.2e-10, 8.0e-11, 6.1e-12),  # at 1%
