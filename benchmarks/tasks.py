@@ -35,7 +35,7 @@ class Task(NamedTuple):
         build_model: Makes the model; its weights follow from the global seed.
         batches: From a random generator, which differs between ranks and seeds, the endless batches of this rank.
         loss: From labels and outputs, the mean loss of a batch.
-        metric: From the model, the metric of the validation data. The same on all ranks, as their weights are.
+        metric: From the model, the metric of this rank's share of the validation data, or of all of it.
         metric_name: What the metric is.
         higher_is_better: Whether the metric grows as training succeeds.
     """
@@ -61,10 +61,11 @@ def _images(build_model: Callable[[], keras.Model], shape: tuple[int, int, int],
     """Classifies scikit-learn's handwritten digits."""
     images = data.load("digits", shape)
     x, y = data.share(images)
+    x_test, y_test = images.x_test[hvd.rank() :: hvd.size()], images.y_test[hvd.rank() :: hvd.size()]
 
     def accuracy(model: keras.Model) -> float:
-        scores = model(tf.constant(images.x_test), training=False).numpy()
-        return float((scores.argmax(1) == images.y_test).mean() * 100)
+        scores = model(tf.constant(x_test), training=False).numpy()
+        return float((scores.argmax(1) == y_test).mean() * 100)
 
     return Task(
         build_model=build_model,
@@ -90,7 +91,8 @@ def gpt(context: int = 64, batch_size: int = 8) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 0.95M parameters."""
     source = text.load(None)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    windows = _windows(source.validation, np.arange(256) * (len(source.validation) // 257), context)
+    starts = np.arange(256) * (len(source.validation) // 257)
+    inputs, labels = map(tf.constant, _windows(source.validation, starts[hvd.rank() :: hvd.size()], context))
 
     def batches(random: np.random.Generator) -> Batches:
         while True:  # any windows: in so short a training, ranks hardly ever meet the same
@@ -100,7 +102,7 @@ def gpt(context: int = 64, batch_size: int = 8) -> Task:
         build_model=lambda: keras_gpt.build_model(layers=2, width=192, context=context),
         batches=batches,
         loss=loss,
-        metric=lambda model: float(loss(tf.constant(windows[1]), model(tf.constant(windows[0]), training=False))),
+        metric=lambda model: float(loss(labels, model(inputs, training=False))),
         metric_name="validation loss, nats per byte",
         higher_is_better=False,
     )

@@ -49,9 +49,9 @@ ADAM = ["OneBitAdam", "sgd none", f"sgd {DGC}"]  # dgc is made for SGD with mome
 SGD = [DGC, "adam none", "adam OneBitAdam"]
 TASKS = {
     "digits": Defaults(96.0, 132, 22, ADAM),
-    "resnet20": Defaults(96.0, 220, 22, SGD),
-    "gpt": Defaults(2.0, 300, 20, ADAM),
-    "recommender": Defaults(30.0, 300, 50, ADAM),
+    "resnet20": Defaults(98.0, 220, 22, SGD),
+    "gpt": Defaults(2.2, 300, 20, ADAM),
+    "recommender": Defaults(29.5, 300, 50, ADAM),
 }
 METHODS = [
     "horovod none", "horovod fp16", "none", "fp16", "bf16", "int8", "int4", "quantize:bits=2", "hadamard", "onebit",
