@@ -3,9 +3,9 @@
     python benchmarks/codes.py                          # errors; five minutes on two cores
     python benchmarks/codes.py --train --seeds 0 1      # steps to the loss of uncompressed training; half an hour
 
-Trains a small transformer on the source of Python's standard library (Adam) and ResNet-20 on scikit-learn's digits
-(SGD with momentum) in one process, and records the gradient of a few steps: uncompressed, and with the residual of
-`quantize:bits=2`, as the compressor sees it. Then it encodes these vectors with compressors of this package and with
+Trains the transformer (Adam) and the ResNet-20 (SGD with momentum) of benchmarks/tasks.py in one process, and records
+the gradient of a few steps: uncompressed, and with the residual of `quantize:bits=2`, as the compressor sees it. Then
+it encodes these vectors with compressors of this package and with
 codes in NumPy that did not become compressors. The error is ||x - decoded||^2 / ||x||^2.
 
 `benchmarks/kernels.py --only "2 bits"` measures the kernels.
@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import common
+import horovod.tensorflow as hvd
 import numpy as np
+import tasks
 import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
 
-CONTEXT, WIDTH = 64, 192
 RECORDED = (5, 30, 100, 300)  # steps
 WINDOW = 30  # steps whose losses are averaged
 SPECS = ("quantize:bits=2", "hadamard", "quantize:bits=3", "int4")
@@ -38,57 +36,14 @@ LEVELS = {2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152)}
 CLIPS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.22, 0.16)
 
 
-# Trainings
-
-
-def transformer() -> keras.Model:
-    """Two causal layers over bytes, 0.98 million weights."""
-    layers = keras.layers
-    tokens = layers.Input([CONTEXT], dtype="int32")
-    x = layers.Embedding(256, WIDTH)(tokens) + layers.Embedding(CONTEXT, WIDTH)(tf.range(CONTEXT)[None])
-    for _ in range(2):
-        y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(6, WIDTH // 6)(y, y, use_causal_mask=True)
-        x = x + layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(layers.LayerNormalization()(x)))
-    return keras.Model(tokens, layers.Dense(256)(layers.LayerNormalization()(x)))
-
-
-def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """32 pieces of the standard library's top modules, and the same pieces a byte later."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
-    rng = np.random.default_rng(seed)
-    while True:
-        start = rng.integers(0, len(text) - CONTEXT - 1, [32, 1])
-        rows = text[start + np.arange(CONTEXT + 1)].astype(np.int32)
-        yield rows[:, :-1], rows[:, 1:]
-
-
-def digit_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """64 digits, shifted by up to 4 pixels."""
-    import data
-
-    digits = data.digits((32, 32, 3))
-    x = np.pad(digits.x_train, [(0, 0), (4, 4), (4, 4), (0, 0)])
-    rng = np.random.default_rng(seed)
-    while True:
-        i, (row, column) = rng.integers(0, len(x), 64), rng.integers(0, 9, 2)
-        yield x[i, row : row + 32, column : column + 32], digits.y_train[i]
-
-
 def train(
-    task: str, spec: str, steps: int, seed: int, stop_at: float = 0.0
+    task_name: str, spec: str, steps: int, seed: int, stop_at: float = 0.0
 ) -> tuple[list[float], dict[int, np.ndarray]]:
     """Trains with error feedback. Returns the losses, and what was compressed in the steps of `RECORDED`."""
+    task = tasks.TASKS[task_name]()
     keras.utils.set_random_seed(seed)
-    if task == "transformer":
-        model, optimizer, batches = transformer(), keras.optimizers.Adam(1e-3), text_batches(seed)
-    else:
-        import keras_resnet
-
-        model, batches = keras_resnet.resnet20(), digit_batches(seed)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=task == "transformer")
+    model, optimizer = task.build_model(), tasks.optimizer(task_name, "", None)
+    batches = task.batches(np.random.default_rng(seed))
     compressor = hvdc.Compression.parse(spec)
     variables = model.trainable_variables
     optimizer.build(variables)
@@ -100,9 +55,8 @@ def train(
     @tf.function
     def step(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-            total = tf.add_n([loss, *model.losses])
-        gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(total, variables)]
+            loss = task.loss(y, model(x, training=True))
+        gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
         compressed = tf.concat([tf.reshape(gradients[i], [-1]) for i in large], 0) + residual
         sent = compressor.decompress(*compressor.compress(compressed))
         residual.assign(compressed - sent)
@@ -113,8 +67,8 @@ def train(
 
     losses: list[float] = []
     recorded = {}
-    for number in common.progress(range(1, steps + 1), f"{task}, {spec}"):
-        loss, compressed = step(*next(batches))
+    for number in common.progress(range(1, steps + 1), f"{task_name}, {spec}"):
+        loss, compressed = step(*map(tf.convert_to_tensor, next(batches)))
         losses.append(float(loss))
         if number in RECORDED:
             recorded[number] = compressed.numpy()
@@ -208,12 +162,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of uncompressed training (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
+    hvd.init()
     if args.train:
         found = {}
         for seed in args.seeds:
-            target = float(np.mean(train("transformer", "none", args.steps, seed)[0][-WINDOW:]))
+            target = float(np.mean(train("gpt", "none", args.steps, seed)[0][-WINDOW:]))
             for spec in args.specs:
-                losses, _ = train("transformer", spec, 2 * args.steps, seed, target)
+                losses, _ = train("gpt", spec, 2 * args.steps, seed, target)
                 found.setdefault(spec, []).append(len(losses) if len(losses) < 2 * args.steps else None)
         rows = [[spec, *map(str, steps)] for spec, steps in found.items()]
         title = f"steps to the loss that uncompressed training has after {args.steps}"
@@ -222,7 +177,7 @@ def main() -> None:
         return
     vectors = {
         f"{task}, {'with residual' if spec != 'none' else 'gradient'}, step {step}": x
-        for task in ("transformer", "resnet20")
+        for task in ("gpt", "resnet20")
         for spec in ("none", "quantize:bits=2")
         for step, x in train(task, spec, max(RECORDED), args.seeds[0])[1].items()
     }

@@ -1,13 +1,14 @@
-"""Draws the benchmarks' JSON results, and prints them as Markdown tables.
+"""Draws the results of exchange.py and kernels.py, and prints them as Markdown tables.
 
-python benchmarks/plot.py docs/results/*.json --out docs/images
+    python benchmarks/plot.py docs/results/*.json --out docs/images
+
+train_results.py does the same for train.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,31 +87,8 @@ def kernels(results: list[Result], out: Path) -> None:
         print(f"| {name} | " + " | ".join(f"{row[n]:.2f}" for row in ratios) + " |")
 
 
-def train(results: list[Result], out: Path) -> None:
-    """Plots the seconds until the accuracy was reached, with a bar for each method."""
-    for result in results:
-        medians = {
-            name: statistics.median(run["seconds"] or float("inf") for run in runs)
-            for name, runs in result["methods"].items()
-        }
-        figure, axes = plt.subplots(figsize=(8, 3.5))
-        bars = axes.barh(list(medians), list(medians.values()))
-        axes.bar_label(bars, [f"{s:.0f} s" for s in medians.values()], padding=2)
-        axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.set_xlabel(f"seconds to {result['accuracy']}% on the digits")
-        axes.set_title(f"{result['workers']} hosts, {result['label']}")
-        finish(figure, out / f"train_{result['label'] or 'local'}.png")
-        print(f"\n### training to {result['accuracy']}%, {result['workers']} hosts, {result['label']}\n")
-        print("| method | seconds, median | sooner than Horovod | than its fp16 | steps |\n|---|---:|---:|---:|---|")
-        none, half = medians["horovod none"], medians["horovod fp16"]
-        for name, runs in result["methods"].items():
-            steps = ", ".join(str(run["steps"] or "-") for run in runs)
-            s = medians[name]
-            print(f"| {name} | {s:.1f} | {none / s:.1f}x | {half / s:.1f}x | {steps} |")
-
-
 def finish(figure: Any, path: Path) -> None:
+    """Writes a figure."""
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -119,17 +97,16 @@ def finish(figure: Any, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of exchange.py, kernels.py, train.py")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of exchange.py, kernels.py")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the plots go (default: here)")
     args = parser.parse_args()
     results = [json.loads(path.read_text()) for path in args.results]
     models = dict.fromkeys(r["model"] for r in results if r["benchmark"] == "exchange")
     for model in models:
         exchange([r for r in results if r["benchmark"] == "exchange" and r["model"] == model], args.out)
-    for kind, draw in (("kernels", kernels), ("train", train)):
-        chosen = [r for r in results if r["benchmark"] == kind]
-        if chosen:
-            draw(chosen, args.out)
+    of_kernels = [r for r in results if r["benchmark"] == "kernels"]
+    if of_kernels:
+        kernels(of_kernels, args.out)
 
 
 if __name__ == "__main__":

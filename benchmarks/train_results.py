@@ -11,21 +11,18 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import page_tables
-
-try:
-    import matplotlib
-except ImportError:
-    sys.exit("plots need matplotlib: pip install -e .[bench]")
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from plot import finish, plt
 
 Result = dict[str, Any]
 CURVES = ["horovod none", "horovod fp16", "none", "int8", "int4", "quantize:bits=2", "hybrid:ratio=0.05,bits=4", "auto"]
+SHOWN = [
+    "horovod fp16", "none", "int8", "int4", "quantize:bits=2", "hadamard", "onebit", "hybrid:ratio=0.05,bits=4",
+    "hybrid:ratio=0.01,bits=4", "powersgd:rank=4", "auto",
+]  # fmt: skip
 COLUMNS = [
     "method", "seconds to the target", "times as fast as Horovod", "steps to the target", "MB to the target",
     "ms per step", "first step, s", "metric after equal steps", "difference",
@@ -91,44 +88,39 @@ def curves(result: Result, path: Path) -> None:
     axes[0].set_ylabel(result["runs"][0]["metric_name"])
     axes[1].legend(fontsize=8)
     figure.suptitle(title(result))
-    save(figure, path)
+    finish(figure, path)
 
 
 def overview(results: list[Result], path: Path) -> None:
-    """Plots gain against cost: how much sooner the target is reached, and the metric after equal steps."""
-    names = list(dict.fromkeys(result["task"] for result in results))
-    figure, axes = plt.subplots(1, len(names), figsize=(6.5 * len(names), 5.5), squeeze=False)
-    markers = dict(zip(dict.fromkeys(result["rate"] for result in results), "osD^v"))
-    for axis, task in zip(axes[0], names):
-        colors: dict[str, Any] = {}
-        for result in (result for result in results if result["task"] == task):
-            methods = methods_of(result)
-            plain = median(methods["horovod none"], "seconds")
-            sign = 1 if "accuracy" in result["runs"][0]["metric_name"] else -1
-            for name, runs in methods.items():
-                seconds = median(runs, "seconds")
-                if name == "horovod none" or baseline(name) not in methods or not math.isfinite(seconds):
-                    continue
-                color = colors.setdefault(name, plt.get_cmap("tab20").colors[len(colors) % 20])
-                loss = sign * (median(runs, "metric") - median(methods[baseline(name)], "metric"))
-                axis.scatter(plain / seconds, loss, color=color, marker=markers[result["rate"]])
-        axis.axvline(1, color="black", linewidth=0.6)
-        axis.axhline(0, color="black", linewidth=0.6)
-        axis.set_xscale("log")
-        axis.set_xlabel("times as fast to the target as Horovod without compression")
-        axis.set_ylabel("metric after equal steps, against no compression (up is better)")
-        axis.set_title(task)
-        handles = [plt.Line2D([], [], color=color, marker="o", linestyle="", label=n) for n, color in colors.items()]
-        handles += [plt.Line2D([], [], color="gray", marker=m, linestyle="", label=rate) for rate, m in markers.items()]
-        axis.legend(handles=handles, fontsize=7)
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    """Plots, for each task, how much sooner the target is reached on each link, and the metric after equal steps."""
+    tasks = list(dict.fromkeys(result["task"] for result in results))
+    figure, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False, sharey="row")
+    for (gain, cost), task in zip(axes, tasks):
+        some = [result for result in results if result["task"] == task]
+        shown = [name for name in SHOWN if all(name in methods_of(result) for result in some)]
+        plain = [run["metric"] for result in some for run in methods_of(result)["horovod none"]]
+        cost.axvspan(min(plain), max(plain), color="0.9", label="Horovod without compression")
+        for i, result in enumerate(some):
+            methods, color = methods_of(result), f"C{i}"
+            horovod = median(methods["horovod none"], "seconds")
+            times = [horovod / median(methods[name], "seconds") for name in shown]  # 0 if not reached
+            gain.scatter(times, shown, color=color, label=result["rate"], zorder=2)
+            points = [(run["metric"], name) for name in shown for run in methods[name]]
+            cost.scatter(*zip(*points), color=color, s=12, alpha=0.6, zorder=2)
+        gain.axvline(1, color="black", linewidth=0.6)
+        gain.set_xscale("log")
+        gain.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        gain.set_xlabel("times as fast to the target as Horovod without compression")
+        gain.set_title(f"{task}: gain")
+        gain.legend(fontsize=8)
+        gain.invert_yaxis()
+        steps, name = some[0]["steps"], some[0]["runs"][0]["metric_name"]
+        cost.set_xlabel(f"{name}, after {steps} steps")
+        cost.set_title(f"{task}: cost")
+        cost.legend(fontsize=8)
+        for axis in (gain, cost):
+            axis.grid(axis="y", linewidth=0.4)
+    finish(figure, path)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from reducer_training import ReducerTraining
 
 import hvd_compress as hvdc
 from hvd_compress.cost import Calibration, KernelCost, Link
@@ -18,65 +19,21 @@ SHAPES = [(150, 500), (64,), (350, 500), (10, 10), (600, 450)]  # two buckets
 SPEC = "auto:candidates=(none|int8|hybrid:ratio=0.05,bits=4)"
 
 
-def new_reducer(spec=SPEC, **settings):
-    return introspect.new_reducer(spec, min_compress_size=200, **settings)
-
-
 @functools.lru_cache(maxsize=4)
 def gradients(rank, step):
     random = np.random.default_rng([rank, step])
     return [random.standard_t(3, shape).astype(np.float32) for shape in SHAPES]
 
 
-class Training:
-    """A reducer whose steps are called from one traced function."""
-
-    def __init__(self, rank, **settings):
-        self.rank = rank
-        self.reducer = new_reducer(**settings)
-        self.variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
-        self.traces = 0
-        self.steps = 0
-
-        @tf.function
-        def step(*tensors):
-            self.traces += 1
-            return self.reducer(list(tensors), self.variables)
-
-        self._step = step
-
-    def shared(self):
-        """Traced at once, so that many tests can begin with it as if it were new."""
-        self._rewind = introspect.rewinder(self._step, *map(tf.constant, gradients(self.rank, 0)))
-        return self
-
-    def rewound(self):
-        self.steps = 0
-        self._rewind()
-        return self
-
-    def step(self, values=None):
-        values = gradients(self.rank, self.steps) if values is None else values
-        self.steps += 1
-        return [tensor.numpy() for tensor in self._step(*map(tf.constant, values))]
-
-    @property
-    def plan(self):
-        return introspect.plan_of(self.reducer)
-
-    def choose(self, candidate):
-        """As if all buckets had been switched to it."""
-        introspect.force_choice(self.plan, candidate)
-
-    def residuals(self):
-        return introspect.residuals(self.plan)
+def new_training(rank, spec=SPEC, **settings):
+    return ReducerTraining(rank, gradients, spec, min_compress_size=200, **settings)
 
 
 @pytest.fixture(scope="module")
 def shared(rank, costs_file):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
-        return Training(rank).shared()
+        return new_training(rank).shared()
 
 
 @pytest.fixture
@@ -129,7 +86,7 @@ def test_ranks_with_other_clocks_and_speeds_choose_alike(rank, gather, monkeypat
         return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)
 
     introspect.replace_clock(monkeypatch, other_clock)
-    training = Training(rank)
+    training = new_training(rank)
     for _ in range(40):
         results = training.step()
         choices = gather(introspect.selector_state(training.plan).choice.numpy())
@@ -167,7 +124,7 @@ def test_fidelity_is_that_of_the_gradients(training, rank, size):
 
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):
-    training = Training(rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
+    training = new_training(rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
     for _ in range(15):
         training.step()
     assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"none"}
@@ -178,7 +135,7 @@ def test_warm_up_and_phases_set_the_target(rank):
         "auto:candidates=(int8|hybrid:ratio=0.05,bits=4),target=0.01,warmup_steps=20,"
         "phases=(40:0.9),max_slowdown=0,probe_every=1"
     )
-    training = Training(rank, spec=spec)
+    training = new_training(rank, spec=spec)
     for _ in range(20):
         training.step()
     assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"int8"}
@@ -190,7 +147,7 @@ def test_warm_up_and_phases_set_the_target(rank):
 
 
 def test_rank_0_logs_switches_and_the_report_explains(rank, capfd):
-    training = Training(rank)
+    training = new_training(rank)
     training.step()
     started = capfd.readouterr().err
     training.choose(1)
@@ -221,7 +178,7 @@ def test_rank_0_logs_switches_and_the_report_explains(rank, capfd):
 
 
 def test_groups_with_pieces_of_different_shapes(rank, size):
-    training = Training(rank, groups=2)
+    training = new_training(rank, groups=2)
     for _ in range(4):
         reduced = training.step()
         assert all(np.isfinite(r).all() for r in reduced)
@@ -233,7 +190,7 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
 def test_policy_gives_variables_other_compressors(rank, size):
     policy = (("emb*", hvdc.Compression.none), ("dense/*", hvdc.Compression.int8))
     spec = "auto:candidates=(none|int8)"
-    reducer = new_reducer(spec, policy=policy)
+    reducer = introspect.new_reducer(spec, min_compress_size=200, policy=policy)
     names = ["embedding/table", "dense/kernel", "other/kernel"]
     variables = [tf.Variable(tf.zeros([40, 50]), name=name) for name in names]
     values = [tf.random.stateless_normal([40, 50], [rank, i]) for i in range(3)]
@@ -252,7 +209,7 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
     calibration = Calibration(size, dict.fromkeys(COLLECTIVES, link), kernels)
     calibration.save(path)
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(path))
-    training = Training(rank, spec="auto:candidates=(none|int8)")
+    training = new_training(rank, spec="auto:candidates=(none|int8)")
     training.step()
     model = calibration.model()
     nbytes = introspect.selector_bytes(training.plan)[0]
@@ -261,13 +218,13 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
         found = model.predict("int8", nbytes)
         assert predicted == pytest.approx(found.total + found.burst, rel=1e-3)  # as in the middle of a step
     with pytest.raises(ValueError, match="does not know what int4 costs"):
-        Training(rank, spec="auto:candidates=(none|int4)").step()
+        new_training(rank, spec="auto:candidates=(none|int4)").step()
     if rank == 1:
         path.write_text("{}")
     with pytest.raises(ValueError, match="HVD_COMPRESS_CALIBRATION, rank 1: .* is not a calibration"):
-        Training(rank, spec="auto:candidates=(none|int8)").step()
+        new_training(rank, spec="auto:candidates=(none|int8)").step()
     calibration.save(path)
     if rank == 0:
         monkeypatch.delenv("HVD_COMPRESS_CALIBRATION")
     with pytest.raises(ValueError, match="is not set on rank 0"):
-        Training(rank, spec="auto:candidates=(none|int8)").step()
+        new_training(rank, spec="auto:candidates=(none|int8)").step()

@@ -5,6 +5,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from reducer_training import ReducerTraining
 from tensorflow import keras
 
 import hvd_compress as hvdc
@@ -31,70 +32,28 @@ def draw(rank, step):
     return found
 
 
-class Training:
-    """A reducer whose steps are called from one traced function."""
+def new_training(rank, spec=SPEC, watched=False, **settings):
+    settings = {"min_compress_size": 0, "bucket_bytes": 2**17, "policy": (), **settings}
+    return ReducerTraining(rank, draw, spec, watched, **settings)
 
-    def __init__(self, rank, spec=SPEC, watched=False, **settings):
-        self.rank, self.traces, self.steps = rank, 0, 0
-        settings = {"min_compress_size": 0, "bucket_bytes": 2**17, "policy": (), **settings}
-        self.reducer = introspect.new_reducer(spec, watched, **settings)
-        self.variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(SHAPES)]
 
-        @tf.function(autograph=False)
-        def step(*tensors):
-            self.traces += 1
-            return self.reducer(list(tensors), self.variables)
-
-        self._step = step
-
-    def shared(self):
-        """Traced at once, so that many tests can begin with it as if it were new."""
-        self._rewind = introspect.rewinder(self._step, *map(tf.constant, draw(self.rank, 0)))
-        return self
-
-    def rewound(self):
-        self.steps = 0
-        self._rewind()
-        return self
-
-    def step(self, values=None):
-        values = draw(self.rank, self.steps) if values is None else values
-        self.steps += 1
-        return [tensor.numpy() for tensor in self._step(*map(tf.constant, values))]
-
-    @property
-    def plan(self):
-        return introspect.plan_of(self.reducer)
-
-    @property
-    def selector(self):
-        return introspect.selector_state(self.plan)
-
-    def choose(self, candidate):
-        """As if all buckets had been switched to it."""
-        introspect.force_choice(self.plan, candidate)
-
-    def residuals(self):
-        """Every gradient's, float64."""
-        return introspect.residuals(self.plan)
-
-    def factors(self):
-        """The right factors by gradient, columns x rank, float64."""
-        (variable,) = introspect.factor_variables(self.plan)
-        flat, found = variable.numpy().astype(np.float64), {}
-        for i in introspect.model_wide_members(self.plan):
-            if i in SIDES:
-                columns = SIDES[i][1]
-                found[i], flat = flat[: RANK * columns].reshape(RANK, columns).T, flat[RANK * columns :]
-        assert flat.size == 0
-        return found
+def factors_of(plan):
+    """The right factors by gradient, columns x rank, float64."""
+    (variable,) = introspect.factor_variables(plan)
+    flat, found = variable.numpy().astype(np.float64), {}
+    for i in introspect.model_wide_members(plan):
+        if i in SIDES:
+            columns = SIDES[i][1]
+            found[i], flat = flat[: RANK * columns].reshape(RANK, columns).T, flat[RANK * columns :]
+    assert flat.size == 0
+    return found
 
 
 @pytest.fixture(scope="module")
 def shared(rank, costs_file):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
-        return Training(rank).shared()
+        return new_training(rank).shared()
 
 
 @pytest.fixture
@@ -128,12 +87,12 @@ def cosines(a, b):
 )
 def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather, training):
     """Each step: what all ranks brought is what all receive and what all keep. Those of low rank are the paper's."""
-    training = Training(rank, **settings) if settings else training
+    training = new_training(rank, **settings) if settings else training
     decay = settings.get("residual_decay", 1.0)
     predivide = settings.get("gradient_predivide_factor", 1.0)
     rounding = 2.0**-8 if "residual_dtype" in settings else 1e-5
     training.step()
-    factors = training.factors()
+    factors = factors_of(training.plan)
     for candidate in (LOW_RANK, LOW_RANK, INT8, LOW_RANK, NONE, NONE, LOW_RANK, INT8, NONE, LOW_RANK):
         training.choose(candidate)
         old, step = [predivide * gather(r) for r in training.residuals()], training.steps
@@ -148,21 +107,21 @@ def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather, traini
                 output, left, right = powersgd(brought.reshape(size, *SIDES[i]), factors[i])
                 close(outputs[i].reshape(SIDES[i]), output)
                 close(new[i].reshape(size, *SIDES[i]), np.array(left), max(2e-5, rounding))
-                np.testing.assert_allclose(cosines(training.factors()[i], right), 1.0, atol=1e-5)
+                np.testing.assert_allclose(cosines(factors_of(training.plan)[i], right), 1.0, atol=1e-5)
             elif candidate == LOW_RANK:
                 assert not new[i].any()
         if candidate != LOW_RANK:  # they wait
-            for i, factor in training.factors().items():
+            for i, factor in factors_of(training.plan).items():
                 np.testing.assert_array_equal(factor, factors[i])
-        factors = training.factors()
+        factors = factors_of(training.plan)
     assert training.traces == 1
     assert any(r.any() for r in training.residuals())
 
 
 def test_alone_it_is_powersgd_to_the_bit(rank):
     auto, fixed = (
-        Training(rank, f"auto:candidates=(powersgd:rank={RANK})"),
-        Training(rank, f"powersgd:rank={RANK}"),
+        new_training(rank, f"auto:candidates=(powersgd:rank={RANK})"),
+        new_training(rank, f"powersgd:rank={RANK}"),
     )
     for _ in range(4):
         for mine, theirs in zip(auto.step(), fixed.step()):
@@ -174,11 +133,11 @@ def test_alone_it_is_powersgd_to_the_bit(rank):
 
 
 def test_without_residual(rank, size):
-    training = Training(rank, error_feedback=False)
+    training = new_training(rank, error_feedback=False)
     training.step()
     for candidate in (LOW_RANK, INT8, LOW_RANK):
         training.choose(candidate)
-        factors, step = training.factors(), training.steps
+        factors, step = factors_of(training.plan), training.steps
         outputs = training.step()
         if candidate == LOW_RANK:
             for i, sides in SIDES.items():
@@ -188,7 +147,7 @@ def test_without_residual(rank, size):
 
 
 def test_some_variables_have_compressors_of_their_own(rank, size):
-    training = Training(rank, policy=(("v2", hvdc.Compression.int8), ("v4", hvdc.Compression.none)))
+    training = new_training(rank, policy=(("v2", hvdc.Compression.int8), ("v4", hvdc.Compression.none)))
     training.step()
     training.choose(LOW_RANK)
     step = training.steps
@@ -207,7 +166,7 @@ def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
         return time * 1.5 - 1e6 + tf.cast(tf.random.uniform([], 0.0, 0.2), tf.float64)
 
     introspect.replace_clock(monkeypatch, other_clock)
-    training = Training(rank, f"auto:candidates=(none|int8|powersgd:rank={RANK}),probe_every=3")
+    training = new_training(rank, f"auto:candidates=(none|int8|powersgd:rank={RANK}),probe_every=3")
     for step in range(40):
         if step in (5, 25):
             training.choose(LOW_RANK)
@@ -221,21 +180,21 @@ def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
 
 
 def test_a_nan_on_one_rank_leaves_no_trace(rank, size):
-    training = Training(rank, min_compress_size=40)
+    training = new_training(rank, min_compress_size=40)
     training.step()
     for where in (0, 1, 3):  # a matrix, a vector, what is not compressed
         for _ in range(2):
             training.choose(LOW_RANK)
             training.step()
         training.choose(LOW_RANK)
-        before = training.residuals(), training.factors()
+        before = training.residuals(), factors_of(training.plan)
         values = draw(rank, 99)
         if rank == size - 1:
             values[where].reshape(-1)[-1] = np.nan
         assert any(np.isnan(r).any() for r in training.step(values))
         for a, b in zip(before[0], training.residuals()):
             np.testing.assert_array_equal(a, b)
-        for i, factor in training.factors().items():
+        for i, factor in factors_of(training.plan).items():
             np.testing.assert_array_equal(factor, before[1][i])
         for _ in range(3):
             assert all(np.isfinite(r).all() for r in training.step())
@@ -252,7 +211,7 @@ def test_what_lets_enough_through_is_chosen(rank):
         .astype(np.float32)
         for s in SHAPES
     ]
-    passes = Training(rank, spec.format("hybrid:ratio=0.05,bits=4"))
+    passes = new_training(rank, spec.format("hybrid:ratio=0.05,bits=4"))
     for _ in range(12):
         passes.step([(1.0 + 0.5 * rank) * x for x in low])
     report = introspect.bucket_reports(passes.plan)
@@ -260,7 +219,7 @@ def test_what_lets_enough_through_is_chosen(rank):
     # What hybrid had left before was no matrix of rank 1.
     assert all(bucket.candidates[1].through > 0.45 for bucket in report)
     assert "not hybrid:ratio=0.05,bits=4: lets" in str(introspect.report_of(passes.reducer))
-    does_not = Training(rank, spec.format("int8"))
+    does_not = new_training(rank, spec.format("int8"))
     random = np.random.default_rng(rank)
     for _ in range(12):
         does_not.step([random.standard_normal(s).astype(np.float32) for s in SHAPES])
@@ -268,7 +227,7 @@ def test_what_lets_enough_through_is_chosen(rank):
 
 
 def test_in_use_the_residual_says_what_got_through(rank, size):
-    training = Training(rank, f"auto:candidates=(int8|powersgd:rank={RANK}),probe_every=1")
+    training = new_training(rank, f"auto:candidates=(int8|powersgd:rank={RANK}),probe_every=1")
     training.step()
     random, shares = np.random.default_rng([rank, 1]), []
     fixed = [random.standard_normal(s).astype(np.float32) for s in SHAPES]
@@ -324,7 +283,7 @@ def test_a_restored_run_goes_on_to_the_bit(rank, training):
         first.step()
     saved = introspect.saved_state(first.plan)
     assert "auto_factors_2" in saved.replicated_state
-    second = Training(rank)
+    second = new_training(rank)
     introspect.set_pending(second.reducer, [introspect.state_through_file(saved)])
     second.steps = first.steps
     second._step.get_concrete_function(*map(tf.constant, draw(rank, 0)))  # makes the plan, which takes it
@@ -339,7 +298,7 @@ def test_a_restored_run_goes_on_to_the_bit(rank, training):
 
 
 def test_it_is_watched(rank, size):
-    training = Training(rank, watched=True)
+    training = new_training(rank, watched=True)
     training.step()
     norms = []
     for candidate in (LOW_RANK, INT8, LOW_RANK):
