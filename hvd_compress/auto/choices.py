@@ -1,4 +1,4 @@
-"""Which choices `auto` compares, and what each costs.
+"""Which choices `auto` compares, and what each is worth.
 
 A choice gives each bucket a candidate. `policy` calls these functions with tensors in the graph of a step, and
 `hvd-compress plan` with NumPy arrays, without TensorFlow. Their first argument is the array module, `numpy` or
@@ -15,6 +15,10 @@ import numpy as np
 
 # The buckets are divided into so many parts; the choice may change between two of them.
 _PARTS = 16
+# With many candidates there are fewer parts, so that there are about as many choices as this.
+_CHOICES = 200
+# By how much a choice beyond the budget costs more than one within it.
+_BEYOND = 100.0
 
 
 def makespan(xp: Any, waits: Any, exchange: Any) -> Any:
@@ -28,61 +32,65 @@ def makespan(xp: Any, waits: Any, exchange: Any) -> Any:
     return xp.max(ready - crossed + exchange, -1) + crossed[..., -1]
 
 
-def cost_of(xp: Any, picks: Any, waits: Any, seconds: Any, lost: Any, nbytes: Any, max_slowdown: float) -> Any:
-    """The cost of choices, [N]: the step's seconds times 1 + `max_slowdown` * the lost share of the energy.
+def options(uncompressed: Sequence[bool], model_wide: Sequence[bool], buckets: int) -> np.ndarray:
+    """The choices to compare, int32 [N, B].
+
+    These are all choices of one candidate for the first buckets, which may cross while gradients are still computed,
+    and another or the same one for the rest. Gradients are neither copied into chunks nor out of them if no bucket is
+    compressed. So candidates without compression are for all buckets or for none, as are model-wide ones.
+
+    Args:
+        uncompressed: bool [C], whether candidates do not compress.
+        model_wide: bool [C], whether candidates exchange all buckets at once.
+        buckets: The number of buckets.
+    """
+    alone = [c for c, is_alone in enumerate(np.logical_or(uncompressed, model_wide)) if is_alone]
+    mixed = [c for c in range(len(uncompressed)) if c not in alone]
+    pairs = list(itertools.permutations(mixed, 2))
+    parts = max(2, min(_PARTS, _CHOICES // max(1, len(pairs))))
+    ends = sorted({round(buckets * i / parts) for i in range(1, parts)} - {0, buckets})
+    picks = [[c] * buckets for c in (*mixed, *alone)]
+    picks += [[first] * end + [rest] * (buckets - end) for end, (first, rest) in itertools.product(ends, pairs)]
+    return np.array(picks, np.int32)
+
+
+def cost_of(
+    xp: Any,
+    picks: Any,
+    waits: Any,
+    seconds: Any,
+    nbytes: Any,
+    rest: Any,
+    progress: Any,
+    lost: Any,
+    max_slowdown: float,
+    budget: float = 0.0,
+) -> Any:
+    """The cost of choices, [N]: the seconds that training takes for the progress of an uncompressed step.
+
+    That is (rest + makespan) / progress, times 1 + `max_slowdown` * the lost share of the energy. With a budget, it is
+    1 / progress for choices whose exchange is within the budget. The others cost far more.
 
     Args:
         xp: The array module.
         picks: int32 [N, B], the choices: each bucket's candidate.
         waits: [B], seconds of the backward pass between the bucket before and this one.
         seconds: [B, C], of each bucket's exchange with each candidate.
-        lost: [B, C], the share of its energy that each bucket loses.
         nbytes: [B], bytes of gradient.
+        rest: Scalar, the seconds of a step before the first gradients are ready and after the last exchange.
+        progress: [C], the progress of a step with each candidate, relative to an uncompressed one; see `progress`.
+        lost: [C], the share of the energy that each candidate loses.
         max_slowdown: By which share the cost grows for a choice that loses all energy.
-    """
-    is_picked = _one_hot(picks, lost.shape[1])
-
-    def of_picks(table: Any) -> Any:
-        return xp.sum(xp.where(is_picked, table, xp.zeros_like(table)), -1)
-
-    missing = xp.sum(of_picks(lost) * nbytes, -1) / xp.sum(nbytes)
-    return makespan(xp, waits, of_picks(seconds)) * (1.0 + max_slowdown * missing)
-
-
-def options(xp: Any, allowed: Any, uncompressed: Sequence[bool], seconds: Any) -> Any:
-    """The choices to compare, int32 [N, B].
-
-    These are all choices of one candidate for the first buckets, which may cross while gradients are still computed,
-    and another or the same one for the rest. A bucket for which that candidate is not allowed gets its own fastest one.
-    Gradients are neither copied into chunks nor out of them if no bucket is compressed. So candidates without
-    compression are for all buckets or for none, except for buckets with no other allowed candidate.
-
-    Args:
-        xp: The array module.
-        allowed: bool [B, C].
-        uncompressed: bool [C], whether candidates do not compress. These are always allowed.
-        seconds: [B, C], of each bucket's exchange with each candidate.
+        budget: Seconds; 0 for none.
     """
     buckets, candidates = seconds.shape
-    compressed = allowed & ~np.array(uncompressed)
-    mixable = xp.where(xp.any(compressed, -1, keepdims=True), compressed, allowed)
-    fastest = xp.argmin(xp.where(mixable, seconds, xp.full_like(seconds, np.inf)), -1)
-    divided = _divided(buckets, candidates)
-    is_mixable = xp.any(mixable & _one_hot(divided, candidates), -1)
-    mixed = xp.where(is_mixable, divided, xp.asarray(fastest, np.int32))
-    uniform = [np.full([1, buckets], c, np.int32) for c in np.flatnonzero(uncompressed)]
-    return xp.concatenate([mixed, *uniform], 0)
-
-
-def _divided(buckets: int, candidates: int) -> np.ndarray:
-    """All choices of one candidate for the first buckets and one for the rest, int32 [N, B], without duplicates."""
-    ends = sorted({round(buckets * i / _PARTS) for i in range(1, _PARTS)} - {0, buckets})
-    pairs = itertools.permutations(range(candidates), 2)
-    picks = [[c] * buckets for c in range(candidates)]
-    picks += [[first] * end + [rest] * (buckets - end) for end, (first, rest) in itertools.product(ends, pairs)]
-    return np.array(picks, np.int32)
-
-
-def _one_hot(picks: Any, candidates: int) -> Any:
-    """Whether each bucket has each candidate, bool [N, B, C]."""
-    return picks[..., None] == np.arange(candidates, dtype=np.int32)
+    exchange = xp.take(xp.reshape(seconds, [-1]), picks + candidates * np.arange(buckets, dtype=np.int32))
+    share = nbytes / xp.sum(nbytes)
+    through = xp.sum(xp.take(progress, picks) * share, -1)
+    missing = xp.sum(xp.take(lost, picks) * share, -1)
+    span = makespan(xp, waits, exchange)
+    worth = (1.0 + max_slowdown * missing) / through
+    if budget:
+        hidden = xp.sum(waits)  # the exchange that the backward pass hides takes no time
+        return worth * xp.where(span - hidden <= budget, xp.ones_like(span), _BEYOND * (span - hidden) / budget)
+    return (rest + span) * worth

@@ -10,18 +10,21 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
-from . import choices, trials
-from . import model_wide as model_wide_rules
+from . import choices, progress, trials
 from .link_tracker import fit
 
 # The weight of the newest value in running averages.
 NEWEST_WEIGHT = 0.3
+# Seconds that a step is taken to need besides the exchange, until that is measured.
+FIRST_REST = 0.03
+# In each step that is measured, the sums of what was measured before decay by this factor.
+_KEPT = 0.97
 
 makespan = functools.partial(choices.makespan, tnp)
-cost_of = functools.partial(choices.cost_of, tnp)
 
 
 class Costs(NamedTuple):
@@ -48,51 +51,60 @@ def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode
 
 
+class Rules(NamedTuple):
+    """What `auto` may choose, and what it looks for; from its arguments. See `compressors.Auto`."""
+
+    uncompressed: Sequence[bool]  # of each candidate
+    model_wide: Sequence[bool]
+    max_slowdown: float
+    by_progress: bool = True  # objective="progress"; otherwise "step"
+    min_progress: float = 0.0
+    budget: float = 0.0
+
+
+def admit(rules: Rules, current: tf.Tensor, value: Value, target: tf.Tensor) -> tf.Tensor:
+    """Which candidates may be chosen, bool [C].
+
+    With objective="progress", these make at least `min_progress`. With objective="step", they let at least the share
+    `target` of the energy through; for candidates in use, `current` [B], half of it is enough: their residual adds to
+    the energy, and so lowers the share. The candidate that makes the most progress may always be chosen, or the one
+    that loses least.
+    """
+    if rules.by_progress:
+        return (value.progress >= rules.min_progress) | (value.progress >= tf.reduce_max(value.progress))
+    through = 1.0 - value.lost
+    in_use = tf.reduce_any(tf.one_hot(current, value.lost.shape[0], True, False, dtype=tf.bool), 0)
+    enough = (through >= target) | (in_use & (through >= 0.5 * target))
+    return enough | (value.lost <= tf.reduce_min(value.lost))
+
+
+class Value(NamedTuple):
+    """What a step with each candidate is worth."""
+
+    progress: tf.Tensor  # [C], relative to an uncompressed step
+    lost: tf.Tensor  # [C], the share of the energy that is lost
+
+
+def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
+    """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
+    seconds = predicted(costs, state.link) * state.bias
+    rest, gained = tf.where(state.rest > 0.0, state.rest, FIRST_REST), value.progress
+    if not rules.by_progress:
+        rest, gained = 0.0, tf.ones_like(gained)
+    return choices.cost_of(
+        tnp, picks, state.waits, seconds, nbytes, rest, gained, value.lost, rules.max_slowdown, rules.budget
+    )
+
+
 def best(
-    allowed: tf.Tensor,
-    uncompressed: Sequence[bool],
-    waits: tf.Tensor,
-    seconds: tf.Tensor,
-    lost: tf.Tensor,
-    nbytes: tf.Tensor,
-    max_slowdown: float,
-    model_wide: Sequence[bool] = (),
-) -> tf.Tensor:
-    """The cheapest of the `choices.options`, int32 [B].
-
-    `allowed`, bool [B, C], says which candidates may be chosen. `uncompressed`, bool [C], says which do not compress.
-    `model_wide`, bool [C], says which are for all buckets or for none; it is empty if no candidate is. See
-    `choices.cost_of` for the other arguments.
-    """
-    per_bucket = allowed & ~tf.constant(list(model_wide)) if any(model_wide) else allowed
-    options = choices.options(tnp, per_bucket, uncompressed, seconds)
-    if any(model_wide):
-        uniform = tf.constant([[c] * allowed.shape[0] for c, is_wide in enumerate(model_wide) if is_wide])
-        valid = tf.concat(
-            [model_wide_rules.allowed(options, per_bucket), model_wide_rules.allowed(uniform, allowed)], 0
-        )
-        options = tf.concat([options, uniform], 0)
-    costs = cost_of(options, waits, seconds, lost, nbytes, max_slowdown)
-    if any(model_wide):
-        costs = tf.where(valid, costs, costs.dtype.max)
-    return tf.gather(options, tf.argmin(costs))
-
-
-def admit(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-    """Which candidates may be chosen, bool [B, C].
-
-    A candidate may be chosen if it lets at least the share `target` of the energy through. For the candidate in use,
-    `current` [B], half of it is enough: its residual adds to the energy, and so lowers the share. The candidate that
-    loses least may always be chosen. `lost` is as in `choices.cost_of`.
-    """
-    return reached(lost, current, target) | (lost <= tf.reduce_min(lost, -1, keepdims=True))
-
-
-def reached(lost: tf.Tensor, current: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-    """Which candidates reach the target, bool [B, C]; see `admit`."""
-    in_use = tf.one_hot(current, lost.shape[1], on_value=True, off_value=False, dtype=tf.bool)
-    through = 1.0 - lost
-    return (through >= target) | (in_use & (through >= 0.5 * target))
+    rules: Rules, allowed: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The cheapest of the `choices.options`, int32 [B], and its cost. `allowed`, bool [C]: see `admit`."""
+    options = choices.options(rules.uncompressed, rules.model_wide, nbytes.shape[0])
+    valid = tf.reduce_all(tf.gather(allowed, options), -1)
+    prices = cost_of(rules, options, state, costs, value, nbytes)
+    cheapest = tf.argmin(tf.where(valid, prices, prices.dtype.max))
+    return tf.gather(tf.constant(options), cheapest), tf.gather(prices, cheapest)
 
 
 def hesitate(
@@ -130,11 +142,8 @@ class Measured(NamedTuple):
     span: tf.Tensor  # scalar, seconds from the first bucket's gradients to the last bucket's result
     exchange: tf.Tensor  # [B], seconds of each bucket, including encoding and decoding
     waits: tf.Tensor  # [B], seconds between the encoding of the bucket before and that of this one
-    probed: tf.Tensor  # int32, the bucket that was probed
-    energy: tf.Tensor  # [C + 1], energies that candidates lose of its chunk, and the chunk's; zeros if no probe
-    # [2], energies of the residuals and of gradients + residuals with the model-wide candidate in use; zeros if not
-    # measured, None if no candidate is model-wide
-    model_wide: tf.Tensor | None = None
+    rest: tf.Tensor  # scalar, the other seconds of the step; 0 if not measured
+    progress: tf.Tensor  # [ROWS, C], see `ProgressSample.measure`
 
 
 class State(NamedTuple):
@@ -147,8 +156,8 @@ class State(NamedTuple):
     switches: tf.Tensor  # int32 [B], how often each bucket's choice changed
     link_moments: tf.Tensor  # [5], see `link_tracker.fit`
     link: tf.Tensor  # [2], factors of latency and of time per byte
-    energy: tf.Tensor  # [B], running average of the energy of probed chunks
-    lost: tf.Tensor  # [B, C], running average of the energy that candidates lose of them
+    progress: tf.Tensor  # [ROWS, C], sums of what `ProgressSample.measure` returned
+    rest: tf.Tensor  # seconds of a step besides those from the first ready bucket to the last exchange
     waits: tf.Tensor  # [B], seconds of the backward pass before each bucket
     measured: tf.Tensor  # [B], seconds of the exchange with the choice, including encoding and decoding
     evidence: tf.Tensor  # see `hesitate`
@@ -165,8 +174,8 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     buckets = choice.shape[0]
     zeros, zero, one = tf.zeros([buckets]), tf.constant(0.0), tf.constant(1.0)
     return State(
-        choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]), zeros,
-        tf.zeros([buckets, candidates]), zeros, zeros, zero, one,
+        choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]),
+        tf.zeros([progress.ROWS, candidates]), zero, zeros, zeros, zero, one,
         tf.ones([candidates]), tf.fill([candidates], trials.STALE_STEPS), zero, tf.constant(0),
         tf.constant(trials.TRIAL_STEPS),
     )  # fmt: skip
@@ -215,21 +224,12 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
     new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
-    is_probed = tf.range(state.choice.shape[0]) == step.probed
-    probed = tf.cast(is_probed & (step.energy[-1] > 0.0), tf.float32)
-    keep = 1.0 - NEWEST_WEIGHT * probed
-    energy = keep * state.energy + NEWEST_WEIGHT * probed * step.energy[-1]
-    lost = keep[:, None] * state.lost + NEWEST_WEIGHT * probed[:, None] * step.energy[:-1]
-    if step.model_wide is not None:
-        old_shares = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-        lost = model_wide_rules.with_measured_loss(
-            lost, energy, old_shares, step.model_wide, state.before[0], NEWEST_WEIGHT
-        )
+    is_sampled = step.progress[4, 0] > 0.0
     return state._replace(
         link_moments=link_moments,
         link=link,
-        energy=energy,
-        lost=lost,
+        progress=state.progress * tf.where(is_sampled, _KEPT, 1.0) + step.progress,
+        rest=_average(state.rest, step.rest, step.rest > 0.0),
         waits=waits,
         bias=new_bias,
         age=age,
@@ -244,44 +244,52 @@ def _average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
     return tf.where(known, tf.where(old > 0.0, old + NEWEST_WEIGHT * (limited - old), limited), old)
 
 
-def shares(state: State, prior: tf.Tensor) -> tf.Tensor:
-    """The share of its energy that each bucket loses with each candidate, [B, C]; `prior` before its first probe."""
-    measured = tf.math.divide_no_nan(state.lost, state.energy[:, None])
-    return tf.where(state.energy[:, None] > 0.0, measured, prior)
+def value_of(state: State, prior: Value) -> Value:
+    """What the candidates are worth; `prior` before they were measured."""
+    return Value(progress.rates(state.progress, prior.progress), progress.lost_shares(state.progress, prior.lost))
 
 
 def propose(
+    rules: Rules,
     state: State,
     costs: Costs,
-    uncompressed: Sequence[bool],
-    lost: tf.Tensor,
+    value: Value,
     nbytes: tf.Tensor,
     target: tf.Tensor,
-    max_slowdown: float,
-    model_wide: Sequence[bool] = (),
+    among: Sequence[int],
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
-    """Proposes the next choice and the next trial, from what `in_step` and `shares` returned.
+    """Proposes the next choice and the next trial, from what `in_step` and `value_of` returned.
 
-    See `best` and `admit` for the other arguments.
+    Only candidates at the positions `among` are proposed. `target` is that of objective="step".
 
     Returns:
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
     """
-    if any(model_wide):
-        lost = model_wide_rules.averaged(lost, nbytes, model_wide)
-        allowed = model_wide_rules.admit(reached(lost, state.choice, target), lost, nbytes, model_wide)
-    else:
-        allowed = admit(lost, state.choice, target)
-    cost_inputs = (state.waits, predicted(costs, state.link) * state.bias, lost, nbytes, max_slowdown)
-    cheapest = best(allowed, uncompressed, *cost_inputs, model_wide)
-    current_cost, cheapest_cost = tf.unstack(cost_of(tf.stack([state.choice, cheapest]), *cost_inputs))
-    forced = tf.reduce_any(~tf.gather(allowed, state.choice, axis=1, batch_dims=1))
+    is_among = np.isin(np.arange(value.progress.shape[0]), among)
+    allowed = admit(rules, state.choice, value, target) & is_among
+    allowed = tf.where(tf.reduce_any(allowed), allowed, is_among)
+    cheapest, cheapest_cost = best(rules, allowed, state, costs, value, nbytes)
+    candidates, buckets = allowed.shape[0], nbytes.shape[0]
+    alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)
+    current_cost, *others = tf.unstack(
+        cost_of(rules, tf.concat([state.choice[None], alone], 0), state, costs, value, nbytes)
+    )
+    forced = ~tf.reduce_all(tf.gather(allowed, state.choice))
     gain = tf.math.divide_no_nan(current_cost, cheapest_cost)
     switch, evidence, reluctance = hesitate(gain, forced, state.evidence, state.reluctance)
-    buckets, candidates = lost.shape
-    alone = tf.broadcast_to(tf.range(candidates)[:, None], [candidates, buckets])
-    ratios = tf.math.divide_no_nan(cost_of(alone, *cost_inputs), current_cost)
-    possible = tf.reduce_all(allowed, 0) & (tf.reduce_any(state.choice != alone, 1))
+    ratios = tf.math.divide_no_nan(tf.stack(others), current_cost)
+    possible = allowed & tf.reduce_any(state.choice != alone, 1)
     trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
     return state, tf.where(switch, cheapest, state.choice), tried
+
+
+def possible_saving(
+    rules: Rules, state: State, costs: Costs, value: Value, nbytes: tf.Tensor, target: tf.Tensor
+) -> tf.Tensor:
+    """The seconds that the best candidate might save for the progress of a step, if it makes the usual progress."""
+    usual = value._replace(progress=tf.maximum(value.progress, progress.usual(value.lost)))
+    allowed = admit(rules, state.choice, usual, target)
+    _, least = best(rules, allowed, state, costs, usual, nbytes)
+    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
+    return tf.nn.relu(now - least)

@@ -10,19 +10,16 @@ import tensorflow as tf
 
 from ..compressors import Auto
 from ..engine.compression_report import OF_ALL, BucketReport, Candidate, milliseconds
-from . import model_wide, policy
+from . import policy
 
 
 def of_buckets(
-    auto: Auto, nbytes: Sequence[int], costs: policy.Costs, prior: tf.Tensor, state: policy.State, step: int
+    auto: Auto, nbytes: Sequence[int], costs: policy.Costs, prior: policy.Value, state: policy.State, step: int
 ) -> list[BucketReport]:
     """Reports on each bucket of `auto` after `step` steps; see `AutoSelector` for the other arguments."""
     seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
-    lost = policy.shares(state, prior).numpy()
-    target = auto.target_at(step)
+    value = policy.Value(*(x.numpy() for x in policy.value_of(state, prior)))
     is_model_wide = auto.model_wide_candidates
-    if any(is_model_wide):
-        lost = model_wide.averaged(lost, tf.constant(nbytes, tf.float32), is_model_wide).numpy()
     # Seconds of all buckets: with each candidate alone, and with the choice.
     totals = seconds.sum(0)
     total_now = sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
@@ -31,20 +28,14 @@ def of_buckets(
         chosen = int(state.choice[b])
         candidates = []
         for c, candidate in enumerate(auto.candidates):
-            through = 1.0 - float(lost[b, c])
             predicted = float(totals[c] if is_model_wide[c] else seconds[b, c])
             own, now, of_what = predicted, float(seconds[b, chosen]), ""
             if is_model_wide[c] or is_model_wide[chosen]:
                 own, now = float(totals[c]), total_now
                 of_what = OF_ALL if is_model_wide[c] else " for all buckets"
-            why = ""
-            if c != chosen and through < target:
-                why = f"lets {100 * through:.2g}% of the energy through, the target is {100 * target:.3g}%"
-            elif c != chosen and own > now:
-                why = f"slower: predicted {milliseconds(own)}{of_what}"
-            elif c != chosen:
-                why = f"predicted {milliseconds(own)}{of_what}: nothing gained for the step, or too little so far"
-            candidates.append(Candidate(candidate.spec, predicted, through, why))
+            why = "" if c == chosen else _why(auto, value, c, chosen, own, now, of_what, step)
+            through, gained = 1.0 - float(value.lost[c]), float(value.progress[c])
+            candidates.append(Candidate(candidate.spec, predicted, through, gained, why))
         measured = float(sum(state.measured) if is_model_wide[chosen] else state.measured[b])
         reports.append(
             BucketReport(
@@ -58,6 +49,23 @@ def of_buckets(
             )
         )
     return reports
+
+
+def _why(auto: Auto, value: policy.Value, c: int, chosen: int, own: float, now: float, of_what: str, step: int) -> str:
+    """Why candidate `c`, which takes `own` seconds, was not chosen; the chosen one takes `now` seconds."""
+    through, target, times = 1.0 - float(value.lost[c]), auto.target_at(step), f"{milliseconds(own)}{of_what}"
+    gained, least = float(value.progress[c]), auto.min_progress
+    if auto.objective == "step":
+        if through < target:
+            return f"lets {100 * through:.2g}% of the energy through, the target is {100 * target:.3g}%"
+        if own > now:
+            return f"slower: predicted {times}"
+        return f"predicted {times}: nothing gained for the step, or too little so far"
+    if gained < least:
+        return f"makes {100 * gained:.0f}% of the progress of an uncompressed step, min_progress is {100 * least:.3g}%"
+    if own > now and gained <= float(value.progress[chosen]):
+        return f"slower: predicted {times}, and {100 * gained:.0f}% of the progress"
+    return f"predicted {times}, {100 * gained:.0f}% of the progress: nothing gained per second, or too little so far"
 
 
 def log_start(reports: Sequence[BucketReport]) -> None:

@@ -1,7 +1,7 @@
 """`AutoSelector`: the variables and measurements of `auto`.
 
-1. In step t, each rank measures how long its exchanges take. In some steps, it also probes how much each candidate
-   would lose.
+1. In step t, each rank measures how long its exchanges take. In some steps, it also measures how much progress each
+   candidate makes.
 2. In step t + 1, these numbers are reduced over the ranks, along with the uncompressed gradients. Then all ranks know
    the same numbers. They follow the link and compute the best choice.
 3. In step t + 2, rank 0's choice is sent. The others follow it: ranks that round differently may have another one.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,20 +21,23 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
-from ..compressors import Auto, Compressor
+from ..compressors import Auto, Compressor, Seeds
 from ..engine import clock
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
 from ..engine.observer import StepMeasurement
 from ..engine.plan import Plan
 from ..engine.selector import ModelSelector, Result, switch_case
-from . import policy, probe, report
+from . import policy, report
+from .progress import ROWS, ProgressSample
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
 _PLACES = 16
 # The times of the first steps are ignored: kernels are compiled, connections are made.
 _UNTIMED = 2
+# A trace with all candidates takes so many times as long as the first one.
+_TRACE_FACTOR = 2.0
 
 
 class AutoSelector(ModelSelector):
@@ -41,7 +46,7 @@ class AutoSelector(ModelSelector):
     Args:
         plan: The plan.
         costs: Predicted costs of each bucket and candidate.
-        prior: The share of its energy that each bucket would lose if it were noise, float32 [B, C].
+        prior: What candidates are taken to be worth until that is measured.
         choice: The first choice: the position of each bucket's candidate, int32 [B].
 
     Attributes:
@@ -50,7 +55,7 @@ class AutoSelector(ModelSelector):
         state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
-    def __init__(self, plan: Plan, costs: policy.Costs, prior: tf.Tensor, choice: tf.Tensor) -> None:
+    def __init__(self, plan: Plan, costs: policy.Costs, prior: policy.Value, choice: tf.Tensor) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._layout, self._plan_state, self._settings = plan.layout, plan.state, plan.settings
         self._costs, self._prior = costs, prior
@@ -58,29 +63,35 @@ class AutoSelector(ModelSelector):
         self.nbytes = nbytes_of(plan.layout)
         self._place = {b: place for place, b in enumerate(plan.layout.auto_buckets)}
         self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
-        candidates = list(enumerate(self.auto.candidates))
-        self._uncompressed = [candidate.uncompressed for _, candidate in candidates]
-        # The positions of model-wide candidates, and of the others.
-        self._model_wide = [c for c, candidate in candidates if candidate.model_wide]
-        self._per_bucket = [c for c, candidate in candidates if not candidate.model_wide]
+        self._uncompressed = [candidate.uncompressed for candidate in self.auto.candidates]
         b, c = len(self.nbytes), len(self.auto.candidates)
+        # Positions of the candidates that steps are traced with.
+        self._traced = sorted(set(choice.numpy().tolist())) if tracing.can_forget_traces() else list(range(c))
+        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
+        self._made = time.time()
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
-            "votes": (b,), "trial": (), "energy": (c + 1,), "wire": (places,), "span": (), "exchange": (b,),
-            "waits": (b,), **({"model_wide": (2,)} if self._model_wide else {}),
+            "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "span": (), "exchange": (b,),
+            "waits": (b,), "rest": (), "want_all": (),
         }  # fmt: skip
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
+            # When the first bucket of the step before was ready, and how long its exchange took.
+            self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
+            # Seconds that the first trace took, and that other candidates might have saved since then.
+            self._trace_seconds, self._regret = (tracing.variable(tf.constant(0.0), _NAME) for _ in range(2))
+        settings = plan.settings
+        decay = settings.residual_decay if settings.feeds_back(self.auto) else 0.0
+        with tf.device("CPU"):
+            self._sample = ProgressSample(self.auto, plan.layout, decay, settings.adaptive)
 
     # Selector
 
     def switch(self, bucket: int, exchange: Callable[[Compressor], Result]) -> Result:
         """The exchange with the bucket's candidate, which is not model-wide."""
-        index = self.choice(bucket)
-        if self._model_wide:
-            index = self._place_of(index, self._per_bucket)
+        index = self._place_of(self.choice(bucket), self._per_bucket)
         return switch_case(index, [functools.partial(exchange, self.auto.candidates[c]) for c in self._per_bucket])
 
     def choice(self, bucket: int) -> tf.Tensor:
@@ -99,32 +110,26 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             return self._numbers.read_value()
 
-    def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> tf.Tensor:
-        """Probes all candidates on a sample of one bucket, if a probe is due.
-
-        Returns:
-            [C + 1]: the energy that each candidate loses, and the chunk's energy; zeros if no probe is due.
-        """
-        decay = self._settings.residual_decay
-        samples = [probe.sample_of(self._layout, self._plan_state, gradients, b, decay) for b in self._place]
-        index, is_due = self._probe_index(step)
-        nothing = tf.zeros([len(self.auto.candidates) + 1])
-        return tf.cond(is_due, lambda: probe.energies(self.auto, index % len(samples), samples), lambda: nothing)
+    def probe(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
+        """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
+        self._begin_trace()
+        if not self._has_all:
+            return tf.zeros([ROWS, len(self.auto.candidates)])
+        return self._sample.measure(step, seeds, gradients)
 
     def switch_model(
         self,
         per_bucket: Callable[[], Any],
         uncompressed: Callable[[], Any],
-        model_wide: Callable[[int, tf.Tensor], Any],
-        step: tf.Tensor,
+        model_wide: Callable[[int], Any],
     ) -> Any:
         """The exchange that holds for all buckets; see `ModelSelector.switch_model`."""
-        may_be_idle = any(self._uncompressed)
+        may_be_idle = any(self._uncompressed[c] for c in self._traced)
+        if all(self._uncompressed[c] for c in self._traced):
+            return uncompressed()
         if not self._model_wide:
             return tf.cond(self._is_idle(), uncompressed, per_bucket) if may_be_idle else per_bucket()
-        branches: list[Callable[[], Any]] = [
-            functools.partial(lambda c: model_wide(c, self._probe_index(step)[1]), c) for c in self._model_wide
-        ]
+        branches: list[Callable[[], Any]] = [functools.partial(model_wide, c) for c in self._model_wide]
         branches += [per_bucket] if self._per_bucket else []
         with tf.device("CPU"):
             index = self._place_of(self.state.now.read_value()[0], self._model_wide)
@@ -156,17 +161,62 @@ class AutoSelector(ModelSelector):
             state = policy.State(*(variable.read_value() for variable in self.state))
             fields = self._unpack(measurement.agreed if self._settings.averages else measurement.agreed / self._ranks)
             votes, trial = (self._voted(fields.pop(name)) for name in ("votes", "trial"))
-            probed, _ = self._probe_index(step - 1)
+            want_all = fields.pop("want_all") > 0.0
             # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
             fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
-            state = policy.follow(state, policy.Measured(probed=probed % len(self.nbytes), **fields), self._costs)
+            state = policy.follow(state, policy.Measured(**fields), self._costs)
             chosen = tf.where(votes >= 0, votes, state.choice)
             report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
             state = policy.in_step(state, chosen, trial, measurement.committed)
-            state, *votes = propose(self.auto, state, self._costs, self._prior, self.nbytes, tf.cast(step, tf.int32))
+            state, choice, tried, saved = propose(
+                self.auto, state, self._costs, self._prior, self.nbytes, tf.cast(step, tf.int32), self._traced
+            )
             for variable, value in zip(self.state, state):
                 variable.assign(value)
-            self._numbers.assign(self._pack(measurement, votes))
+            self._numbers.assign(self._pack(measurement, (choice, tried), saved))
+            if not self._has_all:
+                tf.cond(want_all, self._trace_all_next, lambda: False)
+
+    # Tracing. The first steps are traced with the first choice only, as if it were a fixed compressor.
+
+    @property
+    def _has_all(self) -> bool:
+        return len(self._traced) == len(self.auto.candidates)
+
+    @property
+    def _model_wide(self) -> list[int]:
+        """The model-wide candidates."""
+        return [c for c in self._traced if self.auto.candidates[c].model_wide]
+
+    @property
+    def _per_bucket(self) -> list[int]:
+        """The other candidates."""
+        return [c for c in self._traced if not self.auto.candidates[c].model_wide]
+
+    def _begin_trace(self) -> None:
+        self._functions.update(tracing.functions_being_traced())
+        with tf.init_scope():
+            used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
+        if not used <= set(self._traced):  # a restored choice
+            self._traced = list(range(len(self.auto.candidates)))
+
+    def _trace_all_next(self) -> tf.Tensor:
+        """Lets the next step be traced again, with all candidates."""
+
+        def forget() -> np.bool_:
+            self._traced = list(range(len(self.auto.candidates)))
+            tracing.forget_traces(self._functions)
+            return np.bool_(True)
+
+        return tf.ensure_shape(tf.numpy_function(forget, [], tf.bool), [])
+
+    def _wants_all(self, saved: tf.Tensor, timed: tf.Tensor) -> tf.Tensor:
+        """Whether other candidates might have saved as many seconds so far as the trace with them will take."""
+        if self._has_all:
+            return tf.constant(False)
+        known = timed & (self.state.rest.read_value() > 0.0)
+        regret = self._regret.assign_add(tf.where(known, saved, 0.0), read_value=True)
+        return regret > _TRACE_FACTOR * self._trace_seconds.read_value()
 
     def _is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
@@ -176,27 +226,24 @@ class AutoSelector(ModelSelector):
 
     def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
         """The candidate's position in the list `among`; the list's length if it is not there."""
+        if len(among) == 1 and len(self._traced) == 1:
+            return tf.constant(0)
         places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
         with tf.device("CPU"):
             return tf.gather(tf.constant(places), candidate)
 
-    def _probe_index(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The number of probes before this step, and whether one is due in it."""
-        with tf.device("CPU"):
-            step = tf.cast(step, tf.int32)
-            # First one bucket in each step, then the buckets in turn, every `probe_every` steps.
-            early, every = len(self.nbytes), self.auto.probe_every
-            index = tf.where(step < early, step, early + (step - early) // every)
-            return index, (step < early) | ((step - early) % every == 0)
-
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor]) -> tf.Tensor:
-        """This step's numbers, in the order of `_fields`. The votes: the proposed choice, and the candidate to try."""
+    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], saved: tf.Tensor) -> tf.Tensor:
+        """This step's numbers, in the order of `_fields`.
+
+        The votes are the proposed choice, and the candidate to try. `saved` are the seconds that candidates which are
+        not traced might have saved.
+        """
         committed = measurement.committed
-        buckets = (measurement.buckets[b] for b in self._place)
-        ready, encoded, received, decoded = clock.since_first([b.timestamps for b in buckets if b is not None])
+        buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
+        ready, encoded, received, decoded = clock.since_first(buckets)
         before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
         # Horovod may fuse buckets, which then arrive together.
         free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
@@ -205,13 +252,31 @@ class AutoSelector(ModelSelector):
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
         own_votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in votes]
-        times = [own * tf.reduce_sum(wire), tf.reduce_max(decoded), exchange, tf.nn.relu(ready - before)]
+        span = tf.reduce_max(decoded)
+        times = [
+            own * tf.reduce_sum(wire),
+            span,
+            exchange,
+            tf.nn.relu(ready - before),
+            self._rest_before(span, buckets),
+        ]
         # The times of steps that were not committed are ignored.
         timed = committed & (measurement.step >= _UNTIMED)
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        lost = [tf.where(committed, measurement.model_wide_loss, tf.zeros([2]))] if self._model_wide else []
-        flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times, *lost)], 0)
+        times.append(tf.cast(self._wants_all(saved, timed), tf.float32) * float(self._rank == 0))
+        flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
+
+    def _rest_before(self, span: tf.Tensor, buckets: Sequence[clock.Timestamps]) -> tf.Tensor:
+        """Seconds of the step before besides its exchange; `span` and `buckets` are those of this step."""
+        first, before = buckets[0].ready, self._before.read_value()
+        rest = tf.cast(first - before[0] - before[1], tf.float32)
+        with tf.control_dependencies([rest]):
+            is_first = before[0] == 0.0
+            traced = tf.cast(first - self._made, tf.float32)
+            self._trace_seconds.assign(tf.where(is_first, traced, self._trace_seconds.read_value()))
+            self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
+        return tf.nn.relu(rest)
 
     def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
         sizes = [math.prod(shape) for shape in self._fields.values()]
@@ -220,16 +285,37 @@ class AutoSelector(ModelSelector):
 
 
 def propose(
-    auto: Auto, state: policy.State, costs: policy.Costs, prior: tf.Tensor, nbytes: Sequence[int], step: tf.Tensor
-) -> tuple[policy.State, tf.Tensor, tf.Tensor]:
-    """Calls `policy.propose` with the lost shares and the target of this step."""
-    lost, sizes = policy.shares(state, prior), tf.constant(nbytes, tf.float32)
+    auto: Auto,
+    state: policy.State,
+    costs: policy.Costs,
+    prior: policy.Value,
+    nbytes: Sequence[int],
+    step: tf.Tensor,
+    among: Sequence[int],
+) -> tuple[policy.State, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Calls `policy.propose` for the candidates at the positions `among`, with the target of this step.
+
+    Returns:
+        What `policy.propose` returns, and the seconds that all candidates might save for the progress of a step.
+    """
     target = tf.constant(0.0)
-    for first, value in auto.targets():
-        target = tf.where(step >= first, value, target)
+    for first, new_target in auto.targets():
+        target = tf.where(step >= first, new_target, target)
+    rules, sizes = rules_of(auto), tf.constant(nbytes, tf.float32)
+    value = policy.value_of(state, prior)
+    saved = tf.constant(0.0)
+    if len(among) < len(auto.candidates):
+        saved = policy.possible_saving(rules, state, costs, value, sizes, target)
+    return (*policy.propose(rules, state, costs, value, sizes, target, among), saved)
+
+
+def rules_of(auto: Auto) -> policy.Rules:
+    """What `auto` may choose, and what it looks for."""
     uncompressed = [candidate.uncompressed for candidate in auto.candidates]
-    model_wide = auto.model_wide_candidates
-    return policy.propose(state, costs, uncompressed, lost, sizes, target, auto.max_slowdown, model_wide)
+    by_progress = auto.objective == "progress"
+    return policy.Rules(
+        uncompressed, auto.model_wide_candidates, auto.max_slowdown, by_progress, auto.min_progress, auto.budget
+    )
 
 
 def nbytes_of(layout: ModelLayout) -> list[int]:

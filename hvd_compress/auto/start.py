@@ -1,4 +1,4 @@
-"""How `auto` begins: costs from the calibration, lost shares of white noise, and the first choice."""
+"""How `auto` begins: costs from the calibration, what white noise would lose, and the first choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ..compressors import Auto, Compressor
 from ..cost import Calibration
-from ..cost.calibrate import calibrate
+from ..cost.calibrate import estimate
 from ..engine import agreement
 from ..engine.grouping import Shape
 from ..engine.plan import Plan
@@ -36,10 +36,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()
         *parts, lost = np.split(table, np.cumsum([part.size for part in costs]))
         costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
-        prior = tf.constant(np.broadcast_to(lost, costs.encode.shape))
+        # A candidate makes at least as much progress as it lets through of white noise: so `auto` begins mildly.
+        prior = policy.Value(tf.constant(1.0 - lost), tf.constant(lost))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
         start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
-        _, first, _ = propose(auto, start, costs, prior, nbytes, tf.constant(0))
+        everything = range(len(auto.candidates))
+        _, first, _, _ = propose(auto, start, costs, prior, nbytes, tf.constant(0), everything)
         first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
     chosen = AutoSelector(plan, costs, prior, first)
     if group.rank() == 0:
@@ -48,7 +50,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
 
 
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
-    """Loads the calibration from the file in HVD_COMPRESS_CALIBRATION, or makes one, which takes some seconds.
+    """Loads the calibration from the file in HVD_COMPRESS_CALIBRATION, or estimates one, in less than a second.
 
     All ranks call it together. Kernels are measured on a chunk of the shape `chunk`.
 
@@ -63,7 +65,7 @@ def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
     ranks_without = [str(rank) for rank, file in enumerate(loaded) if file is None]
     if 0 < len(ranks_without) < len(loaded):
         raise ValueError(f"{variable} is not set on rank {', '.join(ranks_without)}: set it on all ranks or on none")
-    return loaded[0] or calibrate(auto.candidates, group, chunk[0])
+    return loaded[0] or estimate(auto.candidates, group, chunk[0])
 
 
 def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:

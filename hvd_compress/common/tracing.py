@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -30,3 +32,27 @@ def variable(value: tf.Tensor, name: str) -> tf.Variable:
     """A variable that no model tracks. It may be created in an init_scope while a function is traced."""
     # Lifting it out of that function would trace the function a second time.
     return tf.Variable(value, trainable=False, name=name, experimental_enable_variable_lifting=False)
+
+
+def functions_being_traced() -> list[Any]:
+    """The `tf.function`s that are being traced now, the innermost one first."""
+    functions, frame = [], sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, tf.types.experimental.PolymorphicFunction) and owner not in functions:
+            functions.append(owner)
+        frame = frame.f_back  # type: ignore[assignment]
+    return functions
+
+
+def can_forget_traces() -> bool:
+    """Whether `forget_traces` works with this version of TensorFlow: it has no public interface for it."""
+    cache = getattr(tf.function(lambda: None), "_function_cache", None)
+    return all(hasattr(cache, name) for name in ("_primary", "_dispatch_dict"))
+
+
+def forget_traces(functions: Iterable[Any]) -> None:
+    """Lets these `tf.function`s be traced again when they are called next, also if one of them is running."""
+    for function in functions:
+        function._function_cache._primary.clear()
+        function._function_cache._dispatch_dict.clear()

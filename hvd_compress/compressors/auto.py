@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from ..common import checks
 from ..common.error_text import error_text
-from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, TARGET
+from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
 from .cast import NoCompression
@@ -22,39 +23,52 @@ WARMUP_TARGET = 0.95
 @register
 @dataclasses.dataclass(frozen=True)
 class Auto(BuiltinCompressor):
-    """Chooses, in each step and for each bucket, the fastest candidate that lets enough of the gradient through.
+    """Chooses, in each step and for each bucket, the candidate with which training makes the most progress per second.
 
-    A cost model (`hvdc.CostModel`) predicts how fast candidates are. It is calibrated at the first step and updated
-    from the measured times of exchanges. The share that a candidate lets through, 1 - ||x - C(x)||^2 / ||x||^2 with
-    x = gradient + residual, is measured during training. All ranks always choose the same compressor; a new choice
-    takes over the residual.
+    A cost model (`hvdc.CostModel`) predicts how long a step takes with each candidate. It is calibrated at the first
+    step and updated from the measured times of exchanges. How much progress a step makes with each candidate, relative
+    to a step without compression, is measured on a sample of the gradients (see `auto.progress`). All ranks always
+    choose the same compressor; a new choice takes over the residual.
 
     Attributes:
         candidates: Compressors or their spec strings. In a spec string: `auto:candidates=(none|int8)`. `powersgd`
             needs gradients in their own shapes, and is chosen for all buckets at once or for none.
-        target: The share of a bucket's energy ||x||^2 that a compressor must let through in a step to be chosen, 0 to
-            1. The current choice is kept down to half of it, because the residual that builds up reduces this share.
+        objective: "progress" maximizes the progress per second. "step" minimizes the seconds per step, among candidates
+            that let the share `target` of the gradient through.
+        min_progress: Candidates that make less progress per step than this are not chosen, 0 to 1.
+        budget: Seconds that the exchange may add to a step, in a spec string also `50ms`: the candidate that makes the
+            most progress per step within this time is chosen. 0 for no budget.
+        target: With objective="step", the share of the energy ||x||^2, x = gradient + residual, that a candidate must
+            let through to be chosen, 0 to 1. The current choice is kept down to half of it, because the residual that
+            builds up reduces this share.
         warmup_steps: The number of first steps that have the target 0.95 (or `target` if higher).
         phases: Other targets from later steps on: pairs of step and target, in a spec string
             `auto:phases=(1000:0.1|5000:0.02)`.
-        max_slowdown: By how much, as a share, the exchange may take longer if all of the gradient then gets through.
-        probe_every: Every this many steps, the candidates are tried on a chunk of one bucket.
+        max_slowdown: By how much, as a share, a step may take longer if all of the gradient then gets through.
+        probe_every: Every this many steps, the progress with each candidate is measured for 24 steps. The first 48
+            steps are measured, too.
     """
 
     name = "auto"
     examples = ("auto:candidates=(none|int8)",)
     automatic = True
     candidates: Sequence[Any] = CANDIDATES  # type: ignore[assignment]
+    objective: str = OBJECTIVES[0]
+    min_progress: float = 0.0
+    budget: Any = 0.0
     target: float = TARGET
     warmup_steps: int = 0
     phases: Sequence[Any] = ()
     max_slowdown: float = MAX_SLOWDOWN
-    probe_every: int = 50
+    probe_every: int = 250
 
     def __post_init__(self) -> None:
         given: Any = "none" if self.candidates is None else self.candidates  # "none" in a spec string is None
         if isinstance(given, (str, Compressor)):
             given = (given,)
+        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
+            names = " or ".join(map(repr, OBJECTIVES))
+            raise ValueError(f"auto: objective must be {names}, got {error_text(self.objective)}")
         candidates: list[Compressor] = []
         for compressor in map(resolve, checks.items("auto: candidates", given)):
             if compressor not in candidates:  # not a set: a user's compressor may have no hash
@@ -76,6 +90,8 @@ class Auto(BuiltinCompressor):
                 )
         self._set(
             candidates=tuple(candidates),
+            min_progress=checks.number("auto: min_progress", self.min_progress, 0, 1),
+            budget=_seconds("auto: budget", self.budget),
             target=checks.number("auto: target", self.target, 0, 1),
             max_slowdown=checks.number("auto: max_slowdown", self.max_slowdown, 0, 1),
             warmup_steps=checks.integer("auto: warmup_steps", self.warmup_steps, 0),
@@ -142,3 +158,18 @@ def _phase(phase: Any) -> tuple[int, float]:
         checks.integer("auto: the step of a phase", step, 0),
         checks.number("auto: the target of a phase", target, 0, 1),
     )
+
+
+def _seconds(name: str, value: Any) -> float:
+    """Seconds, from a number or from text such as "50ms"."""
+    if isinstance(value, str):
+        text = value.strip()
+        for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+            if text.endswith(unit):
+                try:
+                    value = float(text[: -len(unit)]) * factor
+                except ValueError:
+                    break
+                return _seconds(name, value)
+        raise ValueError(f"{name} must be seconds, such as 0.05 or '50ms', got {error_text(value)}")
+    return checks.number(name, value, 0, math.inf)

@@ -57,16 +57,19 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
         sent = sum(math.prod(s) if m is None else self.rank * (sum(m) - self.rank) for s, m in zip(shapes, matrices))
         return 1.0 - sent / sum(map(math.prod, shapes))
 
-    def lost_share(self, x: tf.Tensor) -> tf.Tensor:
-        """The share of its energy that a single tensor loses from the random start, a float32 scalar."""
-        matrix = self.matrix(tuple(x.shape.as_list()))
+    def encode_alone(self, x: tf.Tensor, factors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What one rank by itself loses of a tensor, in its shape, and the factors for the next step.
+
+        `factors` are those of the step before, or `initial_factors` of the shape.
+        """
+        shape = tuple(x.shape.as_list())
+        matrix = self.matrix(shape)
         if matrix is None:
-            return tf.constant(0.0)
-        x = tf.reshape(x, matrix)
-        n = self.rank * matrix.columns
-        # Random numbers depend on their positions only, so this is compiled per power of two, not per shape.
-        start = subspace.start(tf.constant(0), 2 ** math.ceil(math.log2(n)))[:n]
-        return 1.0 - subspace.through(x, tf.reshape(start, [self.rank, matrix.columns]))
+            return tf.zeros_like(x), factors
+        m = tf.reshape(x, matrix)
+        (p,) = subspace.orthonormal([subspace.left(m, tf.reshape(factors, [self.rank, matrix.columns]))[None]])
+        q = subspace.right(m, p[0])
+        return tf.reshape(subspace.lost(m, p[0], q), shape), tf.reshape(q, [-1])
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         matrix = self.matrix(chunk.shape)

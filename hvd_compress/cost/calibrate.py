@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 
 from ..common import host_memory
+from ..compressors import Compressor
 from ..compressors.resolve import CompressionLike, resolve
 from ..exchange import hosts
 from ..exchange.group import Group
@@ -16,8 +18,10 @@ from ..exchange.volume import LARGEST
 from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
-from .measure_kernels import call_time, measure_kernels
+from .link import Link
+from .measure_kernels import call_time, measure_kernels, measure_speed
 from .measure_links import inside_host, measure_link, slowest
+from .model import CostModel
 
 
 def calibrate(
@@ -52,17 +56,10 @@ def calibrate(
     for name in COLLECTIVES:
         watch(name)
         links[name], errors[name] = measure_link(name, group, group)
-    levels = None
-    placed = hosts.current() if process_set is hvd.global_process_set else None
+    placed, levels = _placed(process_set), None
     if placed is not None:
         watch("inside and across hosts")
-        local, across = group.among(placed.local, "_local"), group.among(placed.across, "_across")
-        levels = Levels(
-            placed.count,
-            placed.workers,
-            {name: measure_link(name, local, group, inside_host)[0] for name in INSIDE},
-            {name: measure_link(name, across, group)[0] for name in ACROSS},
-        )
+        levels = _measure_levels(group, placed)
     chosen = [resolve(compressor) for compressor in compressors]
     host_memory.keep_freed_memory()
     call = call_time()
@@ -74,3 +71,45 @@ def calibrate(
     agreed = slowest(np.array(times, np.float64), group, "_kernels")
     kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, agreed)}
     return Calibration(group.size, links, kernels, errors, levels)
+
+
+def estimate(compressors: Sequence[Compressor], process_set: Any, elements: int) -> Calibration:
+    """A calibration that takes a few tenths of a second, for `auto` to begin with.
+
+    Allreduces are timed, with a few sizes. The other collectives are taken to be as fast. Kernels are taken to cost
+    what `defaults` says, times the speed of this machine. Kernels that it does not know are timed.
+    This is a collective call. `elements` are as for `calibrate`.
+    """
+    group = Group(process_set, "hvdc_estimate")
+    link, error = measure_link("allreduce", group, group, short=True)
+    placed = _placed(process_set)
+    levels = None if placed is None else _measure_levels(group, placed, short=True)
+    host_memory.keep_freed_memory()
+    speed = measure_speed()
+    costs = [_default_cost(compressor, elements, group.size, speed) for compressor in compressors]
+    agreed = slowest(np.array([dataclasses.astuple(cost) for cost in costs], np.float64), group, "_kernels")
+    kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(compressors, agreed)}
+    return Calibration(group.size, dict.fromkeys(COLLECTIVES, link), kernels, dict.fromkeys(COLLECTIVES, error), levels)
+
+
+def _default_cost(compressor: Compressor, elements: int, ranks: int, speed: float) -> KernelCost:
+    try:
+        default = CostModel(Link(0.0, 0.0), ranks).cost_of(compressor)
+    except ValueError:  # a compressor of the user's
+        return KernelCost(*measure_kernels(compressor, elements, ranks, call_time()))
+    return KernelCost(*(seconds * speed for seconds in dataclasses.astuple(default)))
+
+
+def _placed(process_set: Any) -> hosts.Hosts | None:
+    """The hosts, if there are several of several workers."""
+    return hosts.current() if process_set is hvd.global_process_set else None
+
+
+def _measure_levels(group: Group, placed: hosts.Hosts, short: bool = False) -> Levels:
+    local, across = group.among(placed.local, "_local"), group.among(placed.across, "_across")
+    return Levels(
+        placed.count,
+        placed.workers,
+        {name: measure_link(name, local, group, inside_host, short)[0] for name in INSIDE},
+        {name: measure_link(name, across, group, short=short)[0] for name in ACROSS},
+    )

@@ -33,6 +33,9 @@ _FAST = 0.004
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
+# Of a short measurement: these sizes, and the times of each.
+_SHORT_SIZES, _SHORT_REPEATS = (2**12, 2**19, 2**21), {2**12: 6, 2**19: 2, 2**21: 1}
+
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
 
@@ -67,8 +70,12 @@ def inside_host(name: str, size: int, group: Group) -> Callable[[], Any]:
     return lambda: within_host.reduce_scatter([chunk], [chunk], 1.0, transfers.concat(others), named)[0]
 
 
-def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
+def measure_link(
+    name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks, short: bool = False
+) -> tuple[Link, float]:
     """Measures one collective in all groups into which `everyone` is divided, at the same time.
+
+    If `short`, it takes a few tenths of a second, or as long as some megabytes need on a slow link.
 
     Returns:
         Alpha, beta and burst, as those of a ring, and the root mean square of the relative errors of the fit.
@@ -79,19 +86,19 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
     sizes: list[int] = []
     seconds: list[float] = []
     pause = 0.0
-    for size in _SIZES:
+    for size in _SHORT_SIZES if short else _SIZES:
         # All decisions follow from numbers that are the same on all ranks. The latency does not grow with the size.
         expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) > 1 else 0.0
         if expected > (_PATIENCE if len(sizes) < _ENOUGH else _SHORT):
             break
-        if size == _MIDDLE and expected < _FAST:
+        if size == _MIDDLE and expected < _FAST and not short:
             continue
         run = tf.function(new_run(name, size, group), autograph=False)
         run()
         if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
             expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
             pause = _PAUSE if expected > _SLOW else 0.0
-        repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
+        repeats = (_SHORT_REPEATS if short else _REPEATS).get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
         # The slowest rank of each repeat, and the midmean of these.
         times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)

@@ -15,13 +15,15 @@ class Candidate:
     Attributes:
         compressor: The spec string.
         predicted: Seconds of the bucket's exchange; for `powersgd`, seconds of the exchange of all buckets at once.
-        through: The share of the bucket's energy that it lets through.
+        through: The share of the gradients' energy that it lets through.
+        progress: The progress of a step, relative to an uncompressed one.
         why: The reason why it was not chosen; empty for the chosen one.
     """
 
     compressor: str
     predicted: float
     through: float
+    progress: float
     why: str
 
 

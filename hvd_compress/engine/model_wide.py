@@ -32,7 +32,6 @@ class ModelWideResult(NamedTuple):
     ok: tf.Tensor  # bool scalar, whether all of them were finite on all ranks
     changes: list[tuple[tf.Variable, tf.Tensor]]  # `Step` assigns them if all gradients are finite
     measured: list[tuple[Any, Any]]  # each bucket's timestamps and norms; the last bucket's times are the exchange's
-    loss: tf.Tensor  # [2], energies of new residuals and of gradient + residual; zeros where not measured
 
 
 def reduce_model(
@@ -42,7 +41,6 @@ def reduce_model(
     step: StepContext,
     group: Callable[[Compressor], Group],
     after: Sequence[tf.Tensor],
-    probed: tf.Tensor,
     sample_norms: tf.Tensor | None,
 ) -> ModelWideResult:
     """Reduces all gradients of `auto`.
@@ -54,7 +52,6 @@ def reduce_model(
         step: What all exchanges share.
         group: The ranks, and the names of the collectives.
         after: Tensors that must be ready before the gradients are packed.
-        probed: Whether the loss is measured in this step, a bool scalar.
         sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
     """
     layout, state = plan.layout, plan.state
@@ -66,10 +63,7 @@ def reduce_model(
 
     def measure(_: Compressor, chunks: Sequence[tf.Tensor], local: LocalInput, residuals: Any) -> Any:
         packed = {} if residuals is None else _packed(layout, residuals)
-        loss = tf.zeros([2])
-        if residuals is not None:
-            loss = tf.cond(probed, lambda: _energies(local, residuals), lambda: tf.zeros([2]))
-        return packed, loss, _norms(layout, chunks, local, packed, sample_norms)
+        return packed, _norms(layout, chunks, local, packed, sample_norms)
 
     bucket = BucketInput(
         whole,
@@ -82,7 +76,7 @@ def reduce_model(
         measure=measure,
     )
     result = reduce_bucket(bucket, [gradients[i] for i in whole.tensors.members], step, after)
-    new_residuals, loss, of_buckets = result.measured
+    new_residuals, of_buckets = result.measured
 
     changes = [(factors, result.new_state.factors[0])]
     for g, residuals in new_residuals.items():
@@ -93,9 +87,8 @@ def reduce_model(
         changes += [(variable, tf.constant(keeps)) for variable in foreign if variable is not None]
     reduced = unpack(whole, result.chunks, [layout.dtypes[i] for i in whole.tensors.members])
     timestamps = [*map(clock.all_at, ready), result.timestamps]
-    return ModelWideResult(
-        dict(zip(whole.tensors.members, reduced)), result.ok, changes, list(zip(timestamps, of_buckets)), loss
-    )
+    gradients_by_position = dict(zip(whole.tensors.members, reduced))
+    return ModelWideResult(gradients_by_position, result.ok, changes, list(zip(timestamps, of_buckets)))
 
 
 def _last_gradient(layout: ModelLayout, gradients: Sequence[Any], b: int) -> tf.Tensor:
@@ -122,11 +115,6 @@ def _packed(layout: ModelLayout, tensors: Sequence[tf.Tensor]) -> dict[int, list
         members = list(itertools.islice(rest, len(of_group.tensors.members)))
         packed[g] = pack(of_group, members, range(len(of_group.shapes)))
     return packed
-
-
-def _energies(local: LocalInput, residuals: Sequence[Any]) -> tf.Tensor:
-    summed = [local.sum(i) for i in range(len(local.chunks))]
-    return tf.square(tf.stack([norms.norm_of(residuals), norms.norm_of(summed)]))
 
 
 def _norms(

@@ -32,8 +32,6 @@ class StepMeasurement(NamedTuple):
     others: list[BucketMeasurement]  # uncompressed gradients, then embeddings; empty if no observer records steps
     embedding_bytes: tf.Tensor  # sent by this rank, and by stock Horovod, float64 [embeddings, 2]
     agreed: tf.Tensor | None  # `ModelSelector.numbers`, reduced over the ranks; None without `auto`
-    # Energies of new residuals and of gradient + residual, float32 [2]; () without model-wide candidates.
-    model_wide_loss: Any
     probe: Any  # the result of `ModelSelector.probe`; None without `auto`
     gradients: Sequence[Any]  # of this rank, before transforms: tensors, IndexedSlices or None
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from ..compressors import Compressor
+from ..compressors import Compressor, Seeds
 from .compression_report import BucketReport
 from .observer import Observer
 
@@ -97,10 +97,10 @@ class ModelSelector(Selector, Observer):
         """The numbers that this rank sends, float32 [any]; they are reduced along with the uncompressed gradients."""
 
     @abc.abstractmethod
-    def probe(self, step: tf.Tensor, gradients: Sequence[Any]) -> Any:
+    def probe(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> Any:
         """Measures all gradients of the plan before they are exchanged; `StepMeasurement.probe` is the result.
 
-        `step` is the number of steps before this one, an int64 scalar.
+        `step` is the number of steps before this one, an int64 scalar; `seeds` are for random choices.
         """
 
     @abc.abstractmethod
@@ -108,17 +108,14 @@ class ModelSelector(Selector, Observer):
         self,
         per_bucket: Callable[[], Any],
         uncompressed: Callable[[], Any],
-        model_wide: Callable[[int, tf.Tensor], Any],
-        step: tf.Tensor,
+        model_wide: Callable[[int], Any],
     ) -> Any:
         """Calls the function that exchanges all buckets in this step, and returns its result.
 
         Args:
             per_bucket: Exchanges each bucket with its own candidate, see `switch`.
             uncompressed: Exchanges all gradients as stock Horovod does.
-            model_wide: Exchanges all gradients at once. Arguments: the candidate's position, and whether to measure its
-                loss, a bool scalar.
-            step: The number of steps before this one, an int64 scalar.
+            model_wide: Exchanges all gradients at once with the candidate at a position.
         """
 
     @abc.abstractmethod

@@ -93,7 +93,7 @@ class Step:
 
             # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, so that they overlap with it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
-            gradients, times_and_norms, loss, committed, probe = self._reduce_compressed(step, before_last, flags)
+            gradients, times_and_norms, committed, probe = self._reduce_compressed(step, before_last, flags)
             reduced |= gradients
 
             # 6. Observers
@@ -103,7 +103,7 @@ class Step:
             ]
             others = self._measure_others(dense, own_slices, sparse) if plan.is_recorded else []
             nbytes = self._embeddings.bytes_sent
-            measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, loss, probe, own)
+            measured = StepMeasurement(step, committed, ready, buckets, others, nbytes, agreed, probe, own)
             for observer in plan.observers:
                 observer.observe(measured)
 
@@ -150,45 +150,43 @@ class Step:
 
     def _reduce_compressed(
         self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], dict[int, tuple[Any, Any]], Any, tf.Tensor, Any]:
+    ) -> tuple[dict[int, tf.Tensor], dict[int, tuple[Any, Any]], tf.Tensor, Any]:
         """Reduces all buckets and assigns the new state.
 
         Returns:
-            Reduced gradients by their positions; timestamps and norms of each bucket, () where not taken; the loss of a
-            model-wide candidate; whether the new state was assigned; the result of `ModelSelector.probe`.
+            Reduced gradients by their positions; timestamps and norms of each bucket, () where not taken; whether the
+            new state was assigned; the result of `ModelSelector.probe`.
         """
         layout, auto = self._plan.layout, self._plan.auto
         fixed = [b for b in range(len(layout.buckets)) if b not in layout.auto_buckets]
         first = self._reduce_buckets(fixed, [] if layout.auto_buckets else before_last)
         gradients, measured = self._unpack(first), _measured(first)
         if auto is None:
-            return gradients, measured, (), self._commit(flags, first), None
+            return gradients, measured, self._commit(flags, first), None
 
-        probe = auto.probe(step, self._gradients)
-        # The branches return the same structure.
-        no_loss = tf.zeros([2]) if self._plan.state.model_wide_factors else ()
+        probe = auto.probe(step, self._plan.seeds(len(layout.buckets)), self._gradients)
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
         def per_bucket() -> Any:
             last = self._reduce_buckets(layout.auto_buckets, before_last, after)
             committed = self._commit(flags, {**first, **last})
-            return self._unpack(last), _measured(last), committed, no_loss
+            return self._unpack(last), _measured(last), committed
 
         def without_compression() -> Any:
             reduced, timestamps = self._reduce_auto_uncompressed()
             measured = {b: (times, self._lossless()) for b, times in timestamps.items()}
-            return reduced, measured, self._commit(flags, first), no_loss
+            return reduced, measured, self._commit(flags, first)
 
-        def model_wide(candidate: int, probed: tf.Tensor) -> Any:
+        def model_wide(candidate: int) -> Any:
             group, sample = self._groups("whole"), self._sample_norms
             result = reduce_model(
-                self._plan, self._gradients, candidate, self._context, group, [*after, *before_last], probed, sample
+                self._plan, self._gradients, candidate, self._context, group, [*after, *before_last], sample
             )
             committed = self._commit([*flags, result.ok], first, result.changes)
-            return result.gradients, dict(zip(layout.auto_buckets, result.measured)), committed, result.loss
+            return result.gradients, dict(zip(layout.auto_buckets, result.measured)), committed
 
-        reduced, others, committed, loss = auto.switch_model(per_bucket, without_compression, model_wide, step)
-        return gradients | reduced, measured | others, loss, committed, probe
+        reduced, others, committed = auto.switch_model(per_bucket, without_compression, model_wide)
+        return gradients | reduced, measured | others, committed, probe
 
     def _reduce_buckets(
         self, buckets: Sequence[int], before_last: Sequence[tf.Tensor], after: Sequence[tf.Tensor] = ()

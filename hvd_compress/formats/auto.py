@@ -1,8 +1,13 @@
 """Defaults of `compressors.auto`, for predictions without TensorFlow."""
 
 # What it chooses from.
-CANDIDATES = ("none", "int8", "int4", "quantize:bits=2")
-# The share of a bucket's energy that a step must let through.
+CANDIDATES = (
+    "none", "int8", "int4", "hadamard", "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4",
+    "hybrid:ratio=0.01,bits=4", "powersgd:rank=4",
+)  # fmt: skip
+# What it looks for.
+OBJECTIVES = ("progress", "step")
+# With objective="step", the share of the energy that a step must let through.
 TARGET = 0.01
 # By how much, as a share, the exchange may take longer if all of the gradient then gets through.
 MAX_SLOWDOWN = 0.02

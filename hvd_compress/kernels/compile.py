@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 import tensorflow as tf
 
 # A gradient, its residual and the residual's factor: what `fed_back` adds.
 Terms = tuple[tf.Tensor, Optional[tf.Tensor], float]
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context in which compiled functions run as plain TensorFlow: slower, but without half a second for each."""
+    before = getattr(_state, "uncompiled", False)
+    _state.uncompiled = True
+    try:
+        yield
+    finally:
+        _state.uncompiled = before
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,7 +36,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     the reduction's input again, in slower code. A compiled function can be called eagerly and inside any
     `tf.function`; a call costs about 50 microseconds.
     """
-    return tf.function(function, jit_compile=True, autograph=False)
+    in_xla = tf.function(function, jit_compile=True, autograph=False)
+
+    @functools.wraps(function)
+    def called(*args: Any, **keywords: Any) -> Any:
+        return (function if getattr(_state, "uncompiled", False) else in_xla)(*args, **keywords)
+
+    return called
 
 
 def fed_back(gradient: tf.Tensor, residual: tf.Tensor | None, decay: float) -> tf.Tensor:

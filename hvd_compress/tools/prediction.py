@@ -15,7 +15,7 @@ from ..cost import CostModel, Prediction
 from ..exchange import choice, volume
 from ..exchange.hierarchical import HostCounts
 from ..formats import Format, NoCompression
-from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, TARGET
+from ..formats.auto import CANDIDATES, MAX_SLOWDOWN
 from .network import Network
 from .workload import Bucket, Workload, buckets_of
 
@@ -65,10 +65,12 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
         exchanges = [[_exchange(buckets[i], c, ranks, workers) for c in candidates] for i in compressible]
         picks = best(
             uncompressed=[candidate.uncompressed for candidate in candidates],
+            model_wide=[candidate.model_wide for candidate in candidates],
             waits=np.diff(work.backward * np.array([buckets[i].ready for i in compressible]), prepend=0.0),
             seconds=np.array([[_sustained(_cost(model, e)).total for e in row] for row in exchanges]),
-            lost=np.array([noise_lost(candidate) for candidate in candidates]),
             nbytes=np.array([buckets[i].nbytes for i in compressible], np.float64),
+            rest=work.rest,
+            lost=np.array([noise_lost(candidate) for candidate in candidates]),
         )
         for i, pick in zip(compressible, picks):
             chosen[i] = candidates[pick]
@@ -76,16 +78,21 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
 
 
 def best(
-    uncompressed: Sequence[bool], waits: np.ndarray, seconds: np.ndarray, lost: np.ndarray, nbytes: np.ndarray
+    uncompressed: Sequence[bool],
+    model_wide: Sequence[bool],
+    waits: np.ndarray,
+    seconds: np.ndarray,
+    nbytes: np.ndarray,
+    rest: float,
+    lost: np.ndarray,
 ) -> np.ndarray:
     """The choice of `auto` with its default settings: the candidate of each bucket, [B].
 
-    Arguments are those of `choices.options` and `choices.cost_of`, except that `lost` is [C], by candidate.
+    Arguments are those of `choices.options` and `choices.cost_of`. A candidate is taken to make as much progress as it
+    lets through of white noise, as by `auto` before it has measured anything.
     """
-    lost = np.broadcast_to(lost, seconds.shape)
-    allowed = (1.0 - lost >= TARGET) | (lost <= lost.min())
-    options = choices.options(np, allowed, uncompressed, seconds)
-    costs = choices.cost_of(np, options, waits, seconds, lost, nbytes, MAX_SLOWDOWN)
+    options = choices.options(uncompressed, model_wide, len(nbytes))
+    costs = choices.cost_of(np, options, waits, seconds, nbytes, rest, 1.0 - lost, lost, MAX_SLOWDOWN)
     return options[np.argmin(costs)]
 
 

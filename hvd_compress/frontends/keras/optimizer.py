@@ -15,7 +15,7 @@ from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
 from ..shared import check_undistributed, settings_from
 from .distribution import DistributedMixin
-from .optimizer_state import innermost, own_momentum
+from .optimizer_state import innermost, is_adaptive, own_momentum
 
 _EXCLUDED = "_exclude_from_weight_decay"  # the prefix of Keras's attributes
 
@@ -133,6 +133,7 @@ def DistributedOptimizer(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
         )
+    arguments["adaptive"] = is_adaptive(optimizer)
     settings = settings_from(arguments, name or f"Distributed{base.__name__}")
     dgc = settings.dgc
     momentum = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""

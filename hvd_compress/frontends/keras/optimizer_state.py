@@ -39,6 +39,11 @@ def own_momentum(optimizer: Any) -> str:
     return ""
 
 
+def is_adaptive(optimizer: Any) -> bool:
+    """Whether an optimizer scales each element by the size of its past gradients, as all do but SGD."""
+    return not any(cls.__name__ == "SGD" for cls in type(innermost(optimizer)).__mro__)
+
+
 def learning_rate(optimizer: Any) -> Any:
     """The variable with the learning rate, or the schedule or function that computes it, or None."""
     optimizer = innermost(optimizer)
