@@ -16,6 +16,7 @@ import tensorflow as tf
 import hvd_compress as hvdc
 from hvd_compress.auto import flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
+from hvd_compress.common import tracing
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import clock
 from hvd_compress.engine import reducer as reducers
@@ -331,8 +332,23 @@ def other_share_variables(plan: Any) -> list[tf.Variable]:
 
 
 def selector_state(plan: Any) -> Any:
-    """What auto's choice rests on: variables by field (choice, now, age, lost, energy, ...)."""
+    """What auto's choice rests on: variables by field (choice, now, age, progress, ...)."""
     return plan.auto.state
+
+
+def trace_all_candidates(monkeypatch: Any, always: bool) -> None:
+    """Whether the first steps of auto are traced with all candidates, so that a test may choose any of them."""
+    monkeypatch.setattr(tracing, "can_forget_traces", lambda: not always)
+
+
+def traced_candidates(plan: Any) -> list[int]:
+    """The candidates with which steps are traced from now on."""
+    return list(plan.auto._traced)
+
+
+def add_regret(plan: Any, seconds: float) -> None:
+    """As if other candidates might have saved so many seconds."""
+    plan.auto._regret.assign_add(seconds)
 
 
 def selector_bytes(plan: Any) -> list[int]:
@@ -363,16 +379,6 @@ def force_choice(plan: Any, candidate: int | Sequence[int]) -> None:
 def force_next_step(plan: Any, candidates: Sequence[int]) -> None:
     """The next step compresses each bucket with this candidate; what auto thinks stays."""
     selector_state(plan).now.assign(candidates)
-
-
-def keep_choice(plan: Any, candidate: int) -> None:
-    """As `force_choice`, but what was measured in the last step is still told to the other ranks."""
-    state, count = selector_state(plan), len(selector_bytes(plan))
-    for variable in (state.choice, state.now):
-        variable.assign([candidate] * count)
-    state.age.assign(tf.zeros_like(state.age))
-    outgoing = plan.auto._numbers
-    outgoing.assign(tf.concat([tf.zeros([count + 1]), outgoing[count + 1 :]], 0))  # the votes and the trial
 
 
 def propose(plan: Any, candidate: int, rank: int) -> None:

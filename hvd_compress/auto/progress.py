@@ -25,7 +25,6 @@ import tensorflow as tf
 from ..common import tracing
 from ..compressors import Auto, Compressor, Seeds
 from ..engine.grouping import Shape
-from ..engine.model_layout import ModelLayout
 from ..kernels.compile import uncompiled
 
 _NAME = "hvdc_progress"  # of variables
@@ -52,27 +51,24 @@ class ProgressSample:
 
     Args:
         auto: The compressor `auto`.
-        layout: The layout of the gradients.
-        decay: The factor of residuals in each step; 0 without error feedback.
+        shapes: The shapes of the gradients that `auto` compresses, by their positions.
+        decays: The factor of each candidate's residual in each step; 0 without error feedback.
         adaptive: Whether the optimizer divides by the root of the gradients' mean square.
     """
 
-    def __init__(self, auto: Auto, layout: ModelLayout, decay: float, adaptive: bool) -> None:
+    def __init__(self, auto: Auto, shapes: Mapping[int, Shape], decays: Sequence[float], adaptive: bool) -> None:
         self._auto = auto
-        shapes = {
-            i: layout.shapes[i] for g in layout.auto_groups for i in layout.param_groups[g].layout.tensors.members
-        }
         flat = [c for c, candidate in enumerate(auto.candidates) if not candidate.model_wide]
         self._samples: list[tuple[_Simulation, Callable[[Sequence[Any]], tf.Tensor]]] = []
         if flat:
             stride = max(1, math.ceil(sum(map(math.prod, shapes.values())) / _ELEMENTS))
             elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
-            simulation = _Simulation(auto, flat, (elements,), decay, adaptive)
+            simulation = _Simulation(auto, flat, (elements,), decays, adaptive)
             self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
         for c, candidate in enumerate(auto.candidates):
             if candidate.model_wide:
                 i = _largest_matrix(candidate, shapes)
-                simulation = _Simulation(auto, [c], shapes[i], decay, adaptive)
+                simulation = _Simulation(auto, [c], shapes[i], decays, adaptive)
                 self._samples.append((simulation, functools.partial(_gradient, i)))
 
     def measure(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
@@ -94,10 +90,11 @@ class ProgressSample:
         # Not inlined: TensorFlow would go through all of its operations in each step.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def simulate() -> tf.Tensor:
+            samples = [take(gradients) for _, take in self._samples]  # where the gradients are
             columns: dict[int, tf.Tensor] = {}
             with tf.device("CPU"), uncompiled():
-                for simulation, take in self._samples:
-                    columns |= simulation.step(take(gradients), seeds, begins)
+                for (simulation, _), sample in zip(self._samples, samples):
+                    columns |= simulation.step(sample, seeds, begins)
                 return tf.stack([columns[c] for c in range(count)], 1)
 
         return tf.cond(due, simulate, lambda: tf.zeros([ROWS, count]))
@@ -117,9 +114,11 @@ class _Simulation:
     `columns` are the positions of the candidates. See `ProgressSample` for the other arguments.
     """
 
-    def __init__(self, auto: Auto, columns: Sequence[int], shape: Shape, decay: float, adaptive: bool) -> None:
+    def __init__(
+        self, auto: Auto, columns: Sequence[int], shape: Shape, decays: Sequence[float], adaptive: bool
+    ) -> None:
         self._candidates = {c: auto.candidates[c] for c in columns}
-        self._shape, self._decay, self._adaptive = shape, decay, adaptive
+        self._shape, self._decays, self._adaptive = shape, decays, adaptive
         elements, count = math.prod(shape), len(columns)
         zeros = tf.zeros([elements])
         self._mean_square, self._steps = (tracing.variable(x, _NAME) for x in (zeros, tf.constant(0.0)))
@@ -141,9 +140,9 @@ class _Simulation:
         metric = self._metric(square, finite)
         now, columns = [], {}
         for place, (c, candidate) in enumerate(self._candidates.items()):
-            old = self._residuals[place].read_value() * (keep * self._decay)
+            old = self._residuals[place].read_value() * (keep * self._decays[c])
             new = self._lost(place, candidate, x, old, seeds)
-            if self._decay:
+            if self._decays[c]:
                 self._residuals[place].assign(new)
             total = x + old
             now.append(metric * (total - new))

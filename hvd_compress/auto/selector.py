@@ -83,9 +83,10 @@ class AutoSelector(ModelSelector):
             # Seconds that the first trace took, and that other candidates might have saved since then.
             self._trace_seconds, self._regret = (tracing.variable(tf.constant(0.0), _NAME) for _ in range(2))
         settings = plan.settings
-        decay = settings.residual_decay if settings.feeds_back(self.auto) else 0.0
         with tf.device("CPU"):
-            self._sample = ProgressSample(self.auto, plan.layout, decay, settings.adaptive)
+            decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
+            shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
+            self._sample = ProgressSample(self.auto, shapes, decays, settings.adaptive)
 
     # Selector
 

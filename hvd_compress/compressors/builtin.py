@@ -32,7 +32,7 @@ class BuiltinCompressor(Format, Compressor):
 
     def noise_loss(self, shapes: Sequence[Shape]) -> float:
         """The share of the energy of white noise that is lost, as the format estimates it: no kernel is compiled."""
-        return self.estimated_noise_loss(np.random.default_rng(0).standard_normal(min(_NOISE, math.prod(shapes[0]))))
+        return self.estimated_noise_loss(np.random.default_rng(0).standard_normal(_NOISE))
 
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
         """Decodes one rank's parts to float32."""

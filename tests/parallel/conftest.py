@@ -56,7 +56,7 @@ def costs_file(size, tmp_path_factory):
     """A calibration of all ranks, at 1 Gbit/s: `auto` has none to make, and what it begins with is always the same."""
     link = {"alpha": 1e-4, "beta": 8e-9, "gamma": 0.0, "burst": 0.0}
     kernel = {"call": 1e-5, "encode": 1e-9, "decode": 1e-10, "decode_rank": 1e-10}
-    names = ["fp16", "bf16", "quantize", "onebit", "topk", "block_topk", "hybrid", "powersgd"]
+    names = ["fp16", "bf16", "quantize", "hadamard", "onebit", "topk", "block_topk", "hybrid", "powersgd"]
     calibration = {
         "format": "hvd_compress calibration 1",
         "ranks": size,
@@ -75,6 +75,14 @@ def costs_file(size, tmp_path_factory):
 def fixed_costs(costs_file, monkeypatch):
     """`auto` takes `costs_file`."""
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_candidates():
+    """Steps of `auto` are traced with all candidates from the beginning, unless a test says otherwise."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        introspect.trace_all_candidates(monkeypatch, True)
+        yield
 
 
 @pytest.fixture

@@ -113,18 +113,70 @@ def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
     assert all(np.isfinite(value.numpy()).all() for value in state)
 
 
-def test_fidelity_is_that_of_the_gradients(training, rank, size):
-    for _ in range(2 * 5 + 2):
+def test_what_candidates_lose_is_measured(training):
+    for _ in range(12):
         training.step()
-    state = introspect.selector_state(training.plan)
-    shares = state.lost.numpy() / state.energy.numpy()[:, None]
-    assert (shares[:, 0] == 0).all()  # none
-    assert (shares[:, 1] < 1e-2).all()  # int8
-    assert ((shares[:, 2] > 0.1) & (shares[:, 2] < 0.9)).all()  # hybrid at 5% of a heavy tail
+    measured = introspect.selector_state(training.plan).progress.numpy()
+    none, int8, hybrid = measured[3] / measured[4]
+    assert none == 0 and int8 < 1e-2 and 0.1 < hybrid < 0.9  # hybrid at 5% of a heavy tail
+
+
+def test_fast_steps_with_little_progress_are_left(rank):
+    """Where steps with `hybrid` are faster, but the rest of the step takes most of the time."""
+    training = new_training(rank, spec="auto:candidates=(int8|hybrid:ratio=0.01,bits=4),probe_every=1")
+    steady = [np.random.default_rng(1).standard_normal(shape).astype(np.float32) for shape in SHAPES]
+    for step in range(30):
+        if step == 4:
+            training.choose(1)  # as if it had been found faster
+        noise = [0.2 * x for x in gradients(rank, step)]
+        training.step([s + n for s, n in zip(steady, noise)])
+        introspect.selector_state(training.plan).rest.assign(10.0)
+    report = introspect.bucket_reports(training.plan)
+    assert {bucket.chosen for bucket in report} == {"int8"}
+    int8, hybrid = report[0].candidates
+    assert int8.progress > 0.95 and hybrid.progress < 0.9
+    assert "% of the progress" in hybrid.why
+
+
+def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypatch):
+    introspect.trace_all_candidates(monkeypatch, False)
+    training = new_training(rank)
+    for _ in range(4):
+        training.step()
+    (first,) = set(training.selector.choice.numpy())
+    assert introspect.traced_candidates(training.plan) == [first] and training.traces == 1
+    if rank == 0:  # which decides
+        introspect.add_regret(training.plan, 1e6)
+    traces = []
+    for _ in range(4):
+        values = gather(np.array([float(np.sum(x)) for x in training.step()]))
+        assert (values == values[0]).all()
+        traces.append(training.traces)
+    assert traces == [1, 1, 2, 2]
+    assert introspect.traced_candidates(training.plan) == [0, 1, 2]
+    before = training.residuals()
+    training.choose(2)
+    given = [np.mean(gather(g), 0) for g in gradients(rank, training.steps)]
+    reduced = training.step()
+    for total, out, old, new in zip(given, reduced, before, training.residuals()):
+        np.testing.assert_allclose(out + gather(new).mean(0), total + gather(old).mean(0), atol=1e-4)
+
+
+def test_a_restored_choice_is_traced(rank, monkeypatch):
+    first = new_training(rank)
+    first.step()
+    first.choose(2)
+    first.step()
+    introspect.trace_all_candidates(monkeypatch, False)
+    second = new_training(rank)
+    introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])
+    second.steps = first.steps
+    for mine, theirs in zip(second.step(), first.step()):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):
-    training = new_training(rank, spec="auto:candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
+    training = new_training(rank, spec="auto:objective=step,candidates=(none|hybrid:ratio=0.05,bits=4),target=0.99")
     for _ in range(15):
         training.step()
     assert {bucket.chosen for bucket in introspect.bucket_reports(training.plan)} == {"none"}
@@ -132,7 +184,7 @@ def test_a_target_that_nothing_reaches_means_no_compression(rank):
 
 def test_warm_up_and_phases_set_the_target(rank):
     spec = (
-        "auto:candidates=(int8|hybrid:ratio=0.05,bits=4),target=0.01,warmup_steps=20,"
+        "auto:objective=step,candidates=(int8|hybrid:ratio=0.05,bits=4),target=0.01,warmup_steps=20,"
         "phases=(40:0.9),max_slowdown=0,probe_every=1"
     )
     training = new_training(rank, spec=spec)
@@ -183,7 +235,7 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
         reduced = training.step()
         assert all(np.isfinite(r).all() for r in reduced)
     assert len(introspect.buckets(training.plan)) == 2 and training.traces == 1
-    assert (introspect.selector_state(training.plan).energy.numpy() > 0).all()
+    assert (introspect.selector_state(training.plan).progress.numpy()[4] > 0).all()
     assert len({group.shapes[0] for group in introspect.groups(training.plan)}) == 2
 
 

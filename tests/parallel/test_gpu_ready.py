@@ -35,7 +35,9 @@ def operations(graph, functions=None):
             functions.add(name)
             function = graph._get_function(name)
             if not function.definition.attr["_XlaMustCompile"].b:
-                yield from operations(function.graph, functions)
+                of_function = operations(function.graph, functions)
+                # The candidates of `auto` are simulated on the host, but samples are taken where the gradients are.
+                yield from (op for op in of_function if "simulate" not in name or "CPU" not in op.device)
         yield op
 
 

@@ -70,61 +70,83 @@ def test_a_step_that_was_held_up_and_one_without_times_change_little():
     np.testing.assert_allclose(unknown, factors, rtol=0.01)
 
 
-def world(seed, buckets=4, candidates=3):
-    """Costs, energies and the backward pass of some machine."""
-    random = np.random.default_rng(seed)
-    costs = policy.Costs(*(constant(random.exponential(1.0, (buckets, candidates))) for _ in range(4)))
-    lost = random.uniform(0, 1, (buckets, candidates))
-    lost[:, 0] = 0.0
-    waits = random.exponential(1.0, buckets)
-    nbytes = random.uniform(1, 10, buckets)
-    return costs, constant(lost), constant(waits), constant(nbytes)
+def rules(uncompressed, **settings):
+    """Of candidates of which none is model-wide."""
+    return policy.Rules(uncompressed, [False] * len(uncompressed), settings.pop("max_slowdown", 0.0), **settings)
+
+
+def state_with(choice, candidates, **fields):
+    return policy.initial(tf.constant(choice), candidates)._replace(**{k: constant(v) for k, v in fields.items()})
+
+
+def encode_only(seconds):
+    return policy.Costs(constant(seconds), *(tf.zeros_like(constant(seconds)) for _ in range(3)))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_best_is_the_cheapest_division_that_is_allowed(seed):
-    costs, lost, waits, nbytes = world(seed)
-    random = np.random.default_rng(100 + seed)
-    allowed = random.uniform(0, 1, (4, 3)) < 0.7
-    allowed[:, 0] = True  # no compression
-    factors = constant([1.5, 0.7])
-    seconds = policy.predicted(costs, factors)
-    found = policy.best(tf.constant(allowed), [True, False, False], waits, seconds, lost, nbytes, 0.05).numpy()
-    wire = 1.5 * costs.messages.numpy() + 0.7 * costs.transfer.numpy()
-    encode, decode = costs.encode.numpy(), costs.decode.numpy()
+def test_best_is_the_cheapest_choice_that_is_allowed(seed):
+    """Of one candidate for the first buckets and one for the rest, by exhaustive search."""
+    random, buckets, candidates = np.random.default_rng(seed), 4, 4
+    seconds = random.exponential(1.0, (buckets, candidates))
+    progress, waits = random.uniform(0.2, 1.0, candidates), random.exponential(1.0, buckets)
+    nbytes, rest = random.uniform(1, 10, buckets), random.exponential(3.0)
+    lost = random.uniform(0, 1, candidates)
+    allowed = random.uniform(0, 1, candidates) < 0.7
+    allowed[0] = True  # no compression
+    value = policy.Value(constant(progress), constant(lost))
+    state = state_with([0] * buckets, candidates, waits=waits, rest=rest)
+    args = rules([True, False, False, False], max_slowdown=0.05), tf.constant(allowed), state
+    found, cost = policy.best(*args, encode_only(seconds), value, constant(nbytes))
 
     def price(picks):
-        rows = range(4), list(picks)
-        seconds = reference.queue_after(waits.numpy(), encode[rows] + wire[rows] + decode[rows])
-        return seconds * (1 + 0.05 * (lost.numpy()[rows] * nbytes.numpy()).sum() / nbytes.numpy().sum())
+        share = nbytes / nbytes.sum()
+        span = reference.queue_after(waits, seconds[range(buckets), picks])
+        return (rest + span) / (progress[picks] @ share) * (1 + 0.05 * (lost[picks] @ share))
 
-    def admitted(bucket, candidate):
-        others = [c for c in (1, 2) if allowed[bucket, c]]
-        if candidate in others:
-            return candidate
-        alone = [encode[bucket, c] + wire[bucket, c] + decode[bucket, c] for c in others]
-        return others[int(np.argmin(alone))] if others else 0
-
-    divisions = [[a] * n + [b] * (4 - n) for a, b in itertools.product(range(3), repeat=2) for n in range(5)]
-    options = [[admitted(b, c) for b, c in enumerate(picks)] for picks in divisions] + [[0] * 4]
-    assert price(found) == pytest.approx(min(map(price, options)), rel=1e-5)
+    pairs = [(a, b) for a, b in itertools.product(range(1, 4), repeat=2) if allowed[a] and allowed[b]]
+    options = [[a] * n + [b] * (buckets - n) for a, b in pairs for n in range(1, 5)] + [[0] * buckets]
+    assert price(found.numpy()) == pytest.approx(min(price(np.array(picks)) for picks in options), rel=1e-5)
+    assert float(cost) == pytest.approx(price(found.numpy()), rel=1e-5)
 
 
 def test_what_hides_behind_the_backward_pass_is_not_compressed_harder():
-    # Candidate 1 loses more and is faster on the wire; only the last bucket's wire time shows.
-    args = constant([[1.1, 0.2]] * 3), constant([[0.01, 0.9]] * 3), constant([1.0] * 3), 0.02
-    allowed = tf.constant([[True, True]] * 3)
-    late = policy.best(allowed, [False, False], constant([0.0, 5.0, 5.0]), *args)
-    assert late.numpy().tolist() == [0, 0, 1]
-    at_once = policy.best(allowed, [False, False], constant([0.0, 0.0, 0.0]), *args)
-    assert at_once.numpy().tolist() == [1, 1, 1]
+    # Candidate 1 makes less progress and is faster on the wire; only the last bucket's wire time shows.
+    seconds, value = encode_only([[1.1, 0.2]] * 3), policy.Value(constant([1.0, 0.95]), constant([0.01, 0.9]))
+    for waits, expected in (([0.0, 5.0, 5.0], [0, 0, 1]), ([0.0, 0.0, 0.0], [1, 1, 1])):
+        state = state_with([0] * 3, 2, waits=waits)
+        args = rules([False, False]), tf.constant([True, True]), state, seconds, value, tf.ones([3])
+        assert policy.best(*args)[0].numpy().tolist() == expected
 
 
-def test_admitted_is_what_lets_enough_through():
-    lost = constant([[0.0, 0.2, 0.95], [0.0, 0.96, 0.99]])
-    found = policy.admit(lost, tf.constant([2, 0]), constant(0.1)).numpy()
+def test_fast_steps_that_make_little_progress_are_not_chosen():
+    value = policy.Value(constant([1.0, 0.4]), constant([0.0, 0.9]))
+    seconds = encode_only([[0.050, 0.010]])
+    for rest, by_progress, expected in ((0.001, True, 1), (0.100, True, 0), (0.100, False, 1)):
+        state = state_with([0], 2, rest=rest)
+        args = tf.constant([True, True]), state, seconds, value, tf.ones([1])
+        assert policy.best(rules([True, False], by_progress=by_progress), *args)[0].numpy().tolist() == [expected]
+
+
+def test_within_a_budget_the_most_progress_counts():
+    value = policy.Value(constant([1.0, 0.9, 0.4]), constant([0.0, 0.0, 0.0]))
+    seconds, state = encode_only([[0.100, 0.040, 0.010]]), state_with([0], 3, rest=1.0)
+    for budget, expected in ((0.2, 0), (0.05, 1), (0.02, 2), (0.001, 2)):
+        args = rules([True, False, False], budget=budget), tf.constant([True] * 3), state, seconds, value, tf.ones([1])
+        assert policy.best(*args)[0].numpy().tolist() == [expected]
+
+
+def test_which_candidates_may_be_chosen():
+    value = policy.Value(constant([1.0, 0.9, 0.3]), constant([0.0, 0.2, 0.95]))
+
+    def admitted(current, target, **settings):
+        found = policy.admit(rules([True, False, False], **settings), tf.constant(current), value, constant(target))
+        return found.numpy().tolist()
+
+    assert admitted([0], 0.0) == [True, True, True]
+    assert admitted([0], 0.0, min_progress=0.5) == [True, True, False]
+    assert admitted([0], 0.1, by_progress=False) == [True, True, False]
     # 5% is below the target of 10%, but at least half of it, and in use.
-    assert found.tolist() == [[True, True, True], [True, False, False]]
+    assert admitted([2, 0], 0.1, by_progress=False) == [True, True, True]
 
 
 def test_noise_does_not_switch_and_a_gain_does():
@@ -145,17 +167,25 @@ def test_noise_does_not_switch_and_a_gain_does():
     assert policy.hesitate(constant(1.0), tf.constant(True), tf.constant(0.0), tf.constant(8.0))[0]
 
 
-def test_what_was_tried_replaces_the_prior():
+def test_what_is_measured_replaces_the_prior():
     state = policy.initial(tf.constant([1, 1]), 2)
-    costs = policy.Costs(*(constant([[0.0, 1e-3]] * 2) for _ in range(4)))
-    prior = constant([[0.0, 0.9]] * 2)
-    np.testing.assert_allclose(policy.shares(state, prior), prior)
+    costs, prior = encode_only([[0.0, 1e-3]] * 2), policy.Value(constant([1.0, 0.1]), constant([0.0, 0.9]))
+    for found, expected in zip(policy.value_of(state, prior), prior):
+        np.testing.assert_allclose(found, expected)
     seen = policy.Measured(
-        constant(0.0), constant(0.0), constant([0.0, 0.0]), constant([0.0, 0.0]), tf.constant(1),
-        constant([0.0, 2.0, 8.0]),
+        constant(0.0), constant(0.0), tf.zeros([2]), tf.zeros([2]), constant(0.0),
+        constant([[8.0, 6.0], [8.0, 8.0], [0.0, 0.0], [0.0, 2.0], [8.0, 8.0]]),
     )  # fmt: skip
     state = policy.follow(state, seen, costs)
-    np.testing.assert_allclose(policy.shares(state, prior), [[0.0, 0.9], [0.0, 0.25]])
+    value = policy.value_of(state, prior)
+    np.testing.assert_allclose(value.progress, [1.0, 0.75])
+    np.testing.assert_allclose(value.lost, [0.0, 0.25])
+    # Noise of two standard deviations as large as what was measured: the prior counts as much.
+    noisy = state.progress.numpy()
+    noisy[2] = 16.0
+    value = policy.value_of(state._replace(progress=constant(noisy)), prior)
+    np.testing.assert_allclose(value.progress, [1.0, (0.75 + 0.1) / 2], rtol=1e-5)
+    np.testing.assert_allclose(policy.progress.rates(constant(-noisy), prior.progress)[1] >= 0.02, True)
 
 
 def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
@@ -165,22 +195,21 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
     """
     random = np.random.default_rng(seed)
     buckets, candidates = costs.encode.shape
-    plain = [c == 0 for c in range(candidates)]
-    prior, nbytes = tf.zeros([buckets, candidates]), tf.ones([buckets])
-    fixed = (prior, nbytes, constant(0.0), 0.02)
+    candidate_rules = rules([c == 0 for c in range(candidates)], max_slowdown=0.02)
+    value, nbytes = policy.Value(tf.ones([candidates]), tf.zeros([candidates])), tf.ones([buckets])
     state = policy.initial(tf.zeros([buckets], tf.int32), candidates)
-    choice = policy.best(tf.ones([buckets, candidates], tf.bool), plain, tf.zeros([buckets]),
-                         policy.predicted(costs, state.link), prior, nbytes, 0.02)  # fmt: skip
+    choice, _ = policy.best(candidate_rules, tf.ones([candidates], tf.bool), state, costs, value, nbytes)
     state = policy.initial(choice, candidates)
     chosen, in_force, votes = [], [], [(state.choice, tf.constant(-1))]
 
     @tf.function(autograph=False)
     def learn(state, wire, span, choice, trial):
-        seen = policy.Measured(wire, span, tf.zeros([buckets]), tf.zeros([buckets]), tf.constant(0),
-                               tf.zeros([candidates + 1]))  # fmt: skip
+        seen = policy.Measured(
+            wire, span, tf.zeros([buckets]), tf.zeros([buckets]), constant(1e-4), tf.zeros([5, candidates])
+        )
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
-        return policy.propose(state, costs, plain, *fixed)
+        return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(candidates))
 
     for step in range(steps):
         now = state.before.numpy()

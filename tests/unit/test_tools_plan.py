@@ -148,15 +148,16 @@ def test_the_choice_is_that_of_auto(seed):
     waits = random.exponential(0.5, b)
     lost = np.array([0.0, 1e-4, 0.01, 0.92 if seed % 2 else 0.995])
     nbytes = random.integers(1, 25, b) * 1e6
-    plain = [True, False, False, False]
-    found = prediction.best(plain, waits, seconds, lost, nbytes)
+    plain, whole, rest = [True, False, False, False], [False, False, True, False], random.exponential(0.5)
+    found = prediction.best(plain, whole, waits, seconds, nbytes, rest, lost)
 
     def f32(x):
         return tf.constant(x, tf.float32)
 
-    table = f32(np.broadcast_to(lost, (b, 4)))
-    allowed = policy.admit(table, tf.ones([b], tf.int32), f32(0.01))
-    theirs = policy.best(allowed, plain, f32(waits), f32(seconds), table, f32(nbytes), 0.02)
+    costs = policy.Costs(f32(seconds), *(tf.zeros([b, 4]) for _ in range(3)))
+    state = policy.initial(tf.zeros([b], tf.int32), 4)._replace(waits=f32(waits), rest=f32(rest))
+    rules, value = policy.Rules(plain, whole, 0.02), policy.Value(f32(1.0 - lost), f32(lost))
+    theirs, _ = policy.best(rules, tf.constant([True] * 4), state, costs, value, f32(nbytes))
     np.testing.assert_array_equal(found, theirs)
 
 
@@ -168,8 +169,11 @@ def test_the_choice_is_that_of_auto(seed):
     ],
 )  # fmt: skip
 def test_what_noise_loses_is_what_the_compressor_loses(spec):
-    measured = Compression.parse(spec).noise_loss([(2**17,)])
+    compressor, noise = Compression.parse(spec), np.random.default_rng(1).standard_normal(2**17).astype(np.float32)
+    error = noise - compressor.decompress(*compressor.compress(tf.constant(noise))).numpy()
+    measured = np.sum(error**2) / np.sum(noise**2)
     assert noise_lost(formats.parse(spec)) == pytest.approx(measured, rel=0.05)
+    assert compressor.noise_loss([(2**17,)]) == pytest.approx(measured, rel=0.05)
 
 
 def test_the_last_layers_hide_and_the_crossover_is_where_it_is_said_to_be():

@@ -1,0 +1,94 @@
+"""The progress that candidates make, against a simulation in NumPy."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress as hvdc
+from hvd_compress.auto import progress
+from hvd_compress.auto.progress import ProgressSample
+from hvd_compress.compressors.base import no_seeds
+
+SHAPES = ((40, 64), (10,), (16, 48))  # no sample leaves anything out of so few elements
+
+
+def sample_of(auto, shapes=SHAPES, decay=1.0, adaptive=True):
+    return ProgressSample(auto, dict(enumerate(shapes)), [decay] * len(auto.candidates), adaptive)
+
+
+def gradients_of(steps, shapes=SHAPES, signal=0.3):
+    """A constant gradient and noise."""
+    random = np.random.default_rng(0)
+    constant = [random.standard_normal(shape) for shape in shapes]
+    return [[(signal * c + random.standard_normal(c.shape)).astype(np.float32) for c in constant] for _ in range(steps)]
+
+
+def run(sample, gradients):
+    """What the steps measure, [steps, ROWS, C]."""
+    step = tf.function(lambda i, *g: sample.measure(i, no_seeds(), g), autograph=False)
+    return np.array([step(tf.constant(i, tf.int64), *map(tf.constant, g)) for i, g in enumerate(gradients)])
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
+def test_measured_is_what_the_formulas_say(adaptive, decay):
+    """Relative progress by its definition, with the residuals of error feedback and the mean square of gradients."""
+    auto, gradients = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1), gradients_of(8)
+    found = run(sample_of(auto, decay=decay, adaptive=adaptive), gradients)
+    residual = sent = plain = mean_square = 0.0
+    for i, step in enumerate(gradients):
+        g = np.concatenate([x.ravel() for x in step]).astype(np.float64)
+        if i:
+            gained, whole = np.sum(sent * g), np.sum(plain * g)
+            np.testing.assert_allclose(found[i, 0], [whole, gained], rtol=1e-3, atol=1e-2)
+            np.testing.assert_allclose(found[i, 1], whole, rtol=1e-3, atol=1e-2)
+            np.testing.assert_allclose(found[i, 2], np.sum(g**2) * np.sum(plain**2) / g.size, rtol=1e-3)
+        mean_square = mean_square + (g**2 - mean_square) / (i + 1)
+        metric = 1 / np.sqrt(mean_square) if adaptive else 1.0
+        total = g + decay * residual
+        c = np.where(np.abs(total) >= np.sort(np.abs(total))[-np.ceil(0.1 * g.size).astype(int)], total, 0.0)
+        np.testing.assert_allclose(found[i, 3], [0.0, np.sum((total - c) ** 2)], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found[i, 4], [np.sum(g**2), np.sum(total**2)], rtol=1e-4)
+        residual, sent, plain = total - c, metric * c, metric * g
+
+
+@pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "powersgd:rank=2", "onebit"])
+def test_a_constant_gradient_makes_no_candidate_late(spec):
+    """Without noise, what is sent late is as good as new: once as much is sent as comes, progress is 1."""
+    auto = hvdc.Compression.auto(candidates=["none", spec], probe_every=1)
+    found = run(sample_of(auto, adaptive=False), [gradients_of(1)[0]] * 60)[30:].sum(0)
+    assert found[0, 1] / found[1, 1] == pytest.approx(1.0, abs=0.1)
+
+
+def test_noise_makes_no_progress():
+    """What is late of pure noise is worth nothing, and neither is the new: the prior counts."""
+    auto = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1)
+    found = run(sample_of(auto), gradients_of(40, signal=0.0)).sum(0)
+    assert abs(found[1, 1]) < 3 * np.sqrt(found[2, 1])
+    rate = progress.rates(tf.constant(found), tf.constant([1.0, 0.3]))
+    assert 0.02 <= rate[1] < 0.8
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    auto, gradients = hvdc.Compression.auto(candidates=["none", "int4"], probe_every=1), gradients_of(6)
+    broken = [g if i != 3 else [np.full_like(x, np.nan) for x in g] for i, g in enumerate(gradients)]
+    found = run(sample_of(auto), broken)
+    assert np.isfinite(found).all()
+    assert not found[3, [0, 1, 2]].any()
+
+
+def test_which_steps_are_measured():
+    auto, gradients = hvdc.Compression.auto(candidates=["none", "int4"], probe_every=60), gradients_of(1) * 200
+    measured = run(sample_of(auto), gradients)[:, 4, 0] > 0
+    assert measured.tolist() == [i < 48 or (i - 48) % 60 < 24 for i in range(200)]
+
+
+@pytest.mark.parametrize("shapes", [[(1000, 700), (300,), (3, 3, 64, 128)], [(5,)], [(2**18,)] * 3])
+def test_the_sample_is_a_part_of_each_gradient(shapes):
+    auto = hvdc.Compression.auto(candidates=["none"], probe_every=1)
+    values = [np.full(shape, i + 1, np.float32) for i, shape in enumerate(shapes)]
+    (energy,) = run(sample_of(auto, shapes), [values])[:, 4, 0]
+    stride = max(1, np.ceil(sum(map(np.prod, shapes)) / 2**16))
+    counts = [256 * np.ceil(n // 256 / min(stride, n // 256)) if n >= 256 else n for n in map(np.prod, shapes)]
+    assert energy == pytest.approx(sum((i + 1) ** 2 * n for i, n in enumerate(counts)), rel=1e-4)
+    assert sum(counts) <= 2**16 + 256 * len(shapes)
