@@ -54,10 +54,11 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
 def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
     """A step with what `compression="auto"` would choose once its first steps are over.
 
-    The rule is that of `auto`; each candidate is taken to lose what it loses of white noise.
+    The rule is that of `auto`; each candidate is taken to lose what it loses of white noise. Candidates that exchange
+    all buckets at once are left out.
     """
     model, workers = _model(network, ranks, None), network.compressed_by(ranks)
-    candidates = tuple(formats.parse(spec) for spec in CANDIDATES)
+    candidates = tuple(c for c in map(formats.parse, CANDIDATES) if not c.model_wide)
     buckets = buckets_of(work, candidates, ranks, workers)
     chosen: list[Format] = [NoCompression()] * len(buckets)
     compressible = [i for i, bucket in enumerate(buckets) if not bucket.dense]
@@ -65,7 +66,6 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
         exchanges = [[_exchange(buckets[i], c, ranks, workers) for c in candidates] for i in compressible]
         picks = best(
             uncompressed=[candidate.uncompressed for candidate in candidates],
-            model_wide=[candidate.model_wide for candidate in candidates],
             waits=np.diff(work.backward * np.array([buckets[i].ready for i in compressible]), prepend=0.0),
             seconds=np.array([[_sustained(_cost(model, e)).total for e in row] for row in exchanges]),
             nbytes=np.array([buckets[i].nbytes for i in compressible], np.float64),
@@ -79,7 +79,6 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
 
 def best(
     uncompressed: Sequence[bool],
-    model_wide: Sequence[bool],
     waits: np.ndarray,
     seconds: np.ndarray,
     nbytes: np.ndarray,
@@ -91,7 +90,7 @@ def best(
     Arguments are those of `choices.options` and `choices.cost_of`. A candidate is taken to make as much progress as it
     lets through of white noise, as by `auto` before it has measured anything.
     """
-    options = choices.options(uncompressed, model_wide, len(nbytes))
+    options = choices.options(uncompressed, [False] * len(uncompressed), len(nbytes))
     costs = choices.cost_of(np, options, waits, seconds, nbytes, rest, 1.0 - lost, lost, MAX_SLOWDOWN)
     return options[np.argmin(costs)]
 

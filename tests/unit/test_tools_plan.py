@@ -148,15 +148,15 @@ def test_the_choice_is_that_of_auto(seed):
     waits = random.exponential(0.5, b)
     lost = np.array([0.0, 1e-4, 0.01, 0.92 if seed % 2 else 0.995])
     nbytes = random.integers(1, 25, b) * 1e6
-    plain, whole, rest = [True, False, False, False], [False, False, True, False], random.exponential(0.5)
-    found = prediction.best(plain, whole, waits, seconds, nbytes, rest, lost)
+    plain, rest = [True, False, False, False], random.exponential(0.5)
+    found = prediction.best(plain, waits, seconds, nbytes, rest, lost)
 
     def f32(x):
         return tf.constant(x, tf.float32)
 
     costs = policy.Costs(f32(seconds), *(tf.zeros([b, 4]) for _ in range(3)))
     state = policy.initial(tf.zeros([b], tf.int32), 4)._replace(waits=f32(waits), rest=f32(rest))
-    rules, value = policy.Rules(plain, whole, 0.02), policy.Value(f32(1.0 - lost), f32(lost))
+    rules, value = policy.Rules(plain, [False] * 4, 0.02), policy.Value(f32(1.0 - lost), f32(lost))
     theirs, _ = policy.best(rules, tf.constant([True] * 4), state, costs, value, f32(nbytes))
     np.testing.assert_array_equal(found, theirs)
 
