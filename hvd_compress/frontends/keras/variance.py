@@ -11,8 +11,8 @@ from ...formats.quantize import SIGN_BLOCK
 # the number of steps, which is the memory of v, are a choice of this package.
 STABLE = 0.96
 # An element is small if the root of its variance is below this share of the mean root in its block of 1024. One bit's
-# magnitude, which is the block's, would make its steps too large. (37% of the elements of the digits' network are small;
-# if they are not left out, training diverges.)
+# magnitude, which is the block's, would make its steps too large. (37% of the elements of the digits' network are
+# small; if they are not left out, training diverges.)
 SMALL = 0.1
 
 
