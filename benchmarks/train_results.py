@@ -110,6 +110,7 @@ def overview(results: list[Result], path: Path) -> None:
         gain.axvline(1, color="black", linewidth=0.6)
         gain.set_xscale("log")
         gain.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        gain.minorticks_off()
         gain.set_xlabel("times as fast to the target as Horovod without compression")
         gain.set_title(f"{task}: gain")
         gain.legend(fontsize=8)
