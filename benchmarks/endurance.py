@@ -48,6 +48,9 @@ def main() -> int:
     from tensorflow import keras
 
     import hvd_compress as hvdc
+    from hvd_compress.common import tracing
+
+    tracing.can_forget_traces = lambda: False  # all candidates are traced at once, for `force`
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()

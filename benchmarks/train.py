@@ -1,7 +1,7 @@
 """Times whole trainings with every compressor.
 
     sudo python benchmarks/train.py --task gpt --rate 100mbit --json docs/results/train_gpt_100mbit.json
-    python benchmarks/train_results.py docs/results/train_*.json --out docs/images --page docs/results.md
+    python benchmarks/train_results.py docs/results/*.json --out docs/images --page docs/results.md
 
 Each training runs in processes of its own, on emulated hosts of one core (benchmarks/netlab.py), until the metric of
 the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with the first

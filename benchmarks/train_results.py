@@ -1,6 +1,6 @@
 """Draws the results of train.py, and writes their tables into docs/results.md.
 
-    python benchmarks/train_results.py docs/results/train_*.json --out docs/images --page docs/results.md
+    python benchmarks/train_results.py docs/results/*.json --out docs/images --page docs/results.md
 
 Tables and plots are of medians over the seeds.
 """
@@ -126,11 +126,12 @@ def overview(results: list[Result], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of train.py")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files; those of other benchmarks are left out")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the plots go (default: here)")
     parser.add_argument("--page", type=Path, help="the page whose tables are replaced")
     args = parser.parse_args()
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    results = [result for result in results if result["benchmark"] == "train"]
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{result['rate']}.png")
     overview(results, args.out / "train_overview.png")

@@ -17,8 +17,8 @@ import numpy as np
 _PARTS = 16
 # With many candidates there are fewer parts, so that there are about as many choices as this.
 _CHOICES = 200
-# By how much a choice beyond the budget costs more than one within it.
-_BEYOND = 100.0
+# By how many times the cost of a choice grows that takes twice its budget.
+_BEYOND = 10.0
 
 
 def makespan(xp: Any, waits: Any, exchange: Any) -> Any:
@@ -68,8 +68,8 @@ def cost_of(
 ) -> Any:
     """The cost of choices, [N]: the seconds that training takes for the progress of an uncompressed step.
 
-    That is (rest + makespan) / progress, times 1 + `max_slowdown` * the lost share of the energy. With a budget, it is
-    1 / progress for choices whose exchange is within the budget. The others cost far more.
+    That is (rest + makespan) / progress, times 1 + `max_slowdown` * the lost share of the energy. With a budget,
+    1 / progress takes the place of the first factor, and the cost grows with what the exchange takes beyond the budget.
 
     Args:
         xp: The array module.
@@ -92,5 +92,5 @@ def cost_of(
     worth = (1.0 + max_slowdown * missing) / through
     if budget:
         hidden = xp.sum(waits)  # the exchange that the backward pass hides takes no time
-        return worth * xp.where(span - hidden <= budget, xp.ones_like(span), _BEYOND * (span - hidden) / budget)
+        return worth * (1.0 + _BEYOND * xp.maximum(0.0, (span - hidden) / budget - 1.0))
     return (rest + span) * worth

@@ -22,7 +22,7 @@ NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
 FIRST_REST = 0.03
 # In each step that is measured, the sums of what was measured before decay by this factor.
-_KEPT = 0.97
+_KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)  # a variance by the square
 
 makespan = functools.partial(choices.makespan, tnp)
 
@@ -228,7 +228,7 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     return state._replace(
         link_moments=link_moments,
         link=link,
-        progress=state.progress * tf.where(is_sampled, _KEPT, 1.0) + step.progress,
+        progress=state.progress * tf.where(is_sampled, _KEPT, np.ones_like(_KEPT)) + step.progress,
         rest=_average(state.rest, step.rest, step.rest > 0.0),
         waits=waits,
         bias=new_bias,
@@ -281,6 +281,7 @@ def propose(
     possible = allowed & tf.reduce_any(state.choice != alone, 1)
     trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
+    tried = tf.where(tf.gather(tf.constant(is_among), tf.maximum(tried, 0)), tried, -1)  # a restored one may be another
     return state, tf.where(switch, cheapest, state.choice), tried
 
 
@@ -291,5 +292,5 @@ def possible_saving(
     usual = value._replace(progress=tf.maximum(value.progress, progress.usual(value.lost)))
     allowed = admit(rules, state.choice, usual, target)
     _, least = best(rules, allowed, state, costs, usual, nbytes)
-    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
+    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, usual, nbytes))
     return tf.nn.relu(now - least)

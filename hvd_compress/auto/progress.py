@@ -32,7 +32,8 @@ _NAME = "hvdc_progress"  # of variables
 _ELEMENTS, _SEGMENT = 2**16, 256
 # A model-wide candidate is simulated on the largest matrix of at most so many elements.
 _MATRIX = 2**18
-# Measured are the first steps, and later so many steps at a time. Before each such time, residuals are zero.
+# Measured are the first steps with all candidates, and later so many steps at a time. Each time begins with residuals
+# of zero.
 FIRST_STEPS, BURST = 48, 24
 _LONGEST_MEAN = 1000.0  # steps that v averages over at most
 # v is at least this share of its mean. An element whose gradients were all 0 so far says nothing.
@@ -58,6 +59,7 @@ class ProgressSample:
 
     def __init__(self, auto: Auto, shapes: Mapping[int, Shape], decays: Sequence[float], adaptive: bool) -> None:
         self._auto = auto
+        self._calls = tracing.variable(tf.constant(0, tf.int64), _NAME)
         flat = [c for c, candidate in enumerate(auto.candidates) if not candidate.model_wide]
         self._samples: list[tuple[_Simulation, Callable[[Sequence[Any]], tf.Tensor]]] = []
         if flat:
@@ -67,15 +69,14 @@ class ProgressSample:
             self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
         for c, candidate in enumerate(auto.candidates):
             if candidate.model_wide:
-                i = _largest_matrix(candidate, shapes)
-                simulation = _Simulation(auto, [c], shapes[i], decays, adaptive)
-                self._samples.append((simulation, functools.partial(_gradient, i)))
+                i, shape = _matrix_of(candidate, shapes)
+                simulation = _Simulation(auto, [c], shape, decays, adaptive)
+                self._samples.append((simulation, functools.partial(_first_rows, i, shape)))
 
-    def measure(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
+    def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
 
         Args:
-            step: The number of steps before this one, an int64 scalar.
             seeds: For random choices of the candidates.
             gradients: All gradients of the plan.
 
@@ -84,7 +85,8 @@ class ProgressSample:
             candidate and what no compression sent in the step before; the variance of the latter; the energies of what
             each candidate loses, and of gradient + residual.
         """
-        due, begins = self._due(step)
+        with tf.device("CPU"):
+            due, begins = self._due(self._calls.assign_add(1, read_value=True) - 1)
         count = len(self._auto.candidates)
 
         # Not inlined: TensorFlow would go through all of its operations in each step.
@@ -100,12 +102,12 @@ class ProgressSample:
         return tf.cond(due, simulate, lambda: tf.zeros([ROWS, count]))
 
     def _due(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether this step is measured, and whether measuring begins anew with it."""
+        """Whether the step with this number is measured, and whether measuring begins anew with it."""
         every = self._auto.probe_every
         if every <= BURST:
             return tf.constant(True), step == 0
-        later = (step - FIRST_STEPS) % every
-        return (step < FIRST_STEPS) | (later < BURST), (step == 0) | ((step > FIRST_STEPS) & (later == 0))
+        of_burst = step % every
+        return (step < FIRST_STEPS) | (of_burst < BURST), of_burst == 0
 
 
 class _Simulation:
@@ -136,7 +138,7 @@ class _Simulation:
         sent = self._sent.read_value() * keep
         *gained, whole = tf.unstack(tf.linalg.matvec(sent, x))
         square = x * x
-        variance = tf.reduce_sum(square) * tf.reduce_sum(sent[-1] * sent[-1]) / float(math.prod(self._shape))
+        variance = tf.reduce_sum(square * tf.square(sent[-1]))  # if all elements were independent noise
         metric = self._metric(square, finite)
         now, columns = [], {}
         for place, (c, candidate) in enumerate(self._candidates.items()):
@@ -191,7 +193,7 @@ def rates(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
 
 def usual(lost: tf.Tensor) -> tf.Tensor:
     """The relative progress that is usual for candidates that lose these shares of white noise, [C]."""
-    return (1.0 - lost) ** _USUAL_POWER
+    return tf.nn.relu(1.0 - lost) ** _USUAL_POWER
 
 
 def lost_shares(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
@@ -228,16 +230,19 @@ def _segments_of(members: Sequence[int], stride: int, gradients: Sequence[Any]) 
     return tf.cast(tf.concat(parts, 0), tf.float32)
 
 
-def _gradient(i: int, gradients: Sequence[Any]) -> tf.Tensor:
-    return tf.cast(gradients[i], tf.float32)
+def _first_rows(i: int, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
+    elements = tf.reshape(gradients[i], [-1])[: math.prod(shape)]
+    return tf.cast(tf.reshape(elements, shape), tf.float32)
 
 
-def _largest_matrix(candidate: Any, shapes: Mapping[int, Shape]) -> int:
-    """The gradient on which a model-wide candidate is simulated: a matrix, and as large as it may be."""
-    matrices = [i for i, shape in shapes.items() if candidate.matrix(shape) is not None] or list(shapes)
+def _matrix_of(candidate: Any, shapes: Mapping[int, Shape]) -> tuple[int, Shape]:
+    """The matrix on which a model-wide candidate is simulated: a gradient's position, and the shape of its first rows.
 
-    def order(i: int) -> tuple[bool, int]:
-        size = math.prod(shapes[i])
-        return size <= _MATRIX, size if size <= _MATRIX else -size
-
-    return max(matrices, key=order)
+    It is the largest one of at most `_MATRIX` elements, or the first rows of a larger one.
+    """
+    matrices = {i: candidate.matrix(shape) or shape for i, shape in shapes.items()}
+    usable = {i: m for i, m in matrices.items() if candidate.matrix(shapes[i]) is not None} or matrices
+    small = {i: m for i, m in usable.items() if math.prod(m) <= _MATRIX}
+    i = max(small or usable, key=lambda i: math.prod(usable[i]))
+    rows, *columns = usable[i]
+    return i, (max(1, min(rows, _MATRIX // max(1, math.prod(columns)))), *columns)

@@ -57,7 +57,7 @@ class AutoSelector(ModelSelector):
 
     def __init__(self, plan: Plan, costs: policy.Costs, prior: policy.Value, choice: tf.Tensor) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
-        self._layout, self._plan_state, self._settings = plan.layout, plan.state, plan.settings
+        self._settings = plan.settings
         self._costs, self._prior = costs, prior
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
@@ -65,8 +65,10 @@ class AutoSelector(ModelSelector):
         self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
         self._uncompressed = [candidate.uncompressed for candidate in self.auto.candidates]
         b, c = len(self.nbytes), len(self.auto.candidates)
-        # Positions of the candidates that steps are traced with.
-        self._traced = sorted(set(choice.numpy().tolist())) if tracing.can_forget_traces() else list(range(c))
+        # Positions of the candidates that steps are traced with. Limits are kept with measurements of all candidates.
+        is_limited = self.auto.objective == "step" or self.auto.min_progress or self.auto.budget
+        may_begin_with_one = tracing.can_forget_traces() and not is_limited
+        self._traced = sorted(set(choice.numpy().tolist())) if may_begin_with_one else list(range(c))
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
         self._made = time.time()
         places = min(self._ranks, _PLACES)
@@ -80,8 +82,9 @@ class AutoSelector(ModelSelector):
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
             # When the first bucket of the step before was ready, and how long its exchange took.
             self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
-            # Seconds that the first trace took, and that other candidates might have saved since then.
+            # Seconds from here to the first exchange, and those that other candidates might have saved since then.
             self._trace_seconds, self._regret = (tracing.variable(tf.constant(0.0), _NAME) for _ in range(2))
+            self._timed_from = tracing.variable(tf.constant(_UNTIMED, tf.int64), _NAME)  # the step
         settings = plan.settings
         with tf.device("CPU"):
             decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
@@ -111,12 +114,14 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             return self._numbers.read_value()
 
-    def probe(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
+    def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
         self._begin_trace()
         if not self._has_all:
             return tf.zeros([ROWS, len(self.auto.candidates)])
-        return self._sample.measure(step, seeds, gradients)
+        # The mean over the ranks varies less than the numbers of one of them.
+        variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
+        return self._sample.measure(seeds, gradients) * variances
 
     def switch_model(
         self,
@@ -176,7 +181,7 @@ class AutoSelector(ModelSelector):
                 variable.assign(value)
             self._numbers.assign(self._pack(measurement, (choice, tried), saved))
             if not self._has_all:
-                tf.cond(want_all, self._trace_all_next, lambda: False)
+                tf.cond(want_all, lambda: self._trace_all_next(step), lambda: False)
 
     # Tracing. The first steps are traced with the first choice only, as if it were a fixed compressor.
 
@@ -194,27 +199,36 @@ class AutoSelector(ModelSelector):
         """The other candidates."""
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
-    def _begin_trace(self) -> None:
-        self._functions.update(tracing.functions_being_traced())
-        with tf.init_scope():
+    def restored(self) -> None:
+        """Called on all ranks after a checkpoint set the state: if its choice is not traced, all candidates will be."""
+        with tf.init_scope():  # also called while a step is traced
             used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
-        if not used <= set(self._traced):  # a restored choice
-            self._traced = list(range(len(self.auto.candidates)))
+        if not used <= set(self._traced):
+            self._trace_all()
 
-    def _trace_all_next(self) -> tf.Tensor:
-        """Lets the next step be traced again, with all candidates."""
+    def _begin_trace(self) -> None:
+        self._functions.update(tracing.running_functions())
+
+    def _trace_all(self) -> None:
+        # What runs now may have another trace than the one that `_functions` had last.
+        functions = tracing.running_functions() | (set() if self._has_all else set(self._functions))
+        self._traced = list(range(len(self.auto.candidates)))
+        tracing.forget_traces(functions)
+
+    def _trace_all_next(self, step: tf.Tensor) -> tf.Tensor:
+        """Lets the next step be traced again, with all candidates; its times are ignored."""
 
         def forget() -> np.bool_:
-            self._traced = list(range(len(self.auto.candidates)))
-            tracing.forget_traces(self._functions)
+            self._trace_all()
             return np.bool_(True)
 
+        self._timed_from.assign(step + 1 + _UNTIMED)
         return tf.ensure_shape(tf.numpy_function(forget, [], tf.bool), [])
 
     def _wants_all(self, saved: tf.Tensor, timed: tf.Tensor) -> tf.Tensor:
         """Whether other candidates might have saved as many seconds so far as the trace with them will take."""
         if self._has_all:
-            return tf.constant(False)
+            return tf.constant(True)  # for ranks that missed it because a step failed
         known = timed & (self.state.rest.read_value() > 0.0)
         regret = self._regret.assign_add(tf.where(known, saved, 0.0), read_value=True)
         return regret > _TRACE_FACTOR * self._trace_seconds.read_value()
@@ -262,7 +276,7 @@ class AutoSelector(ModelSelector):
             self._rest_before(span, buckets),
         ]
         # The times of steps that were not committed are ignored.
-        timed = committed & (measurement.step >= _UNTIMED)
+        timed = committed & (measurement.step >= self._timed_from.read_value())
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
         times.append(tf.cast(self._wants_all(saved, timed), tf.float32) * float(self._rank == 0))
         flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times)], 0)
@@ -277,7 +291,7 @@ class AutoSelector(ModelSelector):
             traced = tf.cast(first - self._made, tf.float32)
             self._trace_seconds.assign(tf.where(is_first, traced, self._trace_seconds.read_value()))
             self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
-        return tf.nn.relu(rest)
+        return tf.where(is_first, 0.0, tf.nn.relu(rest))
 
     def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
         sizes = [math.prod(shape) for shape in self._fields.values()]

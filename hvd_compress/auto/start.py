@@ -30,7 +30,8 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     auto: Auto = layout.auto
     nbytes, costs = nbytes_of(layout), _costs(plan, calibrated)
     shapes = layout.shapes_of(layout.auto_buckets[0])
-    noise_losses = [c.noise_loss(layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
+    losses = (c.noise_loss(layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates)
+    noise_losses = [min(1.0, max(0.0, loss)) for loss in losses]
     with tf.device("CPU"):
         table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, noise_losses)]), tf.float32)
         table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()

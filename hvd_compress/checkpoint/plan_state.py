@@ -145,6 +145,8 @@ def restore(plan: Plan, state: PlanState) -> None:
             not_restored.add("auto_known")
         for name in set(replicated) - not_restored:
             replicated[name].assign(state.replicated_state[name])
+    if plan.auto is not None:
+        plan.auto.restored()
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:

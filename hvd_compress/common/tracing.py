@@ -34,14 +34,16 @@ def variable(value: tf.Tensor, name: str) -> tf.Variable:
     return tf.Variable(value, trainable=False, name=name, experimental_enable_variable_lifting=False)
 
 
-def functions_being_traced() -> list[Any]:
-    """The `tf.function`s that are being traced now, the innermost one first."""
-    functions, frame = [], sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, tf.types.experimental.PolymorphicFunction) and owner not in functions:
-            functions.append(owner)
-        frame = frame.f_back  # type: ignore[assignment]
+def running_functions() -> set[Any]:
+    """The `tf.function`s that are being traced or called now, on any thread."""
+    functions = set()
+    for innermost in sys._current_frames().values():
+        frame: Any = innermost
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, tf.types.experimental.PolymorphicFunction):
+                functions.add(owner)
+            frame = frame.f_back
     return functions
 
 

@@ -98,6 +98,9 @@ class Auto(BuiltinCompressor):
             probe_every=checks.integer("auto: probe_every", self.probe_every, 1),
             phases=tuple(map(_phase, checks.items("auto: phases", self.phases))),
         )
+        for name in ("min_progress", "budget"):
+            if self.objective == "step" and getattr(self, name):
+                raise ValueError(f"auto: {name} needs objective='progress': leave it out, or objective='step'")
         steps = [step for step, _ in self.phases]
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")

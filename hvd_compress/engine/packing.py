@@ -6,11 +6,10 @@ Nothing is copied where a chunk lies within one gradient, or a gradient within o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from .layout import SMALL, FlatLayout, Layout, PerTensorLayout, Span
+from .layout import SMALL, Layout, PerTensorLayout, Span
 
 
 def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
@@ -73,12 +72,6 @@ def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DTyp
         tf.cast(tf.reshape(_concat(of_gradient), shape), dtype)
         for of_gradient, shape, dtype in zip(parts, layout.tensors.shapes, dtypes)
     ]
-
-
-def unpack_one(layout: FlatLayout, chunks: Sequence[Any], i: int) -> tf.Tensor:
-    """The gradient at position `i` of the layout's members, out of all chunks (tensors or variables)."""
-    parts = [_slice(tf.convert_to_tensor(chunks[span.chunk]), span.begin, span.end) for span in layout.spans[i]]
-    return tf.reshape(_concat(parts), layout.tensors.shapes[i])
 
 
 def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -97,10 +97,10 @@ class ModelSelector(Selector, Observer):
         """The numbers that this rank sends, float32 [any]; they are reduced along with the uncompressed gradients."""
 
     @abc.abstractmethod
-    def probe(self, step: tf.Tensor, seeds: Seeds, gradients: Sequence[Any]) -> Any:
+    def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> Any:
         """Measures all gradients of the plan before they are exchanged; `StepMeasurement.probe` is the result.
 
-        `step` is the number of steps before this one, an int64 scalar; `seeds` are for random choices.
+        `seeds` are for random choices.
         """
 
     @abc.abstractmethod
@@ -117,6 +117,9 @@ class ModelSelector(Selector, Observer):
             uncompressed: Exchanges all gradients as stock Horovod does.
             model_wide: Exchanges all gradients at once with the candidate at a position.
         """
+
+    def restored(self) -> None:
+        """Called on all ranks after a checkpoint set the variables of `replicated_state`."""
 
     @abc.abstractmethod
     def replicated_state(self) -> dict[str, tf.Variable]:

@@ -49,9 +49,8 @@ class Settings:
     policy: Any = ()  # (pattern, compressor) pairs; see `policies`
     on_nonfinite: str = "propagate"
     hierarchical: bool | str = "auto"
-    adaptive: bool = (
-        True  # whether the optimizer divides by the root of the gradients' mean square; see `auto.progress`
-    )
+    # Whether the optimizer scales each element by the size of its past gradients, as Adam does.
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):

@@ -93,7 +93,7 @@ class Step:
 
             # 4. and 5. Buckets. Uncompressed gradients are sent before the last one, so that they overlap with it.
             before_last = [tensor for result in dense for tensor in result.outgoing]
-            gradients, times_and_norms, committed, probe = self._reduce_compressed(step, before_last, flags)
+            gradients, times_and_norms, committed, probe = self._reduce_compressed(before_last, flags)
             reduced |= gradients
 
             # 6. Observers
@@ -149,7 +149,7 @@ class Step:
     # 4. Buckets
 
     def _reduce_compressed(
-        self, step: tf.Tensor, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
+        self, before_last: Sequence[tf.Tensor], flags: list[tf.Tensor]
     ) -> tuple[dict[int, tf.Tensor], dict[int, tuple[Any, Any]], tf.Tensor, Any]:
         """Reduces all buckets and assigns the new state.
 
@@ -164,7 +164,7 @@ class Step:
         if auto is None:
             return gradients, measured, self._commit(flags, first), None
 
-        probe = auto.probe(step, self._plan.seeds(len(layout.buckets)), self._gradients)
+        probe = auto.probe(self._plan.seeds(len(layout.buckets)), self._gradients)
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
         def per_bucket() -> Any:

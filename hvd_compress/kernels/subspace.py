@@ -93,20 +93,6 @@ def _inverse_roots(squares: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.stack(rows, 1), norms[:, None, :])
 
 
-_roots = compiled(_inverse_roots)
-
-
-def through(matrix: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-    """The share of a matrix's energy that its factors hold if the right factor is `start`; a float32 scalar.
-
-    An estimate: it orthonormalizes once, and compiles nothing for each shape.
-    """
-    vectors, _ = scaled(left(matrix, start))
-    roots = _roots(tf.matmul(vectors, vectors, transpose_b=True)[None])[0]
-    right_factor = tf.matmul(roots, right(matrix, vectors))
-    return tf.math.divide_no_nan(tf.reduce_sum(right_factor * right_factor), tf.reduce_sum(matrix * matrix))
-
-
 def scaled(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Vectors [..., n] divided by their largest magnitudes, so that no square underflows; and if these are above 0."""
     largest = tf.reduce_max(tf.abs(x), -1, keepdims=True)

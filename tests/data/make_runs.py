@@ -81,6 +81,7 @@ def train(name: str, directory: str) -> None:
     from tensorflow import keras
 
     import hvd_compress as hvdc
+    from hvd_compress.common import tracing
 
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -115,6 +116,8 @@ def train(name: str, directory: str) -> None:
             if fault.get("leak"):
                 kept.append(np.ones(fault["leak"], np.uint8))
             yield x, (x @ teacher).argmax(1)
+
+    tracing.can_forget_traces = lambda: False  # all candidates are traced at once, for `Flap`
 
     class Flap(keras.callbacks.Callback):
         """As if two candidates were equally good, and noise decided between them."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reducer_training import ReducerTraining
+from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.cost import Calibration, KernelCost, Link
@@ -160,6 +161,30 @@ def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypa
     reduced = training.step()
     for total, out, old, new in zip(given, reduced, before, training.residuals()):
         np.testing.assert_allclose(out + gather(new).mean(0), total + gather(old).mean(0), atol=1e-4)
+
+
+def test_fit_traces_all_candidates_once_they_are_worth_it(rank, gather, monkeypatch):
+    introspect.trace_all_candidates(monkeypatch, False)
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([40]), keras.layers.Dense(50), keras.layers.Dense(10)])
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=SPEC, min_compress_size=200)
+    model.compile(optimizer, "mse", jit_compile=False)
+    traced = []
+
+    class Regret(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            plan = introspect.plan_of(optimizer)
+            traced.append(len(introspect.traced_candidates(plan)))
+            if batch == 3 and rank == 0:
+                introspect.add_regret(plan, 1e6)
+
+    random = np.random.default_rng(rank)
+    x, y = random.standard_normal((80, 40)).astype("float32"), random.standard_normal((80, 10)).astype("float32")
+    model.fit(x, y, batch_size=8, callbacks=[Regret()], verbose=0)
+    assert traced[0] == 1 and traced[-1] == 3
+    for weights in model.get_weights():
+        of_ranks = gather(weights)
+        np.testing.assert_array_equal(of_ranks, [weights] * len(of_ranks))
 
 
 def test_a_restored_choice_is_traced(rank, monkeypatch):

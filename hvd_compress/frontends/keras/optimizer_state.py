@@ -40,7 +40,7 @@ def own_momentum(optimizer: Any) -> str:
 
 
 def is_adaptive(optimizer: Any) -> bool:
-    """Whether an optimizer scales each element by the size of its past gradients, as all do but SGD."""
+    """Whether an optimizer scales each element by the size of its past gradients, as all of Keras but SGD do."""
     return not any(cls.__name__ == "SGD" for cls in type(innermost(optimizer)).__mro__)
 
 
