@@ -228,7 +228,8 @@ class Step:
             assert isinstance(of_group, FlatLayout)
             members = [of_group.tensors.members[i] for i in of_group.beginning_in(layout.buckets[b].chunks)]
             if not members:  # a part of a large gradient, which was reduced with the bucket before
-                timestamps[b] = clock.all_at(timestamps[b - 1].decoded)
+                before = timestamps[b - 1]
+                timestamps[b] = before._replace(ready=before.encoded, received=before.decoded)
                 continue
             tensors = [self._gradients[i] for i in members]
             ready = clock.stamp(tensors[-1:])
