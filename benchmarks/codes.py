@@ -5,8 +5,8 @@
 
 Trains the transformer (Adam) and the ResNet-20 (SGD with momentum) of benchmarks/tasks.py in one process, and records
 the gradient of a few steps: uncompressed, and with the residual of `quantize:bits=2`, as the compressor sees it. Then
-it encodes these vectors with compressors of this package and with
-codes in NumPy that did not become compressors. The error is ||x - decoded||^2 / ||x||^2.
+it encodes these vectors with compressors of this package and with codes in NumPy that did not become compressors. The
+error is ||x - decoded||^2 / ||x||^2.
 
 `benchmarks/kernels.py --only "2 bits"` measures the kernels.
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..common import checks
 from ..common.error_text import error_text
+from ..common.units import parse_seconds
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
@@ -166,13 +167,8 @@ def _phase(phase: Any) -> tuple[int, float]:
 def _seconds(name: str, value: Any) -> float:
     """Seconds, from a number or from text such as "50ms"."""
     if isinstance(value, str):
-        text = value.strip()
-        for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-            if text.endswith(unit):
-                try:
-                    value = float(text[: -len(unit)]) * factor
-                except ValueError:
-                    break
-                return _seconds(name, value)
-        raise ValueError(f"{name} must be seconds, such as 0.05 or '50ms', got {error_text(value)}")
+        try:
+            value = parse_seconds(value)
+        except ValueError:
+            raise ValueError(f"{name} must be seconds, such as 0.05 or '50ms', got {error_text(value)}") from None
     return checks.number(name, value, 0, math.inf)

@@ -67,9 +67,14 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
         if matrix is None:
             return tf.zeros_like(x), factors
         m = tf.reshape(x, matrix)
-        (p,) = subspace.orthonormal([subspace.left(m, tf.reshape(factors, [self.rank, matrix.columns]))[None]])
-        q = subspace.right(m, p[0])
-        return tf.reshape(subspace.lost(m, p[0], q), shape), tf.reshape(q, [-1])
+        _, p, q = self._factors(m, factors)
+        return tf.reshape(subspace.lost(m, p, q), shape), tf.reshape(q, [-1])
+
+    def _factors(self, m: tf.Tensor, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The matrix times the right factor of the step before, float32 [rank * columns], then P and Q."""
+        product = subspace.left(m, tf.reshape(start, [self.rank, m.shape[1]]))
+        (p,) = subspace.orthonormal([product[None]])
+        return product, p[0], subspace.right(m, p[0])
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         matrix = self.matrix(chunk.shape)
@@ -79,13 +84,11 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
             return Encoded([tf.reshape(x, [-1])], chunk.shape, new_residual, feedback.all_finite(x))
         x = tf.reshape(fed_back(*chunk.terms()), matrix)
         start = subspace.start(chunk.seeds.shared, self.rank * matrix.columns)
-        product = subspace.left(x, tf.reshape(start, [self.rank, matrix.columns]))
-        (p,) = subspace.orthonormal([product[None]])
-        q = subspace.right(x, p[0])
-        new_residual = tf.reshape(subspace.lost(x, p[0], q), chunk.shape) if chunk.keep else None
+        product, p, q = self._factors(x, start)
+        new_residual = tf.reshape(subspace.lost(x, p, q), chunk.shape) if chunk.keep else None
         # If the matrix is not finite, neither is its product with any factor.
         finite = feedback.all_finite(product) & feedback.all_finite(q)
-        return Encoded([p[0], q], chunk.shape, new_residual, finite)
+        return Encoded([p, q], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Multiplies the factors, and sums."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -313,3 +314,25 @@ def test_a_class_that_needs_arguments_is_refused():
 def test_anything_else_is_refused(value):
     with pytest.raises(TypeError, match="compression must be a hvdc.Compressor, a spec string"):
         resolve(value)
+
+
+@pytest.mark.parametrize("text, seconds", [("50ms", 0.05), ("0.02", 0.02), ("250us", 250e-6), ("1.5s", 1.5)])
+def test_the_budget_of_auto_has_a_unit_or_is_seconds(text, seconds):
+    auto = Compression.parse(f"auto:budget={text}")
+    assert auto.budget == pytest.approx(seconds)
+    assert Compression.parse(auto.spec) == auto
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("auto:budget=fast", "auto: budget must be seconds, such as 0.05 or '50ms', got 'fast'"),
+        ("auto:budget=-1", "auto: budget must be a number from 0"),
+        ("auto:min_progress=2", "auto: min_progress must be a number from 0 to 1"),
+        ("auto:objective=speed", "auto: objective must be 'progress' or 'step', got 'speed'"),
+        ("auto:objective=step,budget=50ms", "auto: budget needs objective='progress'"),
+    ],
+)
+def test_what_auto_cannot_look_for(spec, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Compression.parse(spec)
