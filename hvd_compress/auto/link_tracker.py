@@ -11,6 +11,14 @@ _STIFFNESS = (1.0, 0.05)
 # The factors change by at most _MAX_CHANGE in a step, and stay below _MAX_FACTOR. Both hold for the inverse, too.
 _MAX_CHANGE = 4.0
 _MAX_FACTOR = 1e4
+# A step counts as at most so many times as long as expected: errors are relative, and a longer one would say less.
+_MAX_DELAY = 8.0
+# The link is another one after two steps in a row that took more than so many times as long as expected.
+_NEW_LINK = 3.0
+# Then the bandwidth has changed, rather than the latency.
+_STIFFNESS_OF_NEW = (1.0, 0.001)
+
+NUMBERS = 6  # of what is kept from step to step
 
 
 def fit(
@@ -29,10 +37,11 @@ def fit(
 
     over all steps so far. The weight of a step is 0.45 of that of the next one. The errors are relative for two
     reasons. A step that was held up has little weight, and steps cannot be faster than the link. A step that was mostly
-    encoding and decoding has little weight, too: it says little about the link.
+    encoding and decoding has little weight, too: it says little about the link. If two steps in a row take more than
+    three times as long as expected, the bandwidth has changed, and what was known about it hardly counts.
 
     Args:
-        moments: [5], sums over past steps; zeros at first.
+        moments: [6], sums over past steps, and how many times as long as expected the last one took; zeros at first.
         factors: [2], of latency and of time per byte, so far; ones at first.
         messages: Scalar, the predicted seconds of latency in this step.
         transfer: Scalar, the predicted seconds for the bytes of this step.
@@ -42,14 +51,19 @@ def fit(
     Returns:
         The new moments and factors.
     """
+    expected = messages * factors[0] + transfer * factors[1]
+    delay = tf.math.divide_no_nan(seconds, expected)
+    has_changed = tf.minimum(delay, moments[5]) > _NEW_LINK
+    seconds = tf.minimum(seconds, _MAX_DELAY * expected)
     total = seconds + coding
     x, y, z = (tf.math.divide_no_nan(part, total) for part in (messages, transfer, seconds))
-    moments = _DECAY * moments + tf.stack([x * x, x * y, y * y, x * z, y * z])
-    xx, xy, yy, sx, sy = tf.unstack(moments)
+    sums = tf.where(has_changed, 0.0, _DECAY * moments[:5]) + tf.stack([x * x, x * y, y * y, x * z, y * z])
+    of_latency, of_bytes = tf.unstack(tf.where(has_changed, _STIFFNESS_OF_NEW, _STIFFNESS))
+    xx, xy, yy, sx, sy = tf.unstack(sums)
     a, b = tf.unstack(factors)
     # The unknowns are the changes relative to the factors so far: the stiffness holds them near 1.
-    m00, m01, m11 = xx * a * a + _STIFFNESS[0], xy * a * b, yy * b * b + _STIFFNESS[1]
-    r0, r1 = sx * a + _STIFFNESS[0], sy * b + _STIFFNESS[1]
+    m00, m01, m11 = xx * a * a + of_latency, xy * a * b, yy * b * b + of_bytes
+    r0, r1 = sx * a + of_latency, sy * b + of_bytes
     change = tf.stack([r0 * m11 - r1 * m01, r1 * m00 - r0 * m01]) / (m00 * m11 - m01 * m01)
     change = tf.clip_by_value(change, 1.0 / _MAX_CHANGE, _MAX_CHANGE)
-    return moments, tf.clip_by_value(factors * change, 1.0 / _MAX_FACTOR, _MAX_FACTOR)
+    return tf.concat([sums, [delay]], 0), tf.clip_by_value(factors * change, 1.0 / _MAX_FACTOR, _MAX_FACTOR)

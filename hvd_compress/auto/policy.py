@@ -14,13 +14,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
-from . import choices, progress, trials
-from .link_tracker import fit
+from . import choices, link_tracker, progress, trials
 
 # The weight of the newest value in running averages.
-NEWEST_WEIGHT = 0.3
+_NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
-FIRST_REST = 0.03
+_FIRST_REST = 0.03
 # In each step that is measured, the sums of what was measured before decay by this factor.
 _KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)  # a variance by the square
 
@@ -88,7 +87,7 @@ class Value(NamedTuple):
 def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
     seconds = predicted(costs, state.link) * state.bias
-    rest, gained = tf.where(state.rest > 0.0, state.rest, FIRST_REST), value.progress
+    rest, gained = tf.where(state.rest > 0.0, state.rest, _FIRST_REST), value.progress
     if not rules.by_progress:
         rest, gained = 0.0, tf.ones_like(gained)
     return choices.cost_of(
@@ -154,7 +153,7 @@ class State(NamedTuple):
     before: tf.Tensor  # int32 [B], the candidates that were in use in the step before
     steady: tf.Tensor  # bool, whether `before` was also in use in the step before that one
     switches: tf.Tensor  # int32 [B], how often each bucket's choice changed
-    link_moments: tf.Tensor  # [5], see `link_tracker.fit`
+    link_moments: tf.Tensor  # [6], see `link_tracker.fit`
     link: tf.Tensor  # [2], factors of latency and of time per byte
     progress: tf.Tensor  # [ROWS, C], sums of what `ProgressSample.measure` returned
     rest: tf.Tensor  # seconds of a step besides those from the first ready bucket to the last exchange
@@ -174,7 +173,8 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
     buckets = choice.shape[0]
     zeros, zero, one = tf.zeros([buckets]), tf.constant(0.0), tf.constant(1.0)
     return State(
-        choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([5]), tf.ones([2]),
+        choice, choice, choice, tf.constant(False), tf.zeros_like(choice), tf.zeros([link_tracker.NUMBERS]),
+        tf.ones([2]),
         tf.zeros([progress.ROWS, candidates]), zero, zeros, zeros, zero, one,
         tf.ones([candidates]), tf.fill([candidates], trials.STALE_STEPS), zero, tf.constant(0),
         tf.constant(trials.TRIAL_STEPS),
@@ -215,11 +215,13 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     # the coding if that is longer.
     expected = messages * state.link[0] + transfer * state.link[1]
     wire = tf.minimum(step.wire, tf.maximum(expected, step.span - coding))
-    # Trials do not change the link: the bias of the tried candidate refers to the link as the choice measured it.
+    # Trials do not change the link: the bias of the tried candidate refers to the link as the choice measured it. Nor
+    # does the first step after a switch, which may compile kernels.
     chosen = tf.reduce_all(state.before == state.choice)
-    new_moments, new_link = fit(state.link_moments, state.link, messages, transfer, wire, coding)
-    link_moments = tf.where(chosen, new_moments, state.link_moments)
-    link = tf.where(chosen, new_link, state.link)
+    follows_link = chosen & state.steady
+    new_moments, new_link = link_tracker.fit(state.link_moments, state.link, messages, transfer, wire, coding)
+    link_moments = tf.where(follows_link, new_moments, state.link_moments)
+    link = tf.where(follows_link, new_link, state.link)
     waits = _average(state.waits, step.waits, timed)
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
@@ -234,14 +236,14 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
         bias=new_bias,
         age=age,
         known=state.known + tf.cast(chosen & (ratio > 0.0), tf.float32),
-        measured=_average(state.measured, step.exchange, timed & (state.before == state.choice)),
+        measured=_average(state.measured, step.exchange, timed & state.steady & (state.before == state.choice)),
     )
 
 
 def _average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
     """A running average where `known`. It begins with the first value; later values count up to twice the average."""
     limited = tf.where(old > 0.0, tf.minimum(new, 2.0 * old + 1e-3), new)
-    return tf.where(known, tf.where(old > 0.0, old + NEWEST_WEIGHT * (limited - old), limited), old)
+    return tf.where(known, tf.where(old > 0.0, old + _NEWEST_WEIGHT * (limited - old), limited), old)
 
 
 def value_of(state: State, prior: Value) -> Value:

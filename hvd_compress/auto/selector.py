@@ -82,11 +82,9 @@ class AutoSelector(ModelSelector):
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
             # When the first bucket of the step before was ready, and how long its exchange took.
             self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
-            # Seconds from here to the first exchange, and those that other candidates might have saved since then.
-            self._trace_seconds, self._regret = (tracing.variable(tf.constant(0.0), _NAME) for _ in range(2))
+            self._trace_seconds = tracing.variable(tf.constant(0.0), _NAME)  # from here to the first exchange
             self._timed_from = tracing.variable(tf.constant(_UNTIMED, tf.int64), _NAME)  # the step
-        settings = plan.settings
-        with tf.device("CPU"):
+            settings = plan.settings
             decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
             shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
             self._sample = ProgressSample(self.auto, shapes, decays, settings.adaptive)
@@ -116,7 +114,7 @@ class AutoSelector(ModelSelector):
 
     def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
-        self._begin_trace()
+        self._functions.update(tracing.running_functions())
         if not self._has_all:
             return tf.zeros([ROWS, len(self.auto.candidates)])
         # The mean over the ranks varies less than the numbers of one of them.
@@ -130,9 +128,10 @@ class AutoSelector(ModelSelector):
         model_wide: Callable[[int], Any],
     ) -> Any:
         """The exchange that holds for all buckets; see `ModelSelector.switch_model`."""
-        may_be_idle = any(self._uncompressed[c] for c in self._traced)
-        if all(self._uncompressed[c] for c in self._traced):
+        traced_uncompressed = [self._uncompressed[c] for c in self._traced]
+        if all(traced_uncompressed):
             return uncompressed()
+        may_be_idle = any(traced_uncompressed)
         if not self._model_wide:
             return tf.cond(self._is_idle(), uncompressed, per_bucket) if may_be_idle else per_bucket()
         branches: list[Callable[[], Any]] = [functools.partial(model_wide, c) for c in self._model_wide]
@@ -143,6 +142,13 @@ class AutoSelector(ModelSelector):
                 index = tf.where(self._is_idle(), len(branches), index)
                 branches.append(uncompressed)
         return switch_case(index, branches)
+
+    def restored(self) -> None:
+        """Called on all ranks after a checkpoint set the state: if its choice is not traced, all candidates will be."""
+        with tf.init_scope():  # also called while a step is traced
+            used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
+        if not used <= set(self._traced):
+            self._trace_all()
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
@@ -199,16 +205,6 @@ class AutoSelector(ModelSelector):
         """The other candidates."""
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
-    def restored(self) -> None:
-        """Called on all ranks after a checkpoint set the state: if its choice is not traced, all candidates will be."""
-        with tf.init_scope():  # also called while a step is traced
-            used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
-        if not used <= set(self._traced):
-            self._trace_all()
-
-    def _begin_trace(self) -> None:
-        self._functions.update(tracing.running_functions())
-
     def _trace_all(self) -> None:
         # What runs now may have another trace than the one that `_functions` had last.
         functions = tracing.running_functions() | (set() if self._has_all else set(self._functions))
@@ -225,13 +221,13 @@ class AutoSelector(ModelSelector):
         self._timed_from.assign(step + 1 + _UNTIMED)
         return tf.ensure_shape(tf.numpy_function(forget, [], tf.bool), [])
 
-    def _wants_all(self, saved: tf.Tensor, timed: tf.Tensor) -> tf.Tensor:
-        """Whether other candidates might have saved as many seconds so far as the trace with them will take."""
+    def _wants_all(self, saved: tf.Tensor, step: tf.Tensor, timed: tf.Tensor) -> tf.Tensor:
+        """Whether other candidates might save more time than the trace with them takes, in as many steps as so far."""
         if self._has_all:
             return tf.constant(True)  # for ranks that missed it because a step failed
         known = timed & (self.state.rest.read_value() > 0.0)
-        regret = self._regret.assign_add(tf.where(known, saved, 0.0), read_value=True)
-        return regret > _TRACE_FACTOR * self._trace_seconds.read_value()
+        enough = saved * tf.cast(step, tf.float32) > _TRACE_FACTOR * self._trace_seconds.read_value()
+        return known & enough
 
     def _is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
@@ -241,8 +237,6 @@ class AutoSelector(ModelSelector):
 
     def _place_of(self, candidate: tf.Tensor, among: Sequence[int]) -> tf.Tensor:
         """The candidate's position in the list `among`; the list's length if it is not there."""
-        if len(among) == 1 and len(self._traced) == 1:
-            return tf.constant(0)
         places = [among.index(c) if c in among else len(among) for c in range(len(self.auto.candidates))]
         with tf.device("CPU"):
             return tf.gather(tf.constant(places), candidate)
@@ -254,7 +248,7 @@ class AutoSelector(ModelSelector):
         """This step's numbers, in the order of `_fields`.
 
         The votes are the proposed choice, and the candidate to try. `saved` are the seconds that candidates which are
-        not traced might have saved.
+        not traced might save for the progress of a step.
         """
         committed = measurement.committed
         buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
@@ -278,7 +272,7 @@ class AutoSelector(ModelSelector):
         # The times of steps that were not committed are ignored.
         timed = committed & (measurement.step >= self._timed_from.read_value())
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        times.append(tf.cast(self._wants_all(saved, timed), tf.float32) * float(self._rank == 0))
+        times.append(tf.cast(self._wants_all(saved, measurement.step, timed), tf.float32) * float(self._rank == 0))
         flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times)], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 

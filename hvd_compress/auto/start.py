@@ -20,6 +20,9 @@ from ..exchange import volume
 from . import policy, report
 from .selector import AutoSelector, nbytes_of, propose
 
+# Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
+_LEAST_TRANSFER = 1e-10
+
 
 def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """Makes the selector for the buckets of `auto`, with its first choice.
@@ -100,6 +103,7 @@ def _costs(plan: Plan, calibration: Calibration) -> policy.Costs:
         prediction = model.predict(candidate, nbytes, plan.collective(candidate, shapes).name, payload=payload)
         # The burst is not subtracted: a link grants it only once in a step.
         transfer = prediction.wire + prediction.burst - prediction.latency
+        transfer = max(transfer, _LEAST_TRANSFER * prediction.payload)
         # Not part of the wire: the link inside a host does not change with the one between hosts.
         encode = prediction.encode + prediction.inside
         return encode, prediction.latency, transfer, prediction.decode

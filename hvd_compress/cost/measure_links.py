@@ -33,8 +33,8 @@ _FAST = 0.004
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
-# Of a short measurement: these sizes, and the times of each.
-_SHORT_SIZES, _SHORT_REPEATS = (2**12, 2**19, 2**21), {2**12: 6, 2**19: 2, 2**21: 1}
+# Of a short measurement: these sizes, each so many times or for so many seconds.
+_SHORT_SIZES, _SHORT_REPEATS, _SHORT_SECONDS = (2**12, 2**19, 2**21), 8, 0.03
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
@@ -98,7 +98,9 @@ def measure_link(
         if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
             expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
             pause = _PAUSE if expected > _SLOW else 0.0
-        repeats = (_SHORT_REPEATS if short else _REPEATS).get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
+        repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
+        if short:
+            repeats = max(1, min(_SHORT_REPEATS, int(_SHORT_SECONDS / max(expected, 1e-9))))
         # The slowest rank of each repeat, and the midmean of these.
         times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)

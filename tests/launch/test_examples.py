@@ -97,7 +97,7 @@ def test_the_report_says_what_auto_chose_and_what_stock_horovod_would_take(monke
     from hvd_compress.engine.compression_report import BucketReport, Candidate
 
     def bucket(chosen, together=False, **seconds):
-        candidates = tuple(Candidate(spec, predicted, 1.0, "") for spec, predicted in seconds.items())
+        candidates = tuple(Candidate(spec, predicted, 1.0, 1.0, "") for spec, predicted in seconds.items())
         return BucketReport(1000, chosen, seconds[chosen], candidates=candidates, together=together)
 
     buckets = [bucket("int8", none=2.0, int8=0.5), bucket("none", none=0.25, int8=0.5)]
