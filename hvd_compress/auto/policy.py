@@ -258,18 +258,15 @@ def propose(
     value: Value,
     nbytes: tf.Tensor,
     target: tf.Tensor,
-    among: Sequence[int],
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
     """Proposes the next choice and the next trial, from what `in_step` and `value_of` returned.
 
-    Only candidates at the positions `among` are proposed. `target` is that of objective="step".
+    `target` is that of objective="step".
 
     Returns:
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
     """
-    is_among = np.isin(np.arange(value.progress.shape[0]), among)
-    allowed = admit(rules, state.choice, value, target) & is_among
-    allowed = tf.where(tf.reduce_any(allowed), allowed, is_among)
+    allowed = admit(rules, state.choice, value, target)
     cheapest, cheapest_cost = best(rules, allowed, state, costs, value, nbytes)
     candidates, buckets = allowed.shape[0], nbytes.shape[0]
     alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)
@@ -283,7 +280,6 @@ def propose(
     possible = allowed & tf.reduce_any(state.choice != alone, 1)
     trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
-    tried = tf.where(tf.gather(tf.constant(is_among), tf.maximum(tried, 0)), tried, -1)  # a restored one may be another
     return state, tf.where(switch, cheapest, state.choice), tried
 
 

@@ -29,6 +29,7 @@ from ..engine.observer import StepMeasurement
 from ..engine.plan import Plan
 from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
+from .first_steps import FirstSteps
 from .progress import ROWS, ProgressSample
 
 _NAME = "hvdc_auto"  # of variables
@@ -58,9 +59,11 @@ class AutoSelector(ModelSelector):
     def __init__(self, plan: Plan, costs: policy.Costs, prior: policy.Value, choice: tf.Tensor) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
-        self._costs, self._prior = costs, prior
+        self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
+        self._first = FirstSteps()
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
+        self._sizes = np.array(self.nbytes, np.float32)
         self._place = {b: place for place, b in enumerate(plan.layout.auto_buckets)}
         self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
         self._uncompressed = [candidate.uncompressed for candidate in self.auto.candidates]
@@ -74,8 +77,8 @@ class AutoSelector(ModelSelector):
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
-            "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "span": (), "exchange": (b,),
-            "waits": (b,), "rest": (), "want_all": (),
+            "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "exchange": (b,), "waits": (b,),
+            "rest": (), "span": (), "wants_all": (),
         }  # fmt: skip
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
@@ -156,7 +159,7 @@ class AutoSelector(ModelSelector):
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
-        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
+        state = self._followed(self._first.seen())
         return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
 
     # Observer
@@ -167,29 +170,61 @@ class AutoSelector(ModelSelector):
 
     def observe(self, measurement: StepMeasurement) -> None:
         """Updates the state with the numbers of the step before, and keeps those of this step for the next one."""
-        step = measurement.step
         assert measurement.agreed is not None
         with tf.device("CPU"):
+            numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
+            if not self._has_all:
+                self._observe_first(measurement, numbers)
+                return
             state = policy.State(*(variable.read_value() for variable in self.state))
-            fields = self._unpack(measurement.agreed if self._settings.averages else measurement.agreed / self._ranks)
-            votes, trial = (self._voted(fields.pop(name)) for name in ("votes", "trial"))
-            want_all = fields.pop("want_all") > 0.0
-            # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
-            fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
-            state = policy.follow(state, policy.Measured(**fields), self._costs)
+            votes, trial, measured = self._unpack(numbers)
+            state = policy.follow(state, measured, self._costs)
             chosen = tf.where(votes >= 0, votes, state.choice)
             report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
             state = policy.in_step(state, chosen, trial, measurement.committed)
-            state, choice, tried, saved = propose(
-                self.auto, state, self._costs, self._prior, self.nbytes, tf.cast(step, tf.int32), self._traced
-            )
-            for variable, value in zip(self.state, state):
-                variable.assign(value)
-            self._numbers.assign(self._pack(measurement, (choice, tried), saved))
-            if not self._has_all:
-                tf.cond(want_all, lambda: self._trace_all_next(step), lambda: False)
+            value, target = policy.value_of(state, self._prior), self._target(tf.cast(measurement.step, tf.int32))
+            state, choice, tried = policy.propose(self._rules, state, self._costs, value, self._sizes, target)
+            for variable, new in zip(self.state, state):
+                variable.assign(new)
+            # Ranks that missed the new trace, because a step failed, learn of it.
+            self._numbers.assign(self._pack(measurement, (choice, tried), tf.constant(1.0)))
 
-    # Tracing. The first steps are traced with the first choice only, as if it were a fixed compressor.
+    # The first steps are traced with the first choice only, as if it were a fixed compressor.
+
+    def _observe_first(self, measurement: StepMeasurement, numbers: tf.Tensor) -> None:
+        wants_all = tf.numpy_function(self._watch, [measurement.step, numbers], tf.float32)
+        votes = self.state.choice.read_value(), tf.constant(-1)
+        self._numbers.assign(self._pack(measurement, votes, tf.ensure_shape(wants_all, [])))
+
+    def _watch(self, step: np.int64, numbers: np.ndarray) -> np.float32:
+        """Gets the numbers of each of the first steps. Returns whether this rank wants all candidates, 0 or 1."""
+        if self._has_all:
+            return np.float32(1.0)
+        span, wanted = numbers[-2:]
+        with tf.init_scope(), tf.device("CPU"):
+            due = self._first.add(int(step), numbers, float(span))
+            if not (due or wanted > 0.0):
+                return np.float32(0.0)
+            state = self._followed(self._first.take())
+            for variable, new in zip(self.state, state):
+                variable.assign(new)
+            if wanted > 0.0:
+                self._timed_from.assign(step + 1 + _UNTIMED)
+                self._trace_all()
+            return np.float32(wanted > 0.0 or (self._rank == 0 and self._is_worth_it(state, int(step))))
+
+    def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
+        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
+        for one in numbers:
+            _, _, measured = self._unpack(tf.constant(one))
+            state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
+        return state
+
+    def _is_worth_it(self, state: policy.State, step: int) -> bool:
+        """Whether other candidates might save more time than the trace with them takes, in as many steps as so far."""
+        value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
+        saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target)
+        return float(state.rest) > 0.0 and float(saved) * step > _TRACE_FACTOR * float(self._trace_seconds)
 
     @property
     def _has_all(self) -> bool:
@@ -211,24 +246,6 @@ class AutoSelector(ModelSelector):
         self._traced = list(range(len(self.auto.candidates)))
         tracing.forget_traces(functions)
 
-    def _trace_all_next(self, step: tf.Tensor) -> tf.Tensor:
-        """Lets the next step be traced again, with all candidates; its times are ignored."""
-
-        def forget() -> np.bool_:
-            self._trace_all()
-            return np.bool_(True)
-
-        self._timed_from.assign(step + 1 + _UNTIMED)
-        return tf.ensure_shape(tf.numpy_function(forget, [], tf.bool), [])
-
-    def _wants_all(self, saved: tf.Tensor, step: tf.Tensor, timed: tf.Tensor) -> tf.Tensor:
-        """Whether other candidates might save more time than the trace with them takes, in as many steps as so far."""
-        if self._has_all:
-            return tf.constant(True)  # for ranks that missed it because a step failed
-        known = timed & (self.state.rest.read_value() > 0.0)
-        enough = saved * tf.cast(step, tf.float32) > _TRACE_FACTOR * self._trace_seconds.read_value()
-        return known & enough
-
     def _is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
         with tf.device("CPU"):
@@ -244,11 +261,11 @@ class AutoSelector(ModelSelector):
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], saved: tf.Tensor) -> tf.Tensor:
+    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], wants_all: tf.Tensor) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`.
 
-        The votes are the proposed choice, and the candidate to try. `saved` are the seconds that candidates which are
-        not traced might save for the progress of a step.
+        The votes are the proposed choice, and the candidate to try. `wants_all` is 1 if all candidates should be
+        traced.
         """
         committed = measurement.committed
         buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
@@ -264,16 +281,16 @@ class AutoSelector(ModelSelector):
         span = tf.reduce_max(decoded)
         times = [
             own * tf.reduce_sum(wire),
-            span,
             exchange,
             tf.nn.relu(ready - before),
             self._rest_before(span, buckets),
+            span,
         ]
         # The times of steps that were not committed are ignored.
         timed = committed & (measurement.step >= self._timed_from.read_value())
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        times.append(tf.cast(self._wants_all(saved, measurement.step, timed), tf.float32) * float(self._rank == 0))
-        flat = tf.concat([tf.reshape(value, [-1]) for value in (*own_votes, measurement.probe, *times)], 0)
+        values = (*own_votes, measurement.probe, *times, wants_all)
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 
     def _rest_before(self, span: tf.Tensor, buckets: Sequence[clock.Timestamps]) -> tf.Tensor:
@@ -287,35 +304,23 @@ class AutoSelector(ModelSelector):
             self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
         return tf.where(is_first, 0.0, tf.nn.relu(rest))
 
-    def _unpack(self, flat: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _unpack(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:
+        """The agreed choice, int32 [B], the candidate to try, and the measurements."""
         sizes = [math.prod(shape) for shape in self._fields.values()]
-        parts = tf.split(tf.ensure_shape(flat, [sum(sizes)]), sizes)
-        return {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
+        parts = tf.split(tf.ensure_shape(numbers, [sum(sizes)]), sizes)
+        fields = {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
+        del fields["wants_all"]
+        votes, trial = (self._voted(fields.pop(name)) for name in ("votes", "trial"))
+        # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
+        fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
+        return votes, trial, policy.Measured(**fields)
 
-
-def propose(
-    auto: Auto,
-    state: policy.State,
-    costs: policy.Costs,
-    prior: policy.Value,
-    nbytes: Sequence[int],
-    step: tf.Tensor,
-    among: Sequence[int],
-) -> tuple[policy.State, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Calls `policy.propose` for the candidates at the positions `among`, with the target of this step.
-
-    Returns:
-        What `policy.propose` returns, and the seconds that all candidates might save for the progress of a step.
-    """
-    target = tf.constant(0.0)
-    for first, new_target in auto.targets():
-        target = tf.where(step >= first, new_target, target)
-    rules, sizes = rules_of(auto), tf.constant(nbytes, tf.float32)
-    value = policy.value_of(state, prior)
-    saved = tf.constant(0.0)
-    if len(among) < len(auto.candidates):
-        saved = policy.possible_saving(rules, state, costs, value, sizes, target)
-    return (*policy.propose(rules, state, costs, value, sizes, target, among), saved)
+    def _target(self, step: tf.Tensor) -> tf.Tensor:
+        """The target of objective="step" in a step."""
+        target = tf.constant(0.0)
+        for first, new_target in self.auto.targets():
+            target = tf.where(step >= first, new_target, target)
+        return target
 
 
 def rules_of(auto: Auto) -> policy.Rules:

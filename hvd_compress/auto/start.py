@@ -18,7 +18,7 @@ from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import volume
 from . import policy, report
-from .selector import AutoSelector, nbytes_of, propose
+from .selector import AutoSelector, nbytes_of, rules_of
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
@@ -42,10 +42,10 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
         # A candidate makes at least as much progress as it lets through of white noise: so `auto` begins mildly.
         prior = policy.Value(tf.constant(1.0 - lost), tf.constant(lost))
+        rules, target = rules_of(auto), tf.constant(auto.target_at(0))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        start = start._replace(evidence=tf.constant(math.inf))  # `propose` switches at once
-        everything = range(len(auto.candidates))
-        _, first, _, _ = propose(auto, start, costs, prior, nbytes, tf.constant(0), everything)
+        allowed = policy.admit(rules, tf.zeros([0], tf.int32), prior, target)
+        first, _ = policy.best(rules, allowed, start, costs, prior, tf.constant(nbytes, tf.float32))
         first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
     chosen = AutoSelector(plan, costs, prior, first)
     if group.rank() == 0:

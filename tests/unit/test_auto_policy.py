@@ -225,7 +225,7 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
         )
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
-        return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(candidates))
+        return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0))
 
     for step in range(steps):
         now = state.before.numpy()

@@ -1,0 +1,34 @@
+"""When does `auto` compare all candidates, while its graph has the first choice only?"""
+
+import numpy as np
+
+from hvd_compress.auto.first_steps import FirstSteps
+
+
+def due_steps(first, spans):
+    return [step for step, span in enumerate(spans) if first.add(step, np.array([step], np.float32), span)]
+
+
+def test_candidates_are_compared_in_steps_that_are_powers_of_two():
+    assert due_steps(FirstSteps(), [0.01] * 100) == [4, 8, 16, 32, 64]
+
+
+def test_a_slower_link_is_a_reason_to_compare_earlier():
+    assert due_steps(FirstSteps(), [0.01] * 40 + [0.1] * 20) == [4, 8, 16, 32, 41, 43, 47, 55]
+
+
+def test_a_single_slow_step_is_none():
+    assert due_steps(FirstSteps(), [0.01] * 40 + [5.0] + [0.01] * 20) == [4, 8, 16, 32]
+
+
+def test_steps_without_times_are_no_slow_ones():
+    assert due_steps(FirstSteps(), [0.0] * 20 + [0.1] * 10) == [4, 8, 16]
+
+
+def test_the_newest_numbers_are_kept_until_they_are_taken():
+    first = FirstSteps()
+    for step in range(20):
+        first.add(step, np.array([step], np.float32), 0.01)
+    assert [int(numbers[0]) for numbers in first.seen()] == list(range(12, 20))
+    assert [int(numbers[0]) for numbers in first.take()] == list(range(12, 20))
+    assert first.take() == []
