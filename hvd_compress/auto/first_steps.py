@@ -8,6 +8,8 @@ import numpy as np
 
 # The newest measurements that are kept until candidates are compared.
 _KEPT = 8
+# The first step in which candidates are compared.
+_FIRST = 8
 # Steps that take so many times as long as expected are a reason to compare earlier.
 _SLOW = 2.0
 
@@ -15,9 +17,9 @@ _SLOW = 2.0
 class FirstSteps:
     """Keeps what the ranks measured, and says in which steps all candidates are compared.
 
-    These are the steps 4, 8, 16 and so on. After steps that take twice as long as when candidates were compared, they
-    are compared in the second, fourth, eighth of such steps in a row. A comparison takes some milliseconds, which would
-    be too many in each step. All ranks come to the same result, from numbers that are the same.
+    These are the steps 8, 16, 32 and so on. After steps that take twice as long as when candidates were compared, they
+    are compared in the second, fourth, eighth of such steps in a row. A comparison takes 50 to 100 ms, which would be
+    too much in each step. All ranks come to the same result, from numbers that are the same.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class FirstSteps:
         self._numbers.append(numbers)
         is_slow = 0.0 < self._usual < span / _SLOW
         self._slow = self._slow + 1 if is_slow else 0
-        if step >= 4 and _is_power_of_two(step):
+        if step >= _FIRST and _is_power_of_two(step):
             self._usual = span
             return True
         return self._slow >= 2 and _is_power_of_two(self._slow)

@@ -142,7 +142,7 @@ def test_fast_steps_with_little_progress_are_left(rank):
 def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypatch):
     introspect.trace_all_candidates(monkeypatch, False)
     training = new_training(rank)
-    for _ in range(4):
+    for _ in range(8):  # the next step is the first one in which candidates are compared
         training.step()
     (first,) = set(training.selector.choice.numpy())
     assert introspect.traced_candidates(training.plan) == [first] and training.traces == 1
@@ -175,11 +175,11 @@ def test_fit_traces_all_candidates_once_they_are_worth_it(rank, gather, monkeypa
         def on_train_batch_end(self, batch, logs=None):
             plan = introspect.plan_of(optimizer)
             traced.append(len(introspect.traced_candidates(plan)))
-            if batch == 3 and rank == 0:
+            if batch == 7 and rank == 0:
                 introspect.trace_costs_nothing(plan)
 
     random = np.random.default_rng(rank)
-    x, y = random.standard_normal((80, 40)).astype("float32"), random.standard_normal((80, 10)).astype("float32")
+    x, y = random.standard_normal((120, 40)).astype("float32"), random.standard_normal((120, 10)).astype("float32")
     model.fit(x, y, batch_size=8, callbacks=[NoCost()], verbose=0)
     assert traced[0] == 1 and traced[-1] == 3
     for weights in model.get_weights():

@@ -10,19 +10,19 @@ def due_steps(first, spans):
 
 
 def test_candidates_are_compared_in_steps_that_are_powers_of_two():
-    assert due_steps(FirstSteps(), [0.01] * 100) == [4, 8, 16, 32, 64]
+    assert due_steps(FirstSteps(), [0.01] * 100) == [8, 16, 32, 64]
 
 
 def test_a_slower_link_is_a_reason_to_compare_earlier():
-    assert due_steps(FirstSteps(), [0.01] * 40 + [0.1] * 20) == [4, 8, 16, 32, 41, 43, 47, 55]
+    assert due_steps(FirstSteps(), [0.01] * 40 + [0.1] * 20) == [8, 16, 32, 41, 43, 47, 55]
 
 
 def test_a_single_slow_step_is_none():
-    assert due_steps(FirstSteps(), [0.01] * 40 + [5.0] + [0.01] * 20) == [4, 8, 16, 32]
+    assert due_steps(FirstSteps(), [0.01] * 40 + [5.0] + [0.01] * 20) == [8, 16, 32]
 
 
 def test_steps_without_times_are_no_slow_ones():
-    assert due_steps(FirstSteps(), [0.0] * 20 + [0.1] * 10) == [4, 8, 16]
+    assert due_steps(FirstSteps(), [0.0] * 20 + [0.1] * 10) == [8, 16]
 
 
 def test_the_newest_numbers_are_kept_until_they_are_taken():
