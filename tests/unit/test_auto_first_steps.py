@@ -14,11 +14,15 @@ def test_candidates_are_compared_in_steps_that_are_powers_of_two():
 
 
 def test_a_slower_link_is_a_reason_to_compare_earlier():
-    assert due_steps(FirstSteps(), [0.01] * 40 + [0.1] * 20) == [8, 16, 32, 41, 43, 47, 55]
+    assert due_steps(FirstSteps(), [0.01] * 40 + [0.1] * 20) == [8, 16, 32, 42, 45, 51]
 
 
-def test_a_single_slow_step_is_none():
-    assert due_steps(FirstSteps(), [0.01] * 40 + [5.0] + [0.01] * 20) == [8, 16, 32]
+def test_the_link_may_get_slower_when_candidates_are_compared_anyway():
+    assert due_steps(FirstSteps(), [0.01] * 32 + [0.1] * 20) == [8, 16, 32, 34, 37, 43]
+
+
+def test_two_slow_steps_are_none():
+    assert due_steps(FirstSteps(), [0.01] * 40 + [5.0, 5.0] + [0.01] * 20) == [8, 16, 32]
 
 
 def test_steps_without_times_are_no_slow_ones():
