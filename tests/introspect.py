@@ -346,9 +346,9 @@ def traced_candidates(plan: Any) -> list[int]:
     return list(plan.auto._traced)
 
 
-def trace_costs_nothing(plan: Any) -> None:
-    """As if a trace with all candidates took no time, so that any saving is worth it."""
-    plan.auto._trace_seconds.assign(-1.0)
+def want_traced(plan: Any, candidates: Sequence[int]) -> None:
+    """As if these candidates were worth a trace, when candidates are compared next."""
+    plan.auto._worth_tracing = lambda state, step: set(candidates)
 
 
 def selector_bytes(plan: Any) -> list[int]:

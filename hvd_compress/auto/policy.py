@@ -226,7 +226,7 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
     new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
-    is_sampled = step.progress[4, 0] > 0.0
+    is_sampled = tf.reduce_max(step.progress[4]) > 0.0
     return state._replace(
         link_moments=link_moments,
         link=link,
@@ -258,15 +258,18 @@ def propose(
     value: Value,
     nbytes: tf.Tensor,
     target: tf.Tensor,
+    among: Sequence[int],
 ) -> tuple[State, tf.Tensor, tf.Tensor]:
     """Proposes the next choice and the next trial, from what `in_step` and `value_of` returned.
 
-    `target` is that of objective="step".
+    Only candidates at the positions `among` are proposed. `target` is that of objective="step".
 
     Returns:
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
     """
-    allowed = admit(rules, state.choice, value, target)
+    is_among = np.isin(np.arange(value.progress.shape[0]), among)
+    allowed = admit(rules, state.choice, value, target) & is_among
+    allowed = tf.where(tf.reduce_any(allowed), allowed, is_among)
     cheapest, cheapest_cost = best(rules, allowed, state, costs, value, nbytes)
     candidates, buckets = allowed.shape[0], nbytes.shape[0]
     alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)
@@ -280,15 +283,29 @@ def propose(
     possible = allowed & tf.reduce_any(state.choice != alone, 1)
     trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
     state = state._replace(evidence=evidence, reluctance=reluctance, trial=trial, since_trial=since_trial)
+    tried = tf.where(tf.gather(tf.constant(is_among), tf.maximum(tried, 0)), tried, -1)  # a restored one may be another
     return state, tf.where(switch, cheapest, state.choice), tried
 
 
 def possible_saving(
-    rules: Rules, state: State, costs: Costs, value: Value, nbytes: tf.Tensor, target: tf.Tensor
-) -> tf.Tensor:
-    """The seconds that the best candidate might save for the progress of a step, if it makes the usual progress."""
-    usual = value._replace(progress=tf.maximum(value.progress, progress.usual(value.lost)))
-    allowed = admit(rules, state.choice, usual, target)
-    _, least = best(rules, allowed, state, costs, usual, nbytes)
-    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, usual, nbytes))
-    return tf.nn.relu(now - least)
+    rules: Rules,
+    state: State,
+    costs: Costs,
+    value: Value,
+    nbytes: tf.Tensor,
+    target: tf.Tensor,
+    among: Sequence[int],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What other candidates than those at the positions `among` might save.
+
+    They are taken to make the usual progress until that is measured.
+
+    Returns:
+        The best choice, int32 [B], and the seconds that it saves for the progress of an uncompressed step.
+    """
+    is_among = np.isin(np.arange(value.progress.shape[0]), among)
+    usual = tf.maximum(value.progress, progress.usual(value.lost))
+    value = value._replace(progress=tf.where(is_among, value.progress, usual))
+    picks, least = best(rules, admit(rules, state.choice, value, target), state, costs, value, nbytes)
+    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
+    return picks, tf.nn.relu(now - least)

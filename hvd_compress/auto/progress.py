@@ -55,23 +55,32 @@ class ProgressSample:
         shapes: The shapes of the gradients that `auto` compresses, by their positions.
         decays: The factor of each candidate's residual in each step; 0 without error feedback.
         adaptive: Whether the optimizer divides by the root of the gradients' mean square.
+        columns: The positions of the candidates to simulate.
     """
 
-    def __init__(self, auto: Auto, shapes: Mapping[int, Shape], decays: Sequence[float], adaptive: bool) -> None:
+    def __init__(
+        self,
+        auto: Auto,
+        shapes: Mapping[int, Shape],
+        decays: Sequence[float],
+        adaptive: bool,
+        columns: Sequence[int],
+    ) -> None:
         self._auto = auto
-        self._calls = tracing.variable(tf.constant(0, tf.int64), _NAME)
-        flat = [c for c, candidate in enumerate(auto.candidates) if not candidate.model_wide]
-        self._samples: list[tuple[_Simulation, Callable[[Sequence[Any]], tf.Tensor]]] = []
-        if flat:
-            stride = max(1, math.ceil(sum(map(math.prod, shapes.values())) / _ELEMENTS))
-            elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
-            simulation = _Simulation(auto, flat, (elements,), decays, adaptive)
-            self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
-        for c, candidate in enumerate(auto.candidates):
-            if candidate.model_wide:
-                i, shape = _matrix_of(candidate, shapes)
-                simulation = _Simulation(auto, [c], shape, decays, adaptive)
-                self._samples.append((simulation, functools.partial(_first_rows, i, shape)))
+        with tf.device("CPU"):
+            self._calls = tracing.variable(tf.constant(0, tf.int64), _NAME)
+            flat = [c for c in columns if not auto.candidates[c].model_wide]
+            self._samples: list[tuple[_Simulation, Callable[[Sequence[Any]], tf.Tensor]]] = []
+            if flat:
+                stride = max(1, math.ceil(sum(map(math.prod, shapes.values())) / _ELEMENTS))
+                elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
+                simulation = _Simulation(auto, flat, (elements,), decays, adaptive)
+                self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
+            for c in columns:
+                if auto.candidates[c].model_wide:
+                    i, shape = _matrix_of(auto.candidates[c], shapes)
+                    simulation = _Simulation(auto, [c], shape, decays, adaptive)
+                    self._samples.append((simulation, functools.partial(_first_rows, i, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
@@ -81,9 +90,9 @@ class ProgressSample:
             gradients: All gradients of the plan.
 
         Returns:
-            float32 [ROWS, C], zeros if this step is not measured: the inner products of the gradient with what each
-            candidate and what no compression sent in the step before; the variance of the latter; the energies of what
-            each candidate loses, and of gradient + residual.
+            float32 [ROWS, C]: the inner products of the gradient with what each candidate and what no compression sent
+            in the step before; the variance of the latter; the energies of what each candidate loses, and of gradient +
+            residual. Zeros for candidates that are not simulated, and if this step is not measured.
         """
         with tf.device("CPU"):
             due, begins = self._due(self._calls.assign_add(1, read_value=True) - 1)
@@ -97,7 +106,7 @@ class ProgressSample:
             with tf.device("CPU"), uncompiled():
                 for (simulation, _), sample in zip(self._samples, samples):
                     columns |= simulation.step(sample, seeds, begins)
-                return tf.stack([columns[c] for c in range(count)], 1)
+                return tf.stack([columns.get(c, tf.zeros([ROWS])) for c in range(count)], 1)
 
         return tf.cond(due, simulate, lambda: tf.zeros([ROWS, count]))
 

@@ -14,7 +14,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..engine.observer import StepMeasurement
 from ..engine.plan import Plan
 from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
-from .first_steps import FirstSteps
+from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
 
 _NAME = "hvdc_auto"  # of variables
@@ -60,7 +60,7 @@ class AutoSelector(ModelSelector):
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
-        self._first = FirstSteps()
+        self._comparisons = Comparisons()
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
         self._sizes = np.array(self.nbytes, np.float32)
@@ -78,8 +78,9 @@ class AutoSelector(ModelSelector):
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
             "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "exchange": (b,), "waits": (b,),
-            "rest": (), "span": (), "wants_all": (),
+            "rest": (), "span": (), "wanted": (c,),
         }  # fmt: skip
+        self._span_at = -1 - c
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
@@ -87,10 +88,11 @@ class AutoSelector(ModelSelector):
             self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
             self._trace_seconds = tracing.variable(tf.constant(0.0), _NAME)  # from here to the first exchange
             self._timed_from = tracing.variable(tf.constant(_UNTIMED, tf.int64), _NAME)  # the step
-            settings = plan.settings
-            decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
-            shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
-            self._sample = ProgressSample(self.auto, shapes, decays, settings.adaptive)
+        settings = plan.settings
+        decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
+        shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
+        self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
+        self._sample = self._new_sample(self._traced) if len(self._traced) > 1 else None
 
     # Selector
 
@@ -118,7 +120,7 @@ class AutoSelector(ModelSelector):
     def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
         self._functions.update(tracing.running_functions())
-        if not self._has_all:
+        if self._sample is None:
             return tf.zeros([ROWS, len(self.auto.candidates)])
         # The mean over the ranks varies less than the numbers of one of them.
         variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
@@ -147,11 +149,10 @@ class AutoSelector(ModelSelector):
         return switch_case(index, branches)
 
     def restored(self) -> None:
-        """Called on all ranks after a checkpoint set the state: if its choice is not traced, all candidates will be."""
+        """Called on all ranks after a checkpoint set the state: its choice is traced."""
         with tf.init_scope():  # also called while a step is traced
             used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
-        if not used <= set(self._traced):
-            self._trace_all()
+            self._trace(used)
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
@@ -159,7 +160,7 @@ class AutoSelector(ModelSelector):
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
-        state = self._followed(self._first.seen())
+        state = self._followed(self._comparisons.seen())
         return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
 
     # Observer
@@ -173,78 +174,86 @@ class AutoSelector(ModelSelector):
         assert measurement.agreed is not None
         with tf.device("CPU"):
             numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
-            if not self._has_all:
-                self._observe_first(measurement, numbers)
-                return
-            state = policy.State(*(variable.read_value() for variable in self.state))
-            votes, trial, measured = self._unpack(numbers)
-            state = policy.follow(state, measured, self._costs)
-            chosen = tf.where(votes >= 0, votes, state.choice)
-            report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
-            state = policy.in_step(state, chosen, trial, measurement.committed)
-            value, target = policy.value_of(state, self._prior), self._target(tf.cast(measurement.step, tf.int32))
-            state, choice, tried = policy.propose(self._rules, state, self._costs, value, self._sizes, target)
-            for variable, new in zip(self.state, state):
-                variable.assign(new)
-            # Ranks that missed the new trace, because a step failed, learn of it.
-            self._numbers.assign(self._pack(measurement, (choice, tried), tf.constant(1.0)))
+            wanted = tf.constant(self._mask(self._traced))
+            if len(self._traced) < len(self.auto.candidates):
+                wanted = tf.numpy_function(self._watch, [measurement.step, numbers], tf.float32)
+                wanted = tf.ensure_shape(wanted, [len(self.auto.candidates)])
+            votes = self.state.choice.read_value(), tf.constant(-1)
+            if len(self._traced) > 1:
+                votes = self._propose(measurement, numbers)
+            self._numbers.assign(self._pack(measurement, votes, wanted))
 
-    # The first steps are traced with the first choice only, as if it were a fixed compressor.
+    def _propose(self, measurement: StepMeasurement, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Updates the state. Returns the proposed choice, int32 [B], and the candidate to try."""
+        state = policy.State(*(variable.read_value() for variable in self.state))
+        votes, trial, measured = self._unpack(numbers)
+        state = policy.follow(state, measured, self._costs)
+        chosen = tf.where(votes >= 0, votes, state.choice)
+        report.log_switches(self.auto, self.nbytes, self._costs, state, chosen, show=self._rank == 0)
+        state = policy.in_step(state, chosen, trial, measurement.committed)
+        value, target = policy.value_of(state, self._prior), self._target(tf.cast(measurement.step, tf.int32))
+        state, choice, tried = policy.propose(self._rules, state, self._costs, value, self._sizes, target, self._traced)
+        for variable, new in zip(self.state, state):
+            variable.assign(new)
+        return choice, tried
 
-    def _observe_first(self, measurement: StepMeasurement, numbers: tf.Tensor) -> None:
-        wants_all = tf.numpy_function(self._watch, [measurement.step, numbers], tf.float32)
-        votes = self.state.choice.read_value(), tf.constant(-1)
-        self._numbers.assign(self._pack(measurement, votes, tf.ensure_shape(wants_all, [])))
-
-    def _watch(self, step: np.int64, numbers: np.ndarray) -> np.float32:
-        """Gets the numbers of each of the first steps. Returns whether this rank wants all candidates, 0 or 1."""
-        if self._has_all:
-            return np.float32(1.0)
-        span, wanted = numbers[-2:]
-        with tf.init_scope(), tf.device("CPU"):
-            due = self._first.add(int(step), numbers, float(span))
-            if not (due or wanted > 0.0):
-                return np.float32(0.0)
-            state = self._followed(self._first.take())
-            for variable, new in zip(self.state, state):
-                variable.assign(new)
-            if wanted > 0.0:
-                self._timed_from.assign(step + 1 + _UNTIMED)
-                self._trace_all()
-            return np.float32(wanted > 0.0 or (self._rank == 0 and self._is_worth_it(state, int(step))))
-
-    def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
-        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
-        for one in numbers:
-            _, _, measured = self._unpack(tf.constant(one))
-            state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
-        return state
-
-    def _is_worth_it(self, state: policy.State, step: int) -> bool:
-        """Whether other candidates might save more time than the trace with them takes, in as many steps as so far."""
-        value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
-        saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target)
-        return float(state.rest) > 0.0 and float(saved) * step > _TRACE_FACTOR * float(self._trace_seconds)
-
-    @property
-    def _has_all(self) -> bool:
-        return len(self._traced) == len(self.auto.candidates)
+    # Candidates are traced when they are first worth it. The first steps have the first choice only, as if it were a
+    # fixed compressor.
 
     @property
     def _model_wide(self) -> list[int]:
-        """The model-wide candidates."""
+        """The traced candidates that are model-wide."""
         return [c for c in self._traced if self.auto.candidates[c].model_wide]
 
     @property
     def _per_bucket(self) -> list[int]:
-        """The other candidates."""
+        """The other traced candidates."""
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
-    def _trace_all(self) -> None:
-        # What runs now may have another trace than the one that `_functions` had last.
-        functions = tracing.running_functions() | (set() if self._has_all else set(self._functions))
-        self._traced = list(range(len(self.auto.candidates)))
-        tracing.forget_traces(functions)
+    def _watch(self, step: np.int64, numbers: np.ndarray) -> np.ndarray:
+        """Gets the numbers of each step. Returns which candidates this rank wants to be traced, 0 or 1, [C]."""
+        missing = np.flatnonzero(numbers[-len(self.auto.candidates) :] > 0.0)  # rank 0 wants these
+        missing = np.setdiff1d(missing, self._traced)
+        due = self._comparisons.add(int(step), numbers, float(numbers[self._span_at]))
+        if not due and not missing.size:
+            return self._mask(self._traced)
+        with tf.init_scope(), tf.device("CPU"):
+            state = self._followed(self._comparisons.take())
+            if len(self._traced) == 1:  # otherwise the graph does it
+                for variable, new in zip(self.state, state):
+                    variable.assign(new)
+            if missing.size:
+                self._timed_from.assign(step + 1 + _UNTIMED)
+                self._trace(missing)
+            more = self._worth_tracing(state, int(step)) if self._rank == 0 else set()
+        return self._mask([*self._traced, *more])
+
+    def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
+        """The state after some steps with their numbers, which the graph has not taken into account."""
+        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
+        for one in numbers if len(self._traced) == 1 else ():
+            _, _, measured = self._unpack(tf.constant(one))
+            state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
+        return state
+
+    def _worth_tracing(self, state: policy.State, step: int) -> set[int]:
+        """Candidates that might save more time than a trace with them takes, in as many steps as so far."""
+        value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
+        picks, saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target, self._traced)
+        more = {int(c) for c in picks} - set(self._traced)
+        seconds = float(self._trace_seconds) * _TRACE_FACTOR * (len(self._traced) + len(more))
+        return more if float(state.rest) > 0.0 and float(saved) * step > seconds else set()
+
+    def _mask(self, candidates: Iterable[int]) -> np.ndarray:
+        return np.isin(np.arange(len(self.auto.candidates)), list(candidates)).astype(np.float32)
+
+    def _trace(self, more: Iterable[int]) -> None:
+        """Lets the next step be traced again, with more candidates."""
+        traced = sorted({*self._traced, *map(int, more)})
+        if traced != self._traced:
+            self._traced, self._sample = traced, self._new_sample(traced)
+            # What runs now may have another trace than the one that `_functions` had last.
+            tracing.forget_traces(tracing.running_functions() | set(self._functions))
 
     def _is_idle(self) -> tf.Tensor:
         """Whether nothing is compressed and no residual is left; a bool scalar."""
@@ -261,11 +270,10 @@ class AutoSelector(ModelSelector):
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], wants_all: tf.Tensor) -> tf.Tensor:
+    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], wanted: tf.Tensor) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`.
 
-        The votes are the proposed choice, and the candidate to try. `wants_all` is 1 if all candidates should be
-        traced.
+        The votes are the proposed choice, and the candidate to try. `wanted` is 1 for candidates that should be traced.
         """
         committed = measurement.committed
         buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
@@ -289,7 +297,7 @@ class AutoSelector(ModelSelector):
         # The times of steps that were not committed are ignored.
         timed = committed & (measurement.step >= self._timed_from.read_value())
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        values = (*own_votes, measurement.probe, *times, wants_all)
+        values = (*own_votes, measurement.probe, *times, wanted * float(self._rank == 0))
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
 
@@ -309,7 +317,7 @@ class AutoSelector(ModelSelector):
         sizes = [math.prod(shape) for shape in self._fields.values()]
         parts = tf.split(tf.ensure_shape(numbers, [sum(sizes)]), sizes)
         fields = {name: tf.reshape(part, self._fields[name]) for name, part in zip(self._fields, parts)}
-        del fields["wants_all"]
+        del fields["wanted"]
         votes, trial = (self._voted(fields.pop(name)) for name in ("votes", "trial"))
         # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
         fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))

@@ -147,7 +147,7 @@ def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypa
     (first,) = set(training.selector.choice.numpy())
     assert introspect.traced_candidates(training.plan) == [first] and training.traces == 1
     if rank == 0:  # which decides
-        introspect.trace_costs_nothing(training.plan)
+        introspect.want_traced(training.plan, [0, 1, 2])
     traces = []
     for _ in range(4):
         values = gather(np.array([float(np.sum(x)) for x in training.step()]))
@@ -176,7 +176,7 @@ def test_fit_traces_all_candidates_once_they_are_worth_it(rank, gather, monkeypa
             plan = introspect.plan_of(optimizer)
             traced.append(len(introspect.traced_candidates(plan)))
             if batch == 7 and rank == 0:
-                introspect.trace_costs_nothing(plan)
+                introspect.want_traced(plan, [0, 1, 2])
 
     random = np.random.default_rng(rank)
     x, y = random.standard_normal((120, 40)).astype("float32"), random.standard_normal((120, 10)).astype("float32")

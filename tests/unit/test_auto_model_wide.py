@@ -101,7 +101,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
         seen = policy.Measured(wire, span, zeros, zeros, constant(1e-4), tf.zeros([5, 3]))
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
-        return policy.propose(rules, state, costs, value, tf.ones([buckets]), constant(0.0))
+        return policy.propose(rules, state, costs, value, tf.ones([buckets]), constant(0.0), range(3))
 
     for step in range(steps):
         now = int(state.before[0])

@@ -225,7 +225,7 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
         )
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
-        return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0))
+        return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(candidates))
 
     for step in range(steps):
         now = state.before.numpy()
@@ -246,6 +246,24 @@ def costs_of(seconds, buckets=4):
     table = np.broadcast_to(np.asarray(seconds, np.float32), (buckets, len(seconds)))
     plain = np.array([0.0] + [1.0] * (len(seconds) - 1), np.float32)
     return policy.Costs(*map(constant, (table * 0.5 * plain, 0 * table, table * (1 - 0.5 * plain), 0 * table)))
+
+
+def test_what_is_not_measured_might_make_the_usual_progress():
+    """Steps of 100, 60 and 40 ms; the third candidate loses half of the energy, and makes little progress so far."""
+    costs, nbytes = costs_of([0.025, 0.015, 0.010]), tf.ones([4])
+    state = policy.initial(tf.zeros([4], tf.int32), 3)._replace(rest=constant(0.1))
+    value = policy.Value(constant([1.0, 1.0, 0.4]), constant([0.0, 0.0, 0.5]))
+    all_rules = rules([True, False, False])
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), [0])
+    np.testing.assert_array_equal(picks, [1, 1, 1, 1])  # 160 ms beside 200 and (100 + 40) / 0.5**0.36 = 180
+    np.testing.assert_allclose(saved, 0.040, rtol=1e-4)
+    value = value._replace(progress=constant([1.0, 0.5, 0.4]))
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), [0, 1])
+    np.testing.assert_array_equal(picks, [2, 2, 2, 2])  # the second one is known to be worse
+    np.testing.assert_allclose(saved, 0.2 - 0.14 / 0.5**0.36, rtol=1e-4)
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), [0, 1, 2])
+    np.testing.assert_array_equal(picks, [0, 0, 0, 0])
+    np.testing.assert_allclose(saved, 0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("truth", [(100, 80, 60), (50, 80, 60), (70, 52, 60), (52, 70, 58)])

@@ -12,8 +12,10 @@ from hvd_compress.compressors.base import no_seeds
 SHAPES = ((40, 64), (10,), (16, 48))  # no sample leaves anything out of so few elements
 
 
-def sample_of(auto, shapes=SHAPES, decay=1.0, adaptive=True):
-    return ProgressSample(auto, dict(enumerate(shapes)), [decay] * len(auto.candidates), adaptive)
+def sample_of(auto, shapes=SHAPES, decay=1.0, adaptive=True, columns=None):
+    count = len(auto.candidates)
+    columns = range(count) if columns is None else columns
+    return ProgressSample(auto, dict(enumerate(shapes)), [decay] * count, adaptive, columns)
 
 
 def gradients_of(steps, shapes=SHAPES, signal=0.3):
@@ -50,6 +52,14 @@ def test_measured_is_what_the_formulas_say(adaptive, decay):
         np.testing.assert_allclose(found[i, 3], [0.0, np.sum((total - c) ** 2)], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found[i, 4], [np.sum(g**2), np.sum(total**2)], rtol=1e-4)
         residual, sent, plain = total - c, metric * c, metric * g
+
+
+def test_some_candidates_only():
+    auto = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1", "int4", "powersgd:rank=2"], probe_every=1)
+    gradients = gradients_of(5)
+    every, some = run(sample_of(auto), gradients), run(sample_of(auto, columns=[1, 3]), gradients)
+    np.testing.assert_allclose(some[:, :, [1, 3]], every[:, :, [1, 3]], rtol=1e-5)
+    np.testing.assert_array_equal(some[:, :, [0, 2]], 0.0)
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "powersgd:rank=2", "onebit"])

@@ -1,4 +1,4 @@
-"""The first steps of `auto`: their graph has the first choice only, so other candidates are compared outside of it."""
+"""When `auto` compares candidates that are not in the graph."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FIRST = 8
 _IN_A_ROW, _SLOW = 3, 3.0
 
 
-class FirstSteps:
-    """Keeps what the ranks measured, and says in which steps all candidates are compared.
+class Comparisons:
+    """Keeps what the ranks measured, and says in which steps candidates are compared.
 
     These are the steps 8, 16, 32 and so on. When the exchange takes three times as long as usual, they are also
     compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50 to 100 ms, which would be too
