@@ -17,7 +17,7 @@ _IN_A_ROW, _SLOW = 3, 3.0
 class Comparisons:
     """Keeps what the ranks measured, and says in which steps candidates are compared.
 
-    These are the steps 8, 16, 32 and so on. When the exchange takes three times as long as usual, they are also
+    These are the steps 8, 32, 128 and so on. When the exchange takes three times as long as usual, they are also
     compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50 to 100 ms, which would be too
     much in each step. All ranks come to the same result, from numbers that are the same.
     """
@@ -34,11 +34,11 @@ class Comparisons:
         self._spans.append(span)
         is_slow = 0.0 < self._usual < span / _SLOW
         self._slow = self._slow + 1 if is_slow else 0
-        is_due = step >= _FIRST and _is_power_of_two(step)
+        is_due = step % _FIRST == 0 and _is_power(step // _FIRST, 4)
         if is_due and not is_slow:
             self._usual = float(np.median(self._spans))
         times, rest = divmod(self._slow, _IN_A_ROW)
-        return is_due or (times > 0 and rest == 0 and _is_power_of_two(times))
+        return is_due or (rest == 0 and _is_power(times, 2))
 
     def take(self) -> list[np.ndarray]:
         """The numbers that were kept since the last call, oldest first."""
@@ -51,5 +51,7 @@ class Comparisons:
         return list(self._numbers)
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def _is_power(number: int, base: int) -> bool:
+    while number > 1 and number % base == 0:
+        number //= base
+    return number == 1

@@ -294,18 +294,18 @@ def possible_saving(
     value: Value,
     nbytes: tf.Tensor,
     target: tf.Tensor,
-    among: Sequence[int],
+    measured: Sequence[int],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What other candidates than those at the positions `among` might save.
+    """What candidates might save beside the current choice.
 
-    They are taken to make the usual progress until that is measured.
+    Candidates that are not at the positions `measured` are taken to make the usual progress.
 
     Returns:
         The best choice, int32 [B], and the seconds that it saves for the progress of an uncompressed step.
     """
-    is_among = np.isin(np.arange(value.progress.shape[0]), among)
+    is_measured = np.isin(np.arange(value.progress.shape[0]), measured)
     usual = tf.maximum(value.progress, progress.usual(value.lost))
-    value = value._replace(progress=tf.where(is_among, value.progress, usual))
+    value = value._replace(progress=tf.where(is_measured, value.progress, usual))
     picks, least = best(rules, admit(rules, state.choice, value, target), state, costs, value, nbytes)
     (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
     return picks, tf.nn.relu(now - least)

@@ -37,8 +37,8 @@ _NAME = "hvdc_auto"  # of variables
 _PLACES = 16
 # The times of the first steps are ignored: kernels are compiled, connections are made.
 _UNTIMED = 2
-# For each candidate, a later trace takes about so many times as long as the first one. Measured with a second candidate:
-# 1.0 on a transformer, 1.7 on a small CNN.
+# For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
+# 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
 
 
@@ -69,10 +69,8 @@ class AutoSelector(ModelSelector):
         self._ranks, self._rank = plan.settings.process_set.size(), plan.settings.process_set.rank()
         self._uncompressed = [candidate.uncompressed for candidate in self.auto.candidates]
         b, c = len(self.nbytes), len(self.auto.candidates)
-        # Positions of the candidates that steps are traced with. Limits are kept with measurements of all candidates.
-        is_limited = self.auto.objective == "step" or self.auto.min_progress or self.auto.budget
-        may_begin_with_one = tracing.can_forget_traces() and not is_limited
-        self._traced = sorted(set(choice.numpy().tolist())) if may_begin_with_one else list(range(c))
+        # Positions of the candidates that steps are traced with.
+        self._traced = list(range(c)) if traces_all(self.auto) else sorted(set(choice.numpy().tolist()))
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
         self._made = time.time()
         places = min(self._ranks, _PLACES)
@@ -240,7 +238,8 @@ class AutoSelector(ModelSelector):
     def _worth_tracing(self, state: policy.State, step: int) -> set[int]:
         """Candidates that might save more time than a trace with them takes, in as many steps as so far."""
         value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
-        picks, saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target, self._traced)
+        measured = self._traced if self._sample is not None else []
+        picks, saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target, measured)
         more = {int(c) for c in picks} - set(self._traced)
         seconds = float(self._trace_seconds) * _TRACE_FACTOR * (len(self._traced) + len(more))
         return more if float(state.rest) > 0.0 and float(saved) * step > seconds else set()
@@ -339,6 +338,12 @@ def rules_of(auto: Auto) -> policy.Rules:
     return policy.Rules(
         uncompressed, auto.model_wide_candidates, auto.max_slowdown, by_progress, auto.min_progress, auto.budget
     )
+
+
+def traces_all(auto: Auto) -> bool:
+    """Whether all candidates are traced at once: limits are kept with measurements of all of them."""
+    is_limited = auto.objective == "step" or auto.min_progress or auto.budget
+    return bool(is_limited) or not tracing.can_forget_traces()
 
 
 def nbytes_of(layout: ModelLayout) -> list[int]:

@@ -18,10 +18,12 @@ from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import volume
 from . import policy, report
-from .selector import AutoSelector, nbytes_of, rules_of
+from .selector import AutoSelector, nbytes_of, rules_of, traces_all
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
+# Seconds. Compression begins later if it is predicted to gain less in a step: kernels take about a second to compile.
+_LEAST_GAIN = 0.01
 
 
 def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
@@ -45,7 +47,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         rules, target = rules_of(auto), tf.constant(auto.target_at(0))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
         allowed = policy.admit(rules, tf.zeros([0], tf.int32), prior, target)
-        first, _ = policy.best(rules, allowed, start, costs, prior, tf.constant(nbytes, tf.float32))
+        sizes = tf.constant(nbytes, tf.float32)
+        first, least = policy.best(rules, allowed, start, costs, prior, sizes)
+        if any(rules.uncompressed) and not traces_all(auto):
+            plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
+            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
+            first = tf.where(cost - least < _LEAST_GAIN, plain, first)
         first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
     chosen = AutoSelector(plan, costs, prior, first)
     if group.rank() == 0:
