@@ -13,7 +13,7 @@ from ..common.units import parse_seconds
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
-from .cast import NoCompression
+from .cast import most_precise_rows
 from .registry import parse, register
 from .resolve import resolve
 
@@ -84,6 +84,10 @@ class Auto(BuiltinCompressor):
                     f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
                     "its place, or use dgc alone"
                 )
+            if len(compressor.stages) > 1:
+                raise ValueError(
+                    f"auto: {compressor.spec} changes by itself: name its compressors among candidates in its place"
+                )
             if compressor.per_tensor and not compressor.model_wide:
                 raise ValueError(
                     f"auto: {compressor.spec} needs each gradient in its own shape and cannot share buckets with "
@@ -118,9 +122,7 @@ class Auto(BuiltinCompressor):
 
     def for_rows(self) -> Compressor:
         """The candidate with the most bits per value below 32; no compression if there is none."""
-        candidates = [candidate.for_rows() for candidate in self.candidates]
-        compressed = [candidate for candidate in candidates if not candidate.uncompressed]
-        return max(compressed, key=lambda candidate: candidate.value_bits, default=NoCompression())
+        return most_precise_rows(self.candidates)
 
     def targets(self) -> list[tuple[int, float]]:
         """Pairs of a step and the target that holds from it on."""

@@ -45,6 +45,7 @@ class Compression(metaclass=_Registered):
     dgc: type[compressors.DGC]
     powersgd: type[compressors.PowerSGD]
     auto: type[compressors.Auto]
+    schedule: type[compressors.Schedule]
 
     @staticmethod
     def parse(spec: str) -> compressors.Compressor:

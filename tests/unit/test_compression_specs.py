@@ -51,8 +51,23 @@ AUTOS = st.builds(
     probe_every=st.integers(1, 10**9),
 )
 
+FLAT = BUILTIN.filter(lambda c: not c.per_tensor)
+BEGINS = [
+    st.integers(1, 10**12),
+    st.integers(1, 10**6).map("{}epochs".format),
+    st.floats(1e-300, 100.0, exclude_max=True).map("{}%".format),
+]
 
-@given(BUILTIN | AUTOS)
+
+@st.composite
+def schedules(draw):
+    begins = draw(st.sampled_from(BEGINS).flatmap(lambda begin: st.lists(begin, min_size=1, max_size=4, unique=True)))
+    begins.sort(key=lambda begin: float(str(begin).rstrip("%epochs")))
+    steps = draw(st.none() | st.integers(1, 10**9)) if str(begins[0]).endswith("%") else None
+    return Compression.schedule([(begin, draw(FLAT)) for begin in [0, *begins]], steps)
+
+
+@given(BUILTIN | AUTOS | schedules())
 def test_every_spec_parses_back(compressor):
     again = parse(str(compressor))
     assert again == compressor and hash(again) == hash(compressor)
@@ -61,13 +76,14 @@ def test_every_spec_parses_back(compressor):
 
 
 names = st.sampled_from(
-    ["auto", "topk", "quantize", "hybrid", "randomk", "block_sparse", "powersgd", "int8", "none", "onebit"]
+    ["auto", "schedule", "topk", "quantize", "hybrid", "randomk", "block_sparse", "powersgd", "int8", "none", "onebit"]
 )
 keys = st.sampled_from(
     [
         "ratio",
         "bits",
         "candidates",
+        "steps",
         "phases",
         "target",
         "clip",
@@ -78,7 +94,9 @@ keys = st.sampled_from(
         "probe_every",
     ]
 )
-values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(["none", "nan", "inf", "true", "(int8|"])
+values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(
+    ["none", "nan", "inf", "true", "(int8|", "(0=int8|10%=int4)", "((0=int8)|5=none)", "(auto:(none|int8)|int4)"]
+)
 arguments = st.lists(st.builds("{}={}".format, keys, values), max_size=3).map(",".join)
 GARBAGE = st.text(max_size=30) | st.builds("{}:{}".format, names, arguments | st.text(max_size=20))
 
@@ -215,7 +233,7 @@ def test_compressors_do_not_change():
 
 def test_every_format_has_examples_and_a_compressor():
     assert {FORMATS.parse(spec).name for spec in example_specs()} == set(FORMATS.classes)
-    assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto"}
+    assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto", "schedule"}
 
 
 @pytest.mark.parametrize("spec", example_specs())
