@@ -95,7 +95,7 @@ class Schedule(BuiltinCompressor):
             _check_stage(compressor, self.stages[0])
 
     @functools.cached_property
-    def stages(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def stages(self) -> tuple[Any, ...]:
         """The compressors, in the order of the phases."""
         return tuple(compressor for _, compressor in self.phases)
 
@@ -161,7 +161,7 @@ class Schedule(BuiltinCompressor):
         Raises:
             ValueError: Always.
         """
-        return self._only_in_training()  # type: ignore[no-any-return]
+        return self._only_in_training()
 
     def _only_in_training(self, *_: Any, **__: Any) -> Any:
         raise ValueError(

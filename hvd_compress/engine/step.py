@@ -119,7 +119,7 @@ class Step:
                 steps = self._plan.settings.steps_per(count)
                 if steps is not None:
                     progress.assign_add(1.0 / steps)
-                elif count == "training":
+                elif state.pace is not None and count == "training":
                     per_step, limit = tf.unstack(state.pace.read_value())
                     progress.assign(tf.maximum(progress, tf.minimum(progress + per_step, limit)))
 
