@@ -89,5 +89,6 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
     for g, group in enumerate(layout.param_groups):
         if not group.compressor.automatic:
             buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
-            candidates += [(stage, buckets) for stage in group.compressor.stages]
+            stages = group.compressor.stages
+            candidates += [(stage, buckets) for i, stage in enumerate(stages) if stage not in stages[:i]]
     return flat_or_hierarchical.flat_compressors(candidates, None, settings, used_hosts)

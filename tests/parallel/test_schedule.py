@@ -162,6 +162,30 @@ def test_each_group_of_a_policy_has_its_own_stages(rank, size):
         ["int8", "none", "int8"],
         ["int8", "none", "int8"],
     ]
+    plan = introspect.plan_of(reducer)
+    found = introspect.recorded_steps(plan).buckets
+    specs = [bucket.compressors for bucket in introspect.recorded_buckets(plan)]
+    recorded = [[specs[b][int(c)] for b, c in enumerate(row)] for row in found.compressor]
+    assert recorded == [["none", "int4", "int8"], *seen[:3]]
+    sizes = found.bytes / found.uncompressed_bytes
+    ratio = {"none": 1.0, "int8": 0.26, "int4": 0.135}
+    np.testing.assert_allclose(sizes, [[ratio[spec] for spec in row] for row in recorded], rtol=0.1)
+
+
+@pytest.mark.np4
+def test_scatter_reduce_between_four_ranks_conserves_mass(rank, size, gather, monkeypatch):
+    """Both losses of a scatter-reduce are in the residual, which the other stages take over."""
+    introspect.prefer_scatter_reduce(monkeypatch)
+    stages = {0: "int4", 2: "topk:ratio=0.05", 4: "none", 5: "int8"}
+    training = ReducerTraining(rank, draw, schedule(stages))
+    before = np.zeros(40 * 50 + 30 * 40)
+    for step in range(7):
+        reduced = flat(training.step())
+        left = gather(flat(training.residuals())).sum(0)
+        came = sum(flat(draw(r, step)) for r in range(size))
+        np.testing.assert_allclose(size * reduced + left, came + before, atol=1e-4)
+        assert (np.abs(left).max() == 0.0) == (step == 4)
+        before = left
 
 
 # Keras's epochs
