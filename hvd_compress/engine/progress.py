@@ -102,7 +102,8 @@ def check(settings: Settings, epoch: Epoch | None) -> None:
     """Raises a ValueError if stages are counted in Keras's epochs, and no callback tells these."""
     for count, unknown in (("epochs", epoch is None), ("training", epoch is None or not epoch.limit)):
         if unknown and settings.counted(count) and settings.steps_per(count) is None:
-            raise ValueError(_DGC_UNKNOWN if settings.dgc is not None else _UNKNOWN[count])
+            warms_up = count == "epochs" and settings.dgc is not None and len(settings.dgc.stages) > 1
+            raise ValueError(_DGC_UNKNOWN if warms_up else _UNKNOWN[count])
 
 
 def warn_alone(settings: Settings) -> None:

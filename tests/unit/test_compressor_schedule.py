@@ -1,11 +1,16 @@
 """schedule: its spec strings, its stages, and what it refuses; the exchange is in tests/parallel/test_schedule.py."""
 
+import re
+
 import pytest
 import tensorflow as tf
+from click.testing import CliRunner
 
 import hvd_compress as hvdc
+from hvd_compress.engine import progress
 from hvd_compress.engine.settings import Settings
 from hvd_compress.frontends import tape
+from hvd_compress.tools.cli import main
 
 schedule, parse = hvdc.Compression.schedule, hvdc.Compression.parse
 
@@ -60,8 +65,8 @@ def test_a_list_may_stand_without_its_name():
 )
 def test_stages(phases, steps, starts):
     found = schedule(phases.split("|"), steps)
-    for progress, stage in starts:
-        assert int(found.stage_at(tf.constant(progress, tf.float64))) == stage
+    for so_far, stage in starts:
+        assert int(found.stage_at(tf.constant(so_far, tf.float64))) == stage
     assert [stage.spec for stage in found.stages][:2] == ["int8", "int4"]
 
 
@@ -145,6 +150,47 @@ def test_it_has_no_size_of_its_own():
     ):
         with pytest.raises(ValueError, match="schedule .*(one of its compressors, such as 'int4'|name each of them)"):
             call()
+
+
+def test_tools_ask_for_its_compressors():
+    arguments = ["plan", "--params", "1M", "--ranks", "2", "--bandwidth", "1gbit", "-c", "schedule:(0=int8|5=int4)"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "name each of them, such as 'int8'" in " ".join(re.sub("[│\n]", " ", result.output).split())
+
+
+def test_what_is_said_if_nobody_counts():
+    dgc, epochs = parse("dgc"), schedule({0: "topk:ratio=0.1", "2epochs": "topk:ratio=0.01"})
+    training = schedule({0: "topk:ratio=0.1", "50%": "topk:ratio=0.01"})
+    told = progress.epoch_of(1, None, None, None, [])
+    for compressor, policy, epoch, text in (
+        (dgc, (), None, "dgc: nobody says which epoch it is"),
+        (dgc, (("*", training),), told, "schedule: nobody says how long training is"),
+        (parse("dgc:warmup_epochs=0"), (("*", epochs),), None, "schedule: nobody says which epoch it is"),
+        (epochs, (), None, "schedule: nobody says which epoch it is"),
+        (training, (), None, "schedule: nobody says how long training is"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            progress.check(Settings(compressor, policy=policy), epoch)
+    for compressor in (epochs, parse("dgc:steps_per_epoch=4"), schedule({0: "int8", 9: "int4"}), parse("int8")):
+        progress.check(Settings(compressor), told)
+    progress.check(Settings(training), progress.epoch_of(1, 10, None, None, []))
+    progress.check(Settings(schedule({0: "int8", "50%": "int4"}, steps=10)), None)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "epochs", "steps", "before", "saved", "expected"),
+    [
+        (2, 10, 50, None, [], (2, 0.2, 1 / 500, 0.3)),
+        (2, 10, None, None, [], (2, 0.2, 0.0, 0.3)),  # a generator
+        (2, None, None, None, [], (2, 0.0, 0.0, 0.0)),
+        (0, 5, 10, (3, 0.6, 0.1, 0.8), [], (3, 0.0, 1 / 50, 0.2)),  # a second fit
+        (2, 10, 50, None, [{"progress": 4.0, "progress_of_training": 0.25}], (4, 0.25, 1 / 500, 0.3)),
+    ],
+)
+def test_what_a_rank_knows_of_an_epoch(epoch, epochs, steps, before, saved, expected):
+    before = None if before is None else progress.Epoch(*before)
+    assert progress.epoch_of(epoch, epochs, steps, before, saved) == pytest.approx(expected)
 
 
 def test_settings():
