@@ -222,12 +222,13 @@ def steps_made(plan: Any) -> int:
 
 def progress(plan: Any) -> float:
     """How far training has come, for compressors that change with it."""
-    return float(plan.state.progress)
+    (progress,) = plan.state.progress.values()
+    return float(progress)
 
 
 def stage(plan: Any, compressor: Compressor) -> int:
     """Which of the compressor's stages holds now."""
-    return int(compressor.stage_at(plan.state.progress.read_value()))
+    return int(compressor.stage_at(plan.state.progress_of(compressor).read_value()))
 
 
 def keeps_residuals(plan: Any, compressor: Compressor) -> bool:

@@ -128,6 +128,8 @@ def _compressors(specs: Any) -> list[Compressor]:
     for compressor in map(resolve, given):
         if compressor.automatic:
             raise ValueError("compare: auto chooses among compressors in training: name some of these instead")
+        if compressor.stages_in_words:
+            raise ValueError("compare: a schedule uses one compressor after the other: name each of them instead")
         if compressor not in found:  # may have no hash
             found.append(compressor)
     return found
@@ -139,7 +141,7 @@ def _plan(compressor: Compressor, names: Sequence[str], gradients: Sequence[tf.T
     settings = Settings(compressor, "compare", process_set=OneRank(), min_compress_size=min_size)
     layout = model_layout(settings, variables, variables)
     state = new_state("compare", settings, layout)
-    selectors = [selector_for(layout.group_of(b).compressor, state.progress) for b in range(len(layout.buckets))]
+    selectors = [selector_for(layout.group_of(b).compressor, state) for b in range(len(layout.buckets))]
     return Plan("compare", settings, layout, state, selectors, transforms_for(settings))
 
 

@@ -63,10 +63,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
     """Loads the calibration from the file in HVD_COMPRESS_CALIBRATION, or estimates one, in less than a second.
 
+    With `auto.link`, the network is not measured.
+
     All ranks call it together. Kernels are measured on a chunk of the shape `chunk`.
 
     Raises:
-        ValueError: The file does not fit, or the environment variable is set on some ranks only.
+        ValueError: The file does not fit; the environment variable is set on some ranks only, or beside `auto.link`.
     """
     path = os.environ.get("HVD_COMPRESS_CALIBRATION", "").strip()
     variable, group = "environment variable HVD_COMPRESS_CALIBRATION", settings.process_set
@@ -76,7 +78,11 @@ def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
     ranks_without = [str(rank) for rank, file in enumerate(loaded) if file is None]
     if 0 < len(ranks_without) < len(loaded):
         raise ValueError(f"{variable} is not set on rank {', '.join(ranks_without)}: set it on all ranks or on none")
-    return loaded[0] or estimate(auto.candidates, group, chunk[0])
+    if loaded[0] is not None and auto.link is not None:
+        raise ValueError(
+            f"auto: link={auto.link} and {variable} say both how fast the network is: leave one of them out"
+        )
+    return loaded[0] or estimate(auto.candidates, group, chunk[0], auto.known_link)
 
 
 def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from .link import LATENCY
+
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
@@ -45,6 +47,13 @@ def parse_seconds(text: str) -> float:
     if value > _LONGEST:
         raise ValueError(f"{text!r} is longer than 24h")
     return value
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """The bits per second and the seconds per message of a link: 1gbit+50us; without a latency, it is 50 us."""
+    # A rate ends in "bit", "bps" or "/s"; a "+" may also belong to an exponent.
+    rate, *latency = re.split(r"(?<=[ts])\s*\+", text.strip(), maxsplit=1)
+    return parse_rate(rate), parse_seconds(latency[0]) if latency else LATENCY
 
 
 def parse_bytes(text: str) -> int:

@@ -14,6 +14,7 @@ from .hybrid import Hybrid as Hybrid
 from .onebit import OneBit as OneBit
 from .power_sgd import PowerSGD as PowerSGD
 from .quantize import Quantize as Quantize
+from .schedule import Schedule as Schedule
 from .sparse import BlockTopK as BlockTopK
 from .sparse import RandomK as RandomK
 from .sparse import TopK as TopK

@@ -9,11 +9,12 @@ from typing import Any
 
 from ..common import checks
 from ..common.error_text import error_text
-from ..common.units import parse_seconds
+from ..common.link import Link
+from ..common.units import parse_link, parse_seconds
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
-from .cast import NoCompression
+from .cast import most_precise_rows
 from .registry import parse, register
 from .resolve import resolve
 
@@ -27,9 +28,9 @@ class Auto(BuiltinCompressor):
     """Chooses, in each step and for each bucket, the candidate with which training makes the most progress per second.
 
     A cost model (`hvdc.CostModel`) predicts how long a step takes with each candidate. It is calibrated at the first
-    step and updated from the measured times of exchanges. How much progress a step makes with each candidate, relative
-    to a step without compression, is measured on a sample of the gradients (see `auto.progress`). All ranks always
-    choose the same compressor; a new choice takes over the residual.
+    step, or takes the bandwidth and latency in `link`, and is updated from the measured times of exchanges. How much
+    progress a step makes with each candidate, relative to a step without compression, is measured on a sample of the
+    gradients (see `auto.progress`). All ranks always choose the same compressor; a new choice takes over the residual.
 
     Attributes:
         candidates: Compressors or their spec strings. In a spec string: `auto:candidates=(none|int8)`. `powersgd`
@@ -39,6 +40,9 @@ class Auto(BuiltinCompressor):
         min_progress: Candidates that make less progress per step than this are not chosen, 0 to 1.
         budget: Seconds that the exchange may add to a step, in a spec string also `50ms`: the candidate that makes the
             most progress per step within this time is chosen. 0 for no budget.
+        link: The bandwidth and latency of the network between the ranks (between hosts, if exchanges are
+            hierarchical), in place of timed allreduces before the first step: text such as `1gbit+50us` (a latency of
+            50 us if left out), or a `hvdc.Link` (its burst is not used). Kept as text. None: it is measured.
         target: With objective="step", the share of the energy ||x||^2, x = gradient + residual, that a candidate must
             let through to be chosen, 0 to 1. The current choice is kept down to half of it, because the residual that
             builds up reduces this share.
@@ -57,6 +61,7 @@ class Auto(BuiltinCompressor):
     objective: str = OBJECTIVES[0]
     min_progress: float = 0.0
     budget: Any = 0.0
+    link: Any = None
     target: float = TARGET
     warmup_steps: int = 0
     phases: Sequence[Any] = ()
@@ -84,6 +89,10 @@ class Auto(BuiltinCompressor):
                     f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
                     "its place, or use dgc alone"
                 )
+            if len(compressor.stages) > 1:
+                raise ValueError(
+                    f"auto: {compressor.spec} changes by itself: name its compressors among candidates in its place"
+                )
             if compressor.per_tensor and not compressor.model_wide:
                 raise ValueError(
                     f"auto: {compressor.spec} needs each gradient in its own shape and cannot share buckets with "
@@ -93,6 +102,7 @@ class Auto(BuiltinCompressor):
             candidates=tuple(candidates),
             min_progress=checks.number("auto: min_progress", self.min_progress, 0, 1),
             budget=_seconds("auto: budget", self.budget),
+            link=_link(self.link),
             target=checks.number("auto: target", self.target, 0, 1),
             max_slowdown=checks.number("auto: max_slowdown", self.max_slowdown, 0, 1),
             warmup_steps=checks.integer("auto: warmup_steps", self.warmup_steps, 0),
@@ -118,9 +128,12 @@ class Auto(BuiltinCompressor):
 
     def for_rows(self) -> Compressor:
         """The candidate with the most bits per value below 32; no compression if there is none."""
-        candidates = [candidate.for_rows() for candidate in self.candidates]
-        compressed = [candidate for candidate in candidates if not candidate.uncompressed]
-        return max(compressed, key=lambda candidate: candidate.value_bits, default=NoCompression())
+        return most_precise_rows(self.candidates)
+
+    @property
+    def known_link(self) -> Link | None:
+        """The link that the user knows."""
+        return None if self.link is None else Link.of_rate(*parse_link(self.link))
 
     def targets(self) -> list[tuple[int, float]]:
         """Pairs of a step and the target that holds from it on."""
@@ -162,6 +175,24 @@ def _phase(phase: Any) -> tuple[int, float]:
         checks.integer("auto: the step of a phase", step, 0),
         checks.number("auto: the target of a phase", target, 0, 1),
     )
+
+
+def _link(value: Any) -> str | None:
+    """A rate and a latency as text, from such text or from a link; None for None."""
+    if isinstance(value, Link):
+        if not value.beta or value.gamma:
+            raise ValueError(f"auto: link must have beta above 0 and no gamma, got {error_text(value)}")
+        value = f"{8.0 / value.beta!r}bit+{value.alpha!r}s"
+    if value is not None:
+        try:
+            parse_link(value if isinstance(value, str) else "")
+        except ValueError:
+            raise ValueError(
+                "auto: link must be a rate and a latency, such as '1gbit+50us', or a hvdc.Link, got "
+                f"{error_text(value)}"
+            ) from None
+        value = "".join(value.split())
+    return value
 
 
 def _seconds(name: str, value: Any) -> float:

@@ -58,7 +58,6 @@ class MomentumSettings(NamedTuple):
 
     momentum: float  # the factor
     clipnorm: float | None  # the norm that local gradients are clipped at
-    steps_per_epoch: int | None  # for a warm-up by epochs
 
 
 class Encoded(NamedTuple):
@@ -104,7 +103,11 @@ class Compressor(Traits, horovod_compression.Compressor):
     error_feedback: bool = True
 
     def stage_at(self, progress: tf.Tensor) -> tf.Tensor:
-        """The index in `stages` (int32 scalar) at this point of training (float64 scalar, see `Plan.progress`)."""
+        """The index in `stages` at this point of training; int32 scalar on the host.
+
+        `progress` is a scalar: the steps, the epochs or the share of training so far, or a given number: see
+        `counts`.
+        """
         del progress
         return tf.constant(0)
 
@@ -113,12 +116,21 @@ class Compressor(Traits, horovod_compression.Compressor):
         """The momentum that it applies to each rank's gradients; None for most compressors."""
         return None
 
+    @property
+    def stages_in_words(self) -> str:
+        """What rank 0 prints of the stages of a schedule; empty for others."""
+        return ""
+
     def for_rows(self) -> Compressor:
         """The compressor for single rows of embeddings when dense gradients get this one; by default none."""
         return parse("none")
 
     def stateless(self) -> Compressor:
         """The compressor to use where neither residuals nor velocities can be stored."""
+        return self
+
+    def without_steps(self) -> Compressor:
+        """Itself without the number of steps in an epoch or in training, which depends on the number of ranks."""
         return self
 
     def initial_factors(self, shapes: Sequence[Shape]) -> tf.Tensor | None:

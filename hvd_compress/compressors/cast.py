@@ -77,6 +77,13 @@ class NoCompression(formats.NoCompression, _Cast):
         return payload
 
 
+def most_precise_rows(compressors: Sequence[Compressor]) -> Compressor:
+    """Of the compressors for rows, the one with the most bits per value below 32; no compression if there is none."""
+    of_rows = [compressor.for_rows() for compressor in compressors]
+    compressed = [compressor for compressor in of_rows if not compressor.uncompressed]
+    return max(compressed, key=lambda compressor: compressor.value_bits, default=NoCompression())
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Float16(formats.Float16, _Cast):

@@ -51,8 +51,12 @@ class DGC(formats.DGC, TopK):
 
     @property
     def momentum_settings(self) -> MomentumSettings:
-        """The momentum, the norm to clip at, and the steps per epoch."""
-        return MomentumSettings(self.momentum, self.clipnorm, self.steps_per_epoch)
+        """The momentum, and the norm to clip at."""
+        return MomentumSettings(self.momentum, self.clipnorm)
+
+    def without_steps(self) -> DGC:
+        """The same without the number of steps in an epoch."""
+        return dataclasses.replace(self, steps_per_epoch=None)
 
     def stateless(self) -> TopK:
         """`topk`: momentum needs state."""

@@ -45,17 +45,20 @@ class Compression(metaclass=_Registered):
     dgc: type[compressors.DGC]
     powersgd: type[compressors.PowerSGD]
     auto: type[compressors.Auto]
+    schedule: type[compressors.Schedule]
 
     @staticmethod
     def parse(spec: str) -> compressors.Compressor:
         """Makes a compressor from its spec string, such as `"topk:ratio=0.01"`.
 
         Args:
-            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas.
+            spec: A name, then optionally a colon and arguments as `key=value`, separated by commas. A value may be a
+                list, `(item|item)`, whose items may be spec strings. Before a list, the name of the first argument may
+                be left out: `"schedule:(0=int8|30%=int4),steps=10000"`.
 
         Raises:
             TypeError: `spec` is not a string.
-            ValueError: The name, an argument or a value is not known or not valid.
+            ValueError: The name, an argument or a value is not known or not valid, or parentheses do not match.
         """
         if not isinstance(spec, str):
             raise TypeError(f"a spec must be a string such as 'topk:ratio=0.01', got {error_text(spec)}")

@@ -53,6 +53,8 @@ class OneBit(formats.OneBit, BuiltinCompressor):
 class OneBitLater(OneBit):
     """The compressor of `hvdc.optimizers.OneBitAdam`: none in the first steps, then `onebit`."""
 
+    counts = "given"
+
     @property
     def stages(self) -> tuple[Compressor, ...]:
         """Uncompressed, then `onebit`."""

@@ -73,17 +73,20 @@ def calibrate(
     return Calibration(group.size, links, kernels, errors, levels)
 
 
-def estimate(compressors: Sequence[Compressor], process_set: Any, elements: int) -> Calibration:
+def estimate(
+    compressors: Sequence[Compressor], process_set: Any, elements: int, known: Link | None = None
+) -> Calibration:
     """A calibration that takes a few tenths of a second, for `auto` to begin with.
 
-    Allreduces are timed, with a few sizes. The other collectives are taken to be as fast. Kernels are taken to cost
+    Allreduces are timed, with a few sizes. The other collectives are taken to be as fast. If the link is `known`,
+    nothing is timed but the links inside of hosts of several workers. Kernels are taken to cost
     what `defaults` says, times the speed of this machine. Kernels that it does not know are timed.
     This is a collective call. `elements` are as for `calibrate`.
     """
     group = Group(process_set, "hvdc_estimate")
-    link, error = measure_link("allreduce", group, group, short=True)
+    link, error = (known, 0.0) if known else measure_link("allreduce", group, group, short=True)
     placed = _placed(process_set)
-    levels = None if placed is None else _measure_levels(group, placed, short=True)
+    levels = None if placed is None else _measure_levels(group, placed, short=True, known=known)
     host_memory.keep_freed_memory()
     speed = measure_speed()
     costs = [_default_cost(compressor, elements, group.size, speed) for compressor in compressors]
@@ -105,11 +108,11 @@ def _placed(process_set: Any) -> hosts.Hosts | None:
     return hosts.current() if process_set is hvd.global_process_set else None
 
 
-def _measure_levels(group: Group, placed: hosts.Hosts, short: bool = False) -> Levels:
+def _measure_levels(group: Group, placed: hosts.Hosts, short: bool = False, known: Link | None = None) -> Levels:
     local, across = group.among(placed.local, "_local"), group.among(placed.across, "_across")
     return Levels(
         placed.count,
         placed.workers,
         {name: measure_link(name, local, group, inside_host, short)[0] for name in INSIDE},
-        {name: measure_link(name, across, group, short=short)[0] for name in ACROSS},
+        {name: known or measure_link(name, across, group, short=short)[0] for name in ACROSS},
     )

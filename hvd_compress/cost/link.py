@@ -1,58 +1,12 @@
-"""What a link of a network costs."""
+"""Changes of all links of a topology."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..common import checks
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A rank's connection to the others.
-
-    Sending m bytes takes alpha + m * beta, and summing them at the receiver takes m * gamma (Thakur, Rabenseifner and
-    Gropp 2005, section 3, with the same symbols). A traffic shaper (a token bucket) or a switch's buffer may let the
-    first bytes after a pause pass at once: they take no time beyond alpha.
-
-    Attributes:
-        alpha: Seconds per message.
-        beta: Seconds per byte.
-        gamma: Seconds per byte that a collective reduces.
-        burst: Bytes that pass at once after a pause.
-
-    Raises:
-        ValueError: One of them is negative or not finite.
-    """
-
-    alpha: float
-    beta: float
-    gamma: float = 0.0
-    burst: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not checks.is_number(value) or not 0 <= value < math.inf:
-                unit = "bytes" if name == "burst" else "seconds"
-                raise ValueError(f"Link: {name} must be a finite number of {unit} from 0 on, got {value!r}")
-
-    def carry(self, nbytes: float) -> float:
-        """Seconds that so many bytes take after a pause, without those per message."""
-        return max(0.0, nbytes - self.burst) * self.beta
-
-    @classmethod
-    def of_rate(cls, bits_per_second: float, latency: float = 0.0) -> Link:
-        """A link of this rate, with `latency` seconds per message.
-
-        Raises:
-            ValueError: The rate is not above 0.
-        """
-        if not bits_per_second > 0:
-            raise ValueError(f"Link: the rate must be above 0 bits per second, got {bits_per_second!r}")
-        return cls(latency, 8.0 / bits_per_second)
+from ..common.link import Link as Link
 
 
 def with_links(topology: Any, change: Callable[[Link], Link]) -> Any:

@@ -55,7 +55,7 @@ class Reducer:
         self.name = f"hvdc_{Reducer.made}_{plain_name(settings.name)}"
         Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
-        self.epoch: float | None = None  # that began last; None if no callback tells it, see `progress`
+        self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
         self._warned = False  # that a single rank exchanges nothing
         _alive.add(self)
 
@@ -68,7 +68,8 @@ class Reducer:
         Args:
             gradients: Tensors, IndexedSlices or None, one for each of `variables`.
             variables: The gradients' variables. Residuals are kept for this list of variables.
-            so_far: The new value of `State.progress`, a float64 scalar, the same on all ranks; None for no change.
+            so_far: The new value of `State.progress["given"]`, a float64 scalar, the same on all ranks; None for no
+                change.
 
         Returns:
             A list like `gradients`, with the same shapes and dtypes. On a rank outside of the process set, and if that
@@ -142,32 +143,35 @@ class Reducer:
                 watched = agreement.check(name, self.settings, gradients, variables, watched)
         return name, watched
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Sets the progress at the beginning of an epoch. All ranks call it: they agree on the largest number.
+    def begin_epoch(self, epoch: int, epochs: int | None = None, steps: float | None = None) -> None:
+        """Sets the progress at the beginning of an epoch. All ranks call it: they agree on the largest numbers.
 
-        The epoch never goes back, although Keras begins with 0 again in a second `fit` or after an elastic reset.
-        Without a warm-up by epochs, nothing happens.
+        Progress never goes back, although Keras begins with epoch 0 again in a second `fit` or after an elastic reset.
+        If no compressor depends on Keras's epochs, nothing happens.
+
+        Args:
+            epoch: The number of epochs so far.
+            epochs: The number of epochs of training; None if it is not known.
+            steps: The number of steps in an epoch; None if it is not known.
         """
         group = self.settings.process_set
         if not progress.follows_keras(self.settings) or not group.included() or group.size() == 1:
             return
-        saved = [float(state.replicated_state.get("progress", 0.0)) for state in self.pending]
-        own = [float(p.state.progress) for p in self.plans.values() if p.state.progress is not None]
-        furthest = tf.constant(max([float(epoch), self.epoch or 0.0, *saved, *own]), tf.float64)
+        saved = [state.replicated_state for state in self.pending]
+        saved += [plan.state.replicated for plan in self.plans.values()]
+        own = progress.epoch_of(epoch, epochs, steps, self.epoch, saved)
         with tf.device("CPU"):
-            agreed = hvd.allreduce(furthest, op=hvd.Max, name="hvdc_epoch", process_set=group)
-        self.epoch = float(agreed)
-        self._set_progress(self.epoch)
+            told = tf.constant(own, tf.float64)
+            agreed = hvd.allreduce(told, op=hvd.Max, name="hvdc_epoch", process_set=group).numpy()
+        self.epoch = progress.Epoch(*agreed.tolist())
+        for plan in self.plans.values():
+            progress.begin(plan.state, self.epoch)
 
     def end_epoch(self) -> None:
         """Sets the progress at the end of the epoch that began last; may be called more than once."""
         if self.epoch is not None:
-            self._set_progress(self.epoch + 1.0)
-
-    def _set_progress(self, epoch: float) -> None:
-        for plan in self.plans.values():
-            if plan.state.progress is not None:
-                plan.state.progress.assign(epoch)
+            for plan in self.plans.values():
+                progress.end(plan.state, self.epoch)
 
     def replan(self, states: Sequence[SavedState]) -> None:
         """Deletes the plans after the ranks changed; new plans restore `states`. Graphs must be traced again."""

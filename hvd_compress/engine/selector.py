@@ -16,6 +16,7 @@ import tensorflow as tf
 from ..compressors import Compressor, Seeds
 from .compression_report import BucketReport
 from .observer import Observer
+from .state import State
 
 Result = TypeVar("Result")
 
@@ -61,9 +62,9 @@ class FixedSelector(Selector):
 
 
 class StagedSelector(Selector):
-    """The stages of a compressor, one after the other, such as the warm-up of `dgc`.
+    """The stages of a compressor, one after the other, such as those of `schedule` and of the warm-up of `dgc`.
 
-    `progress` is how far training is, a float64 variable, the same on all ranks; see `Compressor.stage_at`.
+    `progress` is how far training is, a variable, the same on all ranks; see `State.progress_of`.
     """
 
     def __init__(self, compressor: Compressor, progress: tf.Variable) -> None:
@@ -130,12 +131,11 @@ class ModelSelector(Selector, Observer):
         """The reports of the buckets after `step` steps. Not for use in a graph."""
 
 
-def selector_for(compressor: Compressor, progress: tf.Variable | None) -> Selector:
-    """The selector of a compressor that is not `automatic`; `progress` as for `StagedSelector`."""
+def selector_for(compressor: Compressor, state: State) -> Selector:
+    """The selector of a compressor that is not `automatic`, for a plan with this state."""
     if len(compressor.stages) == 1:
         return FixedSelector(compressor)
-    assert progress is not None
-    return StagedSelector(compressor, progress)
+    return StagedSelector(compressor, state.progress_of(compressor))
 
 
 def switch_case(index: tf.Tensor, branches: Sequence[Callable[[], Any]]) -> Any:

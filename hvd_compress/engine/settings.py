@@ -88,7 +88,7 @@ class Settings:
             # The momentum of dgc also applies to uncompressed gradients.
             may_be_uncompressed = self.dgc is not None or compressor is not self.compressor
             uncompressed = compressor.uncompressed and may_be_uncompressed
-            sparse_with_residual = compressor.sparse and self.feeds_back(compressor)
+            sparse_with_residual = all(stage.sparse and self.feeds_back(stage) for stage in compressor.stages)
             if self.momentum_correction and not uncompressed and not sparse_with_residual:
                 whose = "momentum_correction" if self.dgc is None else f"the momentum of {self.dgc.spec}"
                 raise ValueError(
@@ -96,6 +96,14 @@ class Settings:
                     f"{compressor.spec} sends every element every step or keeps no residual"
                 )
 
+        for count in ("epochs", "training"):
+            counting = [c for c in self.compressors if len(c.stages) > 1 and c.counts == count]
+            if len({c.steps_per_count for c in counting}) > 1:
+                specs = " and ".join(c.spec for c in counting)
+                raise ValueError(
+                    f"policy: the number of steps in {'an epoch' if count == 'epochs' else count} must be the same for "
+                    f"all variables, got {specs}"
+                )
         autos = [compressor for compressor in self.compressors if compressor.automatic]
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
@@ -128,6 +136,15 @@ class Settings:
     def dgc(self) -> Any:
         """The first compressor that is Deep Gradient Compression; None if it is not used."""
         return next((c for c in self.compressors if c.momentum_settings is not None), None)
+
+    def counted(self, count: str) -> bool:
+        """Whether stages of a compressor are counted in this unit, see `Traits.counts`."""
+        return any(len(c.stages) > 1 and c.counts == count for c in self.compressors)
+
+    def steps_per(self, count: str) -> int | None:
+        """The number of steps in an epoch or in training, if the user gives it; see `Traits.steps_per_count`."""
+        steps = (c.steps_per_count for c in self.compressors if len(c.stages) > 1 and c.counts == count)
+        return next((number for number in steps if number is not None), None)
 
     @property
     def op_name(self) -> str:

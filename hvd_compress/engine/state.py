@@ -26,6 +26,9 @@ class BucketState(NamedTuple):
     has_foreign_residual: list[Any]  # one bool on the host if the exchange may be hierarchical, else none
 
 
+# The names of `State.progress` in checkpoints.
+_PROGRESS_NAMES = {"epochs": "progress", "given": "progress", "training": "progress_of_training"}
+
 NO_STATE = BucketState([], [], [], [])
 
 
@@ -52,12 +55,21 @@ class State:
     has_foreign_residual: dict[int, tf.Variable]
     # The momentum of uncompressed gradients, float32, by their positions; equal on all ranks.
     velocities: dict[int, tf.Variable]
-    progress: tf.Variable | None  # how far training is, float64, for compressors with stages; None without them
+    # How far training is, float64: the epochs and the share of training so far, or what is given in each step. By
+    # `Traits.counts`; each only if stages are counted so.
+    progress: dict[str, tf.Variable]
+    # Float64 [2], if callbacks tell how long training is: by how much the share of training grows in each step, and up
+    # to where; else None. It is not saved.
+    pace: tf.Variable | None
     # For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether they were
     # exchanged as a dense tensor, and this rank's slices before duplicate rows were summed. None without embeddings.
     embedding_counts: tf.Variable | None
     # The right factors of the model-wide candidates of `auto`, by the candidates' positions.
     model_wide_factors: dict[int, tf.Variable]
+
+    def progress_of(self, compressor: Compressor) -> tf.Variable:
+        """How far training is, in the unit that the compressor's stages are counted in."""
+        return self.step if compressor.counts == "steps" else self.progress[compressor.counts]
 
     def of_bucket(self, layout: ModelLayout, b: int) -> BucketState:
         """The variables of one bucket."""
@@ -74,7 +86,7 @@ class State:
         return {
             "step": self.step,
             **{f"factors_{i}": variable for i, variable in enumerate(factors)},
-            **({} if self.progress is None else {"progress": self.progress}),
+            **{_PROGRESS_NAMES[count]: variable for count, variable in self.progress.items()},
             **{f"velocity_{i}": variable for i, variable in self.velocities.items()},
             **{f"auto_factors_{c}": variable for c, variable in self.model_wide_factors.items()},
         }
@@ -119,8 +131,16 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
             for b, bucket in enumerate(layout.buckets)
             if layout.may_be_hierarchical and groups[bucket.group].residuals
         }
-        staged = any(len(g.compressor.stages) > 1 for g in layout.param_groups)
-        progress = variable(tf.constant(0.0, tf.float64), "progress") if staged else None
+        staged = [g.compressor for g in layout.param_groups if len(g.compressor.stages) > 1]
+        progress = {
+            count: variable(tf.constant(0.0, tf.float64), saved_name)
+            for count, saved_name in _PROGRESS_NAMES.items()
+            if any(compressor.counts == count for compressor in staged)
+        }
+        told = "training" in progress and settings.steps_per("training") is None
+        pace = variable(tf.zeros([2], tf.float64), "pace") if told else None
         counts = variable(tf.zeros([len(embeddings), 3], tf.int64), "embedding_counts") if embeddings else None
     step = variable(tf.constant(0, tf.int64), "step")
-    return State(step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, counts, model_wide)
+    return State(
+        step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, pace, counts, model_wide
+    )

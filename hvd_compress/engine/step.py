@@ -59,15 +59,15 @@ class Step:
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
 
-    def run(self, progress: tf.Tensor | None = None) -> list[Any]:
-        """The reduced gradients; `progress` is the new value of `State.progress`, None leaves it as it is."""
+    def run(self, given: tf.Tensor | None = None) -> list[Any]:
+        """The reduced gradients. `given` is the new value of `State.progress["given"]`; None leaves it as it is."""
         plan, state, layout = self._plan, self._plan.state, self._plan.layout
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = state.step.read_value()
             samples = (observer.sample_norms() for observer in plan.observers)
             self._sample_norms = next((sample for sample in samples if sample is not None), None)
-            if progress is not None and state.progress is not None:
-                state.progress.assign(progress)
+            if given is not None and "given" in state.progress:
+                state.progress["given"].assign(given)
 
             # 1. Transforms
             own = self._gradients
@@ -108,10 +108,20 @@ class Step:
                 observer.observe(measured)
 
             state.step.assign_add(1)
-            dgc = plan.settings.dgc
-            if state.progress is not None and dgc is not None and dgc.steps_per_epoch is not None:
-                state.progress.assign_add(1.0 / dgc.steps_per_epoch)
+            self._advance()
         return [reduced.get(i) for i in range(len(self._gradients))]
+
+    def _advance(self) -> None:
+        """Adds this step to `State.progress`."""
+        state = self._plan.state
+        with tf.device("CPU"):
+            for count, progress in state.progress.items():
+                steps = self._plan.settings.steps_per(count)
+                if steps is not None:
+                    progress.assign_add(1.0 / steps)
+                elif state.pace is not None and count == "training":
+                    per_step, limit = tf.unstack(state.pace.read_value())
+                    progress.assign(tf.maximum(progress, tf.minimum(progress + per_step, limit)))
 
     # 2. Uncompressed gradients
 

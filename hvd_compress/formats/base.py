@@ -38,6 +38,10 @@ class Traits:
         model_wide: Whether all gradients of the model are exchanged at once, as with `powersgd`.
         uncompressed: Whether gradients are left as they are, for Horovod's own allreduce.
         automatic: Whether it stands for a choice among `candidates` in each step.
+        counts: What `stages` are counted in: "steps", "epochs", the share of "training" so far, or a number that is
+            "given" in each step.
+        steps_per_count: The number of steps in an epoch or in training, where the user gives it; None where callbacks
+            tell it.
         pure: Whether `encode` depends on its arguments only, so that buckets of one shape share a function.
         value_bits: The bits of each value that is sent.
     """
@@ -48,6 +52,7 @@ class Traits:
     model_wide: bool = False
     uncompressed: bool = False
     automatic: bool = False
+    counts: str = "epochs"
     pure: bool = False
     value_bits: int = 32
     alignment: int = 16
@@ -56,6 +61,11 @@ class Traits:
     def stages(self) -> tuple[Any, ...]:
         """The compressors that take turns in the course of training, in order; most compressors have one stage."""
         return (self,)
+
+    @property
+    def steps_per_count(self) -> int | None:
+        """See the attributes above."""
+        return None
 
     @property
     def candidates(self) -> tuple[Any, ...]:

@@ -66,6 +66,11 @@ class DGC(TopK):
         return tuple(dataclasses.replace(without_warmup, ratio=density) for density in self.densities)
 
     @property
+    def steps_per_count(self) -> int | None:
+        """The number of steps in an epoch."""
+        return self.steps_per_epoch
+
+    @property
     def epochs_per_stage(self) -> float:
         """How many epochs each stage of the warm-up lasts."""
         stages = len(self.densities) - 1

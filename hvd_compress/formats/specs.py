@@ -1,15 +1,16 @@
-"""The grammar of spec strings: `name` or `name:argument=value,argument=value`."""
+"""The grammar of spec strings: `name` or `name:argument=value,argument=value`.
+
+A value is a word, a number or a list, `(item|item)`. Items of a list are text, which may be a spec string: separators
+within parentheses belong to the inner text. Before a list, the name of the first argument may be left out:
+`name:(item|item),argument=value`.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.error_text import error_text
-
-# A comma outside of parentheses.
-_COMMA = re.compile(r",(?![^(]*\))")
 
 
 def format_spec(name: str, arguments: Mapping[str, Any]) -> str:
@@ -22,11 +23,15 @@ def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
     """The arguments in a spec string of a compressor that takes the `known` ones.
 
     Raises:
-        ValueError: An argument is not known, has no value or stands twice.
+        ValueError: An argument is not known, has no value or stands twice, or parentheses do not match.
     """
     name, _, text = spec.strip().partition(":")
+    if not _matches(text):
+        raise ValueError(f"the parentheses in {error_text(spec)} do not match")
     arguments: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in _COMMA.split(text))):
+    for item in filter(None, _split(text, ",")):
+        if item.startswith("(") and known and not arguments:
+            item = f"{known[0]}={item}"
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in known:
             raise ValueError(
@@ -41,10 +46,32 @@ def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
+def _split(text: str, separator: str) -> list[str]:
+    """The parts of `text` between separators outside of parentheses, which must match."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == separator and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _matches(text: str) -> bool:
+    """Whether each parenthesis in `text` has its counterpart."""
+    depth = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def _from_text(text: str) -> Any:
     """A value: none, true, false, an integer, a float, a (list|of|texts), else the text itself."""
-    if text.startswith("(") and text.endswith(")"):
-        return tuple(part.strip() for part in text[1:-1].split("|") if part.strip())
+    if text.startswith("(") and text.endswith(")") and _matches(text[1:-1]):
+        return tuple(filter(None, _split(text[1:-1], "|")))
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]

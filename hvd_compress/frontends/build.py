@@ -52,7 +52,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         state = new_state(name, settings, layout)
         flat = _flat_compressors(settings, layout, used_hosts)
         compressors = [layout.group_of(b).compressor for b in range(len(layout.buckets))]
-        selectors = [selector_for(c, state.progress) for c in compressors if not c.automatic]
+        selectors = [selector_for(c, state) for c in compressors if not c.automatic]
         transforms = transforms_for(settings)
         plan = Plan(name, settings, layout, state, selectors, transforms, used_hosts, all_hosts, flat)
         if layout.auto is not None:
@@ -89,5 +89,6 @@ def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts
     for g, group in enumerate(layout.param_groups):
         if not group.compressor.automatic:
             buckets = [layout.shapes_of(b) for b, bucket in enumerate(layout.buckets) if bucket.group == g]
-            candidates.append((group.compressor, buckets))
+            stages = group.compressor.stages
+            candidates += [(stage, buckets) for i, stage in enumerate(stages) if stage not in stages[:i]]
     return flat_or_hierarchical.flat_compressors(candidates, None, settings, used_hosts)

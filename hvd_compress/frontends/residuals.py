@@ -6,7 +6,6 @@ files.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import warnings
@@ -196,13 +195,10 @@ def _steps_of(reducer: Reducer) -> int:
 
 def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:
     """The settings on which the residuals and their unit depend."""
-    compressor = settings.compressor
-    if compressor.momentum_settings is not None:
-        # The number of steps per epoch depends on the number of ranks, which may change.
-        compressor = dataclasses.replace(compressor, steps_per_epoch=None)
     unchanged = ("momentum_correction", "gradient_predivide_factor", "min_compress_size", "sparse_as_dense")
     return {
-        "compression": compressor.spec,
+        # The number of steps in an epoch depends on the number of ranks, which may change.
+        "compression": settings.compressor.without_steps().spec,
         "error_feedback": settings.feeds_back(settings.compressor),
         **{name: getattr(settings, name) for name in unchanged},
         "backward_passes_per_step": 1 if aggregation is None else aggregation.backward_passes_per_step,

@@ -212,9 +212,14 @@ class _CompressorKey:
             return False
         a, b = self._compressor, other._compressor
         try:
-            return a is b or bool(a == b or vars(a) == vars(b))
+            return a is b or bool(a == b or _attributes(a) == _attributes(b))
         except (TypeError, ValueError):  # some attributes cannot be compared, for example arrays
             return False
+
+
+def _attributes(compressor: Compressor) -> dict[str, Any]:
+    """The attributes of a compressor, which may hold others."""
+    return {name: _hashable(value) for name, value in vars(compressor).items()}
 
 
 def _hashable(value: Any) -> Any:

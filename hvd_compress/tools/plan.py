@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from ..common.link import LATENCY
 from ..cost import Calibration, FatTree, Link
 from ..cost.model import SHAPES
 from . import console, options, plots, units
@@ -16,8 +17,6 @@ from .advice import Case, Ranges, case_of, stops_paying
 from .models import MODELS, of_size
 from .network import Network, calibrated
 from .workload import Workload
-
-LATENCY = 50e-6
 
 
 @click.command(

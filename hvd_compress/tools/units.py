@@ -41,6 +41,8 @@ def _parse_parameters(text: str) -> int:
 def _parse_spec(text: str) -> str:
     if text.strip() == "auto":
         raise ValueError("auto is no compressor, it chooses among some: name one of these, such as 'int8'")
+    if text.strip().startswith("schedule:"):
+        raise ValueError("a schedule uses one compressor after the other: name each of them, such as 'int8'")
     return formats.parse(text).spec
 
 

@@ -161,12 +161,13 @@ def test_a_rank_that_joins(make, job, rank, gather):
 
 ALGORITHMS = {
     "dgc": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="dgc:ratio=0.02,clipnorm=1"),
+    "schedule": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="schedule:(0=int8|40%=int4)"),
     "powersgd": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="powersgd:rank=2"),
     "rows": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"),
     "frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=3),
     "to be frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=STEPS + 2),
 }
-STEPS = 5  # per epoch
+STEPS, EPOCHS = 5, 4  # per epoch; of training, in which this is one of the first
 
 
 def alike(model, optimizer):
@@ -199,8 +200,10 @@ def test_a_rank_is_killed_and_another_joins(name, rank, gather):
         callbacks = [
             hvdc.elastic.UpdateEpochStateCallback(state),
             hvdc.elastic.CommitStateCallback(state, 10**6),  # at the end of the epoch
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: setattr(model, "stop_training", True)),
         ]
-        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
+        epochs = EPOCHS - state.epoch
+        model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 
     model, optimizer, state = begin(seed=rank)
     state.sync()
@@ -235,6 +238,9 @@ def test_a_rank_is_killed_and_another_joins(name, rank, gather):
     assert introspect.steps_made(plan) == 2 * STEPS
     if name == "dgc":
         assert introspect.progress(plan) == 2.0
+    elif name == "schedule":
+        assert introspect.progress(plan) == pytest.approx(2 / EPOCHS)
+        assert {bucket.chosen for bucket in optimizer.compression_report().buckets} == {"int4"}
     elif name.endswith("frozen"):
         assert optimizer.frozen_at == optimizer.freeze_step
 

@@ -127,6 +127,23 @@ def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
     assert (max(np.abs(r).max() for r in left) > 0) == feeds_back
 
 
+def test_a_schedule_conserves_mass(between, two_hosts, gather, size):
+    """Also through a stage that is exchanged flat, as no compression is."""
+    stages = {0: "int8", 2: "none", 3: "topk:ratio=0.01", 5: "int8"}
+    reducer = new_reducer(hvdc.Compression.schedule(stages), bucket_bytes=2**19)
+    old, largest, variables = [np.zeros(shape) for shape in SHAPES], [], new_variables()
+    for _ in range(7):
+        old = check_mass(reducer, gather, size, old, steps=1, variables=variables)
+        largest.append(max(np.abs(r).max() for r in old))
+    assert largest[2] == 0.0 and min(largest[:2] + largest[3:]) > 0.0
+    plan = introspect.plan_of(reducer)
+    bucket = introspect.buckets(plan)[0]
+    hierarchical = [
+        introspect.crosses_in_two_levels(plan, stage, bucket.shapes) for stage in introspect.stages_of(reducer)
+    ]
+    assert hierarchical == [True, False, True, True]
+
+
 def test_what_another_pattern_has_left_is_sent(two_hosts, gather, size):
     """A checkpoint of a flat exchange: every rank has residuals of all chunks."""
     before = new_reducer("topk:ratio=0.01", hierarchical=False)

@@ -51,8 +51,23 @@ AUTOS = st.builds(
     probe_every=st.integers(1, 10**9),
 )
 
+FLAT = BUILTIN.filter(lambda c: not c.per_tensor)
+BEGINS = [
+    st.integers(1, 10**12),
+    st.integers(1, 10**6).map("{}epochs".format),
+    st.floats(1e-300, 100.0, exclude_max=True).map("{}%".format),
+]
 
-@given(BUILTIN | AUTOS)
+
+@st.composite
+def schedules(draw):
+    begins = draw(st.sampled_from(BEGINS).flatmap(lambda begin: st.lists(begin, min_size=1, max_size=4, unique=True)))
+    begins.sort(key=lambda begin: float(str(begin).rstrip("%epochs")))
+    steps = draw(st.none() | st.integers(1, 10**9)) if str(begins[0]).endswith("%") else None
+    return Compression.schedule([(begin, draw(FLAT)) for begin in [0, *begins]], steps)
+
+
+@given(BUILTIN | AUTOS | schedules())
 def test_every_spec_parses_back(compressor):
     again = parse(str(compressor))
     assert again == compressor and hash(again) == hash(compressor)
@@ -61,13 +76,14 @@ def test_every_spec_parses_back(compressor):
 
 
 names = st.sampled_from(
-    ["auto", "topk", "quantize", "hybrid", "randomk", "block_sparse", "powersgd", "int8", "none", "onebit"]
+    ["auto", "schedule", "topk", "quantize", "hybrid", "randomk", "block_sparse", "powersgd", "int8", "none", "onebit"]
 )
 keys = st.sampled_from(
     [
         "ratio",
         "bits",
         "candidates",
+        "steps",
         "phases",
         "target",
         "clip",
@@ -78,7 +94,9 @@ keys = st.sampled_from(
         "probe_every",
     ]
 )
-values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(["none", "nan", "inf", "true", "(int8|"])
+values = st.text("0123456789.-+e(|):=,naif \n", max_size=12) | st.sampled_from(
+    ["none", "nan", "inf", "true", "(int8|", "(0=int8|10%=int4)", "((0=int8)|5=none)", "(auto:(none|int8)|int4)"]
+)
 arguments = st.lists(st.builds("{}={}".format, keys, values), max_size=3).map(",".join)
 GARBAGE = st.text(max_size=30) | st.builds("{}:{}".format, names, arguments | st.text(max_size=20))
 
@@ -215,7 +233,7 @@ def test_compressors_do_not_change():
 
 def test_every_format_has_examples_and_a_compressor():
     assert {FORMATS.parse(spec).name for spec in example_specs()} == set(FORMATS.classes)
-    assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto"}
+    assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto", "schedule"}
 
 
 @pytest.mark.parametrize("spec", example_specs())
@@ -329,6 +347,10 @@ def test_the_budget_of_auto_has_a_unit_or_is_seconds(text, seconds):
         ("auto:budget=fast", "auto: budget must be seconds, such as 0.05 or '50ms', got 'fast'"),
         ("auto:budget=-1", "auto: budget must be a number from 0"),
         ("auto:min_progress=2", "auto: min_progress must be a number from 0 to 1"),
+        ("auto:link=fast", "auto: link must be a rate and a latency, such as '1gbit+50us', or a hvdc.Link, got 'fast'"),
+        ("auto:link=1000", "auto: link must be a rate and a latency, such as '1gbit+50us', or a hvdc.Link, got 1000"),
+        ("auto:link=1gbit+50", "auto: link must be a rate and a latency"),
+        ("auto:link=50us", "auto: link must be a rate and a latency"),
         ("auto:objective=speed", "auto: objective must be 'progress' or 'step', got 'speed'"),
         ("auto:objective=step,budget=50ms", "auto: budget needs objective='progress'"),
     ],
@@ -336,3 +358,43 @@ def test_the_budget_of_auto_has_a_unit_or_is_seconds(text, seconds):
 def test_what_auto_cannot_look_for(spec, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Compression.parse(spec)
+
+
+links = st.builds(hvdc.Link.of_rate, st.floats(1.0, 1e18), st.floats(0.0, 86400.0))
+
+
+@given(links)
+def test_the_link_of_auto_parses_back(link):
+    auto = Compression.auto(link=link)
+    assert parse(auto.spec) == auto
+    found = parse(auto.spec).known_link
+    # Text with a unit is rounded to a whole number that is this close.
+    assert (found.alpha, found.beta) == pytest.approx((link.alpha, link.beta), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "latency"),
+    [
+        ("1gbit+50us", 1e9, 50e-6),
+        ("10gbit", 1e10, 50e-6),
+        ("500 Mbit/s + 2ms", 5e8, 2e-3),
+        ("1e+9bps+0", 1e9, 0.0),
+        ("2.5Gb/s+1e-3s", 2.5e9, 1e-3),
+    ],
+)
+def test_the_link_of_auto_as_text(text, rate, latency):
+    auto = parse(f"auto:candidates=(none|int8),link={text},target=0.1")
+    assert (8.0 / auto.known_link.beta, auto.known_link.alpha) == pytest.approx((rate, latency), rel=1e-12)
+    assert (
+        auto.spec == f"auto:candidates=(none|int8),link={text.replace(' ', '')},target=0.1" and parse(auto.spec) == auto
+    )
+
+
+def test_auto_measures_the_link_by_default():
+    assert parse("auto").known_link is None and parse("auto:link=none") == parse("auto")
+
+
+def test_links_that_auto_does_not_take():
+    for link in (hvdc.Link(1e-4, 1e-9, gamma=1e-9), hvdc.Link(1e-4, 0.0)):
+        with pytest.raises(ValueError, match="auto: link must have beta above 0 and no gamma, got Link"):
+            Compression.auto(link=link)

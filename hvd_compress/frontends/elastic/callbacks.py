@@ -95,9 +95,10 @@ class UpdateEpochStateCallback(Callback):
         self.state = state
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        if self._reducer is not None:
-            self._reducer.begin_epoch(self.state.epoch)
+        """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        epochs = (self.params or {}).get("epochs")
+        # Keras counts from 0 again after a reset.
+        self._begin_epoch(self.state.epoch, epochs and self.state.epoch + epochs - epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch."""

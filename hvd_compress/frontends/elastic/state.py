@@ -15,6 +15,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from ...checkpoint import plan_state
 from ...checkpoint.plan_state import PlanState
 from ...engine import reducer as reducers
+from ...engine.progress import Epoch
 from .. import residuals
 from ..keras import optimizer_state
 from . import takeover
@@ -30,7 +31,7 @@ class _Commit:
     ranks: int
     values: list[np.ndarray]  # of the variables of model and optimizer
     attributes: dict[str, Any]  # the user's properties of the state
-    epoch: float | None  # `Reducer.epoch`
+    epoch: Epoch | None  # `Reducer.epoch`
     residuals: list[PlanState]  # this rank's
     copies: list[PlanState] | None = None  # the residuals of the previous rank; None if ranks exchange no copies
 

@@ -34,6 +34,14 @@ class Callback(keras.callbacks.Callback):
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         return None if optimizer is None else optimizer._hvdc.reducer
 
+    def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
+        """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        if optimizer is not None:
+            batches = (self.params or {}).get("steps")
+            steps = batches / optimizer_state.batches_per_step(optimizer) if batches else None
+            optimizer._hvdc.reducer.begin_epoch(epoch, epochs, steps)
+
 
 class CountingCallback(Callback):
     """Base class of the callbacks that act after every so many batches."""
@@ -110,9 +118,8 @@ class BroadcastGlobalVariablesCallback(Callback):
             self._broadcast(stepped=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Tells the optimizer which epoch it is; the warm-up of `dgc` depends on it."""
-        if self._reducer is not None:
-            self._reducer.begin_epoch(epoch)
+        """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        self._begin_epoch(epoch, (self.params or {}).get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""

@@ -29,6 +29,13 @@ def distributed_optimizer(optimizer: Any) -> Any:
     return optimizer if hasattr(optimizer, "_hvdc") else None
 
 
+def batches_per_step(optimizer: Any) -> int:
+    """The number of batches whose gradients a distributed optimizer adds up before it exchanges them."""
+    aggregation = optimizer._hvdc.aggregation
+    passes = 1 if aggregation is None else aggregation.backward_passes_per_step
+    return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
+
+
 def own_momentum(optimizer: Any) -> str:
     """The argument that gives an optimizer momentum, such as "momentum=0.9" or "beta_1=0.9"; empty if there is none."""
     config = innermost(optimizer).get_config()
