@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
 from . import choices, link_tracker, progress, trials
+from .usual_progress import usual
 
 # The weight of the newest value in running averages.
 _NEWEST_WEIGHT = 0.3
@@ -287,8 +288,8 @@ def possible_saving(
     rules: Rules, state: State, costs: Costs, value: Value, nbytes: tf.Tensor, target: tf.Tensor
 ) -> tf.Tensor:
     """The seconds that the best candidate might save for the progress of a step, if it makes the usual progress."""
-    usual = value._replace(progress=tf.maximum(value.progress, progress.usual(value.lost)))
-    allowed = admit(rules, state.choice, usual, target)
-    _, least = best(rules, allowed, state, costs, usual, nbytes)
-    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, usual, nbytes))
+    hoped = value._replace(progress=tf.maximum(value.progress, usual(tnp, value.lost)))
+    allowed = admit(rules, state.choice, hoped, target)
+    _, least = best(rules, allowed, state, costs, hoped, nbytes)
+    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, hoped, nbytes))
     return tf.nn.relu(now - least)
