@@ -57,38 +57,31 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
 def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
     """A step with what `compression="auto"` would choose once its first steps are over.
 
-    The rule is that of `auto`; each candidate is taken to make its `expected_progress`.
+    That is the best of its candidates, or of mixtures by its rule. Each is taken to make its `expected_progress`.
     """
+    alone = [forecast(spec, work, network, ranks) for spec in CANDIDATES]
+    best_one = min([_mixture(work, network, ranks), *alone], key=lambda forecast: forecast.per_progress)
+    return dataclasses.replace(best_one, compressor="auto")
+
+
+def _mixture(work: Workload, network: Network, ranks: int) -> Forecast:
+    """A step with the best choice of a candidate of `auto` for each bucket, without those for all buckets at once."""
     model, workers = _model(network, ranks, None), network.compressed_by(ranks)
-    candidates = tuple(map(formats.parse, CANDIDATES))
-    model_wide = [candidate.model_wide for candidate in candidates]
-    buckets = buckets_of(work, tuple(c for c in candidates if not c.model_wide), ranks, workers)
+    candidates = tuple(c for c in map(formats.parse, CANDIDATES) if not c.model_wide)
+    buckets = buckets_of(work, candidates, ranks, workers)
     chosen: list[Format] = [NoCompression()] * len(buckets)
     compressible = [i for i, bucket in enumerate(buckets) if not bucket.dense]
     if compressible:
-
-        def seconds(bucket: Bucket, candidate: Format) -> float:
-            return _sustained(_cost(model, _exchange(bucket, candidate, ranks, workers))).total
-
-        table = np.zeros([len(compressible), len(candidates)])
-        for c, candidate in enumerate(candidates):
-            if candidate.model_wide:  # exchanges all buckets with the last one
-                own = buckets_of(work, (candidate,), ranks, workers)
-                table[-1, c] = sum(seconds(bucket, candidate) for bucket in own if not bucket.dense)
-            else:
-                table[:, c] = [seconds(buckets[i], candidate) for i in compressible]
+        exchanges = [[_exchange(buckets[i], c, ranks, workers) for c in candidates] for i in compressible]
         picks = best(
             uncompressed=[candidate.uncompressed for candidate in candidates],
-            model_wide=model_wide,
             waits=np.diff(work.backward * np.array([buckets[i].ready for i in compressible]), prepend=0.0),
-            seconds=table,
+            seconds=np.array([[_sustained(_cost(model, e)).total for e in row] for row in exchanges]),
             nbytes=np.array([buckets[i].nbytes for i in compressible], np.float64),
             rest=work.rest,
             progress=np.array([expected_progress(candidate) for candidate in candidates]),
             lost=np.array([noise_lost(candidate) for candidate in candidates]),
         )
-        if model_wide[picks[0]]:
-            return dataclasses.replace(forecast(candidates[picks[0]].spec, work, network, ranks), compressor="auto")
         for i, pick in zip(compressible, picks):
             chosen[i] = candidates[pick]
     return _forecast("auto", work, model, buckets, chosen, workers)
@@ -96,7 +89,6 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
 
 def best(
     uncompressed: Sequence[bool],
-    model_wide: Sequence[bool],
     waits: np.ndarray,
     seconds: np.ndarray,
     nbytes: np.ndarray,
@@ -108,7 +100,7 @@ def best(
 
     Arguments are those of `choices.options` and `choices.cost_of`.
     """
-    options = choices.options(uncompressed, model_wide, len(nbytes))
+    options = choices.options(uncompressed, [False] * len(uncompressed), len(nbytes))
     return options[np.argmin(choices.cost_of(np, options, waits, seconds, nbytes, rest, progress, lost, MAX_SLOWDOWN))]
 
 
