@@ -20,7 +20,7 @@ from .usual_progress import usual
 # The weight of the newest value in running averages.
 _NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
-_FIRST_REST = 0.03
+FIRST_REST = 0.03
 # In each step that is measured, the sums of what was measured before decay by this factor.
 _KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)  # a variance by the square
 
@@ -88,7 +88,7 @@ class Value(NamedTuple):
 def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
     seconds = predicted(costs, state.link) * state.bias
-    rest, gained = tf.where(state.rest > 0.0, state.rest, _FIRST_REST), value.progress
+    rest, gained = tf.where(state.rest > 0.0, state.rest, FIRST_REST), value.progress
     if not rules.by_progress:
         rest, gained = 0.0, tf.ones_like(gained)
     return choices.cost_of(

@@ -14,7 +14,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class AutoSelector(ModelSelector):
         costs: Predicted costs of each bucket and candidate.
         prior: What candidates are taken to be worth until that is measured.
         choice: The first choice: the position of each bucket's candidate, int32 [B].
+        others: Costs [B, 1] of compressors that reports compare with, by their spec strings.
 
     Attributes:
         auto: The compressor `auto`.
@@ -56,10 +57,18 @@ class AutoSelector(ModelSelector):
         state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
-    def __init__(self, plan: Plan, costs: policy.Costs, prior: policy.Value, choice: tf.Tensor) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: policy.Costs,
+        prior: policy.Value,
+        choice: tf.Tensor,
+        others: Mapping[str, policy.Costs],
+    ) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
+        self._others = others
         self._first = FirstSteps()
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
@@ -160,7 +169,7 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         state = self._followed(self._first.seen())
-        return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
+        return report.of_buckets(self.auto, self.nbytes, self._costs, self._others, self._prior, state, step)
 
     # Observer
 
