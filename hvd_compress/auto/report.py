@@ -29,14 +29,18 @@ def of_steps(
     step. See `AutoSelector` for the other arguments.
     """
     seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
-    seconds = np.concatenate([seconds, *(policy.predicted(cost, state.link).numpy() for cost in others.values())], 1)
+    chosen, sizes = np.array(state.choice, np.int32), np.array(nbytes, np.float64)
+    share = sizes / sizes.sum()
+    # As `trials` does for candidates that are not in use.
+    bias = np.exp(trials.COMMON_SHARE * float(np.log(np.array(state.bias))[chosen] @ share))
+    more = [bias * policy.predicted(cost, state.link).numpy() for cost in others.values()]
+    seconds = np.concatenate([seconds, *more], 1)
     value = policy.value_of(state, prior)
     progress = np.append(value.progress, np.ones(len(others)))
     lost = np.append(value.lost, np.zeros(len(others)))
     buckets, count = seconds.shape
-    chosen = np.array(state.choice, np.int32)
     picks = np.concatenate([chosen[None], np.repeat(np.arange(count, dtype=np.int32)[:, None], buckets, 1)])
-    rest, sizes, waits = float(state.rest) or policy.FIRST_REST, np.array(nbytes, np.float64), np.array(state.waits)
+    rest, waits = float(state.rest) or policy.FIRST_REST, np.array(state.waits)
 
     def cost_of(progress: np.ndarray, lost: np.ndarray, max_slowdown: float) -> list[float]:
         cost = choices.cost_of(np, picks, waits, seconds, sizes, rest, progress, lost, max_slowdown)
@@ -46,7 +50,7 @@ def of_steps(
     per_progress = cost_of(progress, lost, auto.max_slowdown)
     specs = [*(candidate.spec for candidate in auto.candidates), *others]
     ages = [int(age) for age in state.age]
-    choice = StepForecast("auto", steps[0], float(progress[chosen] @ sizes / sizes.sum()), per_progress[0])
+    choice = StepForecast("auto", steps[0], float(progress[chosen] @ share), per_progress[0])
     fixed = [
         StepForecast(spec, steps[c + 1], float(progress[c]), per_progress[c + 1],
                      ages[c] if c < len(ages) and ages[c] < trials.STALE_STEPS else None)
