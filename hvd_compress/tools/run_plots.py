@@ -23,6 +23,7 @@ _STYLE: Any = {
     "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.0,
     "lines.markersize": 3, "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
 }  # fmt: skip
+_COLORS = [*(f"C{i}" for i in range(6)), "tab:red", "tab:brown", "tab:gray", "tab:cyan"]  # of compressors
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
@@ -96,7 +97,7 @@ def _choices(axes: Axes, run: Run) -> None:
         begins = np.flatnonzero(np.concatenate([[True], specs[1:] != specs[:-1]]))
         ends = np.concatenate([begins[1:], [len(specs)]]) - 1
         for begin, end in zip(begins, ends):
-            color = colors.setdefault(str(specs[begin]), f"C{len(colors)}")
+            color = colors.setdefault(str(specs[begin]), _COLORS[len(colors) % len(_COLORS)])
             axes.barh(y, step[end] - step[begin] + 1.0, left=step[begin] - 0.5, height=0.7, color=color)
     for spec, color in colors.items():
         axes.barh(0, 0.0, color=color, label=spec)

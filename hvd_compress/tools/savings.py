@@ -75,12 +75,11 @@ def sentences(run: Run) -> list[str]:
     gained.pop("auto", None)
     if gained:
         best = min(gained, key=lambda name: gained[name])
+        compared = {name: name for name in ("none", "fp16") if name in gained and name != best}
+        compared[best] = f"the best fixed one, {best}"
         parts = [
             f"{units.show_seconds(abs(gained[name]))} {'less' if gained[name] >= 0.0 else 'more'} than with {title}"
-            for name, title in (
-                *((n, n) for n in ("none", "fp16") if n in gained),
-                (best, f"the best fixed one, {best}"),
-            )
+            for name, title in compared.items()
         ]
         lines.append(f"By its cost model, auto took {', '.join(parts)}, for the same progress.")
     trials = int(run.trial.sum())
