@@ -75,7 +75,7 @@ def sentences(run: Run) -> list[str]:
     gained.pop("auto", None)
     if gained:
         best = min(gained, key=lambda name: gained[name])
-        compared = {name: name for name in ("none", "fp16") if name in gained and name != best}
+        compared: dict[str, str] = {name: name for name in ("none", "fp16") if name in gained and name != best}
         compared[best] = f"the best fixed one, {best}"
         parts = [
             f"{units.show_seconds(abs(gained[name]))} {'less' if gained[name] >= 0.0 else 'more'} than with {title}"
