@@ -5,7 +5,7 @@
 - `policy` holds the numerics: which choice is best. `link_tracker` (how fast the link is now), `trials` (how wrong
   predictions are), `model_wide` (candidates for all buckets or none) and `choices` (which choices are compared, and
   what each costs) belong to it.
-- `probe` measures how much of a gradient each candidate loses.
+- `progress` measures how much progress a step makes with each candidate; `usual_progress` is what it usually is.
 - `flat_or_hierarchical` decides which compressors use the hierarchical exchange.
 - `report` tells users what was chosen, and why.
 """

@@ -19,7 +19,7 @@ from . import choices, link_tracker, progress, trials
 # The weight of the newest value in running averages.
 _NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
-_FIRST_REST = 0.03
+FIRST_REST = 0.03
 # In each step that is measured, the sums of what was measured before decay by this factor.
 _KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)  # a variance by the square
 
@@ -87,7 +87,7 @@ class Value(NamedTuple):
 def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
     seconds = predicted(costs, state.link) * state.bias
-    rest, gained = tf.where(state.rest > 0.0, state.rest, _FIRST_REST), value.progress
+    rest, gained = tf.where(state.rest > 0.0, state.rest, FIRST_REST), value.progress
     if not rules.by_progress:
         rest, gained = 0.0, tf.ones_like(gained)
     return choices.cost_of(
@@ -294,18 +294,19 @@ def possible_saving(
     value: Value,
     nbytes: tf.Tensor,
     target: tf.Tensor,
+    usual: np.ndarray,
     measured: Sequence[int],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """What candidates might save beside the current choice.
 
-    Candidates that are not at the positions `measured` are taken to make the usual progress.
+    Candidates that are not at the positions `measured` are taken to make the usual progress, float32 [C].
 
     Returns:
         The best choice, int32 [B], and the seconds that it saves for the progress of an uncompressed step.
     """
     is_measured = np.isin(np.arange(value.progress.shape[0]), measured)
-    usual = tf.maximum(value.progress, progress.usual(value.lost))
-    value = value._replace(progress=tf.where(is_measured, value.progress, usual))
+    hoped = tf.maximum(value.progress, usual)
+    value = value._replace(progress=tf.where(is_measured, value.progress, hoped))
     picks, least = best(rules, admit(rules, state.choice, value, target), state, costs, value, nbytes)
     (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
     return picks, tf.nn.relu(now - least)

@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ..compressors import Auto
-from ..engine.compression_report import OF_ALL, BucketReport, Candidate, milliseconds
-from . import policy
+from ..engine.compression_report import OF_ALL, AutoReport, BucketReport, Candidate, StepForecast, milliseconds
+from . import choices, policy, trials
+
+
+def of_steps(
+    auto: Auto,
+    nbytes: Sequence[int],
+    costs: policy.Costs,
+    others: Mapping[str, policy.Costs],
+    prior: policy.Value,
+    state: policy.State,
+    step: int,
+) -> AutoReport:
+    """Reports on steps with the choice and with each candidate, after `step` steps.
+
+    `others` are the costs, [B, 1] each, of compressors that are no candidates, and make the progress of an uncompressed
+    step. See `AutoSelector` for the other arguments.
+    """
+    seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
+    chosen, sizes = np.array(state.choice, np.int32), np.array(nbytes, np.float64)
+    share = sizes / sizes.sum()
+    # As `trials` does for candidates that are not in use.
+    bias = np.exp(trials.COMMON_SHARE * float(np.log(np.array(state.bias))[chosen] @ share))
+    more = [bias * policy.predicted(cost, state.link).numpy() for cost in others.values()]
+    seconds = np.concatenate([seconds, *more], 1)
+    value = policy.value_of(state, prior)
+    progress = np.append(value.progress, np.ones(len(others)))
+    lost = np.append(value.lost, np.zeros(len(others)))
+    buckets, count = seconds.shape
+    picks = np.concatenate([chosen[None], np.repeat(np.arange(count, dtype=np.int32)[:, None], buckets, 1)])
+    rest, waits = float(state.rest) or policy.FIRST_REST, np.array(state.waits)
+
+    def cost_of(progress: np.ndarray, lost: np.ndarray, max_slowdown: float) -> list[float]:
+        cost = choices.cost_of(np, picks, waits, seconds, sizes, rest, progress, lost, max_slowdown)
+        return [float(x) for x in cost]
+
+    steps = cost_of(np.ones(count), np.zeros(count), 0.0)
+    per_progress = cost_of(progress, lost, auto.max_slowdown)
+    specs = [*(candidate.spec for candidate in auto.candidates), *others]
+    ages = [int(age) for age in state.age]
+    choice = StepForecast("auto", steps[0], float(progress[chosen] @ share), per_progress[0])
+    fixed = [
+        StepForecast(spec, steps[c + 1], float(progress[c]), per_progress[c + 1],
+                     ages[c] if c < len(ages) and ages[c] < trials.STALE_STEPS else None)
+        for c, spec in enumerate(specs)
+    ]  # fmt: skip
+    return AutoReport(step, choice, tuple(fixed))
 
 
 def of_buckets(
-    auto: Auto, nbytes: Sequence[int], costs: policy.Costs, prior: policy.Value, state: policy.State, step: int
+    auto: Auto,
+    nbytes: Sequence[int],
+    costs: policy.Costs,
+    others: Mapping[str, policy.Costs],
+    prior: policy.Value,
+    state: policy.State,
+    step: int,
 ) -> list[BucketReport]:
-    """Reports on each bucket of `auto` after `step` steps; see `AutoSelector` for the other arguments."""
+    """Reports on each bucket of `auto` after `step` steps; see `of_steps` for the arguments."""
+    of_all_buckets = of_steps(auto, nbytes, costs, others, prior, state, step)
     seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
     value = policy.Value(*(x.numpy() for x in policy.value_of(state, prior)))
     is_model_wide = auto.model_wide_candidates
@@ -46,6 +99,7 @@ def of_buckets(
                 int(state.switches[b]),
                 tuple(candidates),
                 together=is_model_wide[chosen],
+                auto=of_all_buckets,
             )
         )
     return reports

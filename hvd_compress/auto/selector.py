@@ -14,7 +14,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
 from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
+from .usual_progress import usual
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
@@ -50,6 +51,7 @@ class AutoSelector(ModelSelector):
         costs: Predicted costs of each bucket and candidate.
         prior: What candidates are taken to be worth until that is measured.
         choice: The first choice: the position of each bucket's candidate, int32 [B].
+        others: Costs [B, 1] of compressors that reports compare with, by their spec strings.
 
     Attributes:
         auto: The compressor `auto`.
@@ -57,10 +59,20 @@ class AutoSelector(ModelSelector):
         state: What the choice is based on: a `policy.State` of tf.Variables on the host.
     """
 
-    def __init__(self, plan: Plan, costs: policy.Costs, prior: policy.Value, choice: tf.Tensor) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: policy.Costs,
+        prior: policy.Value,
+        choice: tf.Tensor,
+        others: Mapping[str, policy.Costs],
+    ) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
+        self._others = others
+        losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
+        self._usual = np.array([usual(np, lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
@@ -160,7 +172,7 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         state = self._followed(self._comparisons.seen())
-        return report.of_buckets(self.auto, self.nbytes, self._costs, self._prior, state, step)
+        return report.of_buckets(self.auto, self.nbytes, self._costs, self._others, self._prior, state, step)
 
     # Observer
 
@@ -239,7 +251,9 @@ class AutoSelector(ModelSelector):
         """Candidates that might save more time than a trace with them takes, in as many steps as so far."""
         value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
         measured = self._traced if self._sample is not None else []
-        picks, saved = policy.possible_saving(self._rules, state, self._costs, value, self._sizes, target, measured)
+        picks, saved = policy.possible_saving(
+            self._rules, state, self._costs, value, self._sizes, target, self._usual, measured
+        )
         more = {int(c) for c in picks} - set(self._traced)
         seconds = float(self._trace_seconds) * _TRACE_FACTOR * (len(self._traced) + len(more))
         return more if float(state.rest) > 0.0 and float(saved) * step > seconds else set()

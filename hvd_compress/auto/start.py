@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from ..compressors import Auto, Compressor
+from ..compressors.resolve import resolve
 from ..cost import Calibration
 from ..cost.calibrate import estimate
+from ..cost.defaults import KERNELS
 from ..engine import agreement
 from ..engine.grouping import Shape
 from ..engine.plan import Plan
@@ -24,6 +27,8 @@ from .selector import AutoSelector, nbytes_of, rules_of, traces_all
 _LEAST_TRANSFER = 1e-10
 # Seconds. Compression begins later if it is predicted to gain less in a step: kernels take about a second to compile.
 _LEAST_GAIN = 0.01
+# Horovod's own compressor: reports compare with it, candidate or not.
+_COMPARED = ("fp16",)
 
 
 def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
@@ -33,7 +38,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
-    nbytes, costs = nbytes_of(layout), _costs(plan, calibrated)
+    nbytes, costs = nbytes_of(layout), _costs(plan, calibrated, auto.candidates)
     shapes = layout.shapes_of(layout.auto_buckets[0])
     losses = (c.noise_loss(layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates)
     noise_losses = [min(1.0, max(0.0, loss)) for loss in losses]
@@ -54,7 +59,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
             first = tf.where(cost - least < _LEAST_GAIN, plain, first)
         first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
-    chosen = AutoSelector(plan, costs, prior, first)
+        others = {
+            compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
+            for compressor in map(resolve, _COMPARED)
+            if compressor not in auto.candidates
+        }
+    chosen = AutoSelector(plan, costs, prior, first, others)
     if group.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
@@ -103,9 +113,10 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     return calibration
 
 
-def _costs(plan: Plan, calibration: Calibration) -> policy.Costs:
-    """The predicted costs of each bucket with each candidate; those of model-wide ones stand with the last bucket."""
+def _costs(plan: Plan, calibration: Calibration, compressors: Sequence[Compressor]) -> policy.Costs:
+    """The predicted costs of each bucket with each compressor; those of model-wide ones stand with the last bucket."""
     model, layout = calibration.model(), plan.layout
+    model.kernels = {**KERNELS, **model.kernels}  # a calibration holds the candidates, but not all of `_COMPARED`
 
     def cost(b: int, candidate: Compressor) -> tuple[float, ...]:
         shapes = plan.shapes_of(b, candidate)
@@ -121,5 +132,5 @@ def _costs(plan: Plan, calibration: Calibration) -> policy.Costs:
         encode = prediction.encode + prediction.inside
         return encode, prediction.latency, transfer, prediction.decode
 
-    table = [[cost(b, candidate) for candidate in layout.auto.candidates] for b in layout.auto_buckets]
+    table = [[cost(b, candidate) for candidate in compressors] for b in layout.auto_buckets]
     return policy.Costs(*np.moveaxis(np.array(table, np.float32), 2, 0))

@@ -22,7 +22,7 @@ _MIN_WEIGHT_OF_CHOICE = 0.05
 _MAX_FIRST_RATIO = 1.5
 _MAX_RATIO = 4.0
 # Candidates that are not in use take over this share of the choice's error.
-_COMMON_SHARE = 0.5
+COMMON_SHARE = 0.5
 # The exponent by which the biases of unused candidates go back to 1 in each step.
 _BIAS_DECAY = 0.998
 
@@ -53,7 +53,7 @@ def measured(
     limit = tf.where(chosen & (weight > _MIN_WEIGHT_OF_CHOICE), _MAX_FIRST_RATIO, _MAX_RATIO)
     change = tf.clip_by_value(ratio, 1.0 / limit, limit) ** tf.where(chosen, weight, 1.0)
     # A candidate with few buckets learns no less from the choice than one with none.
-    share = tf.where(timed, tf.maximum(used, tf.where(chosen, _COMMON_SHARE, 0.0)), 0.0)
+    share = tf.where(timed, tf.maximum(used, tf.where(chosen, COMMON_SHARE, 0.0)), 0.0)
     return (
         tf.clip_by_value(tf.where(updated, bias, bias**_BIAS_DECAY) * change**share, 0.1, 10.0),
         tf.where(updated, 0.0, tf.minimum(age + 1.0, STALE_STEPS)),

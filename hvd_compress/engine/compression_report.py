@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..common.text_table import aligned
+
 # Follows the times of a model-wide candidate.
 OF_ALL = " for all buckets at once"
 
@@ -28,6 +30,65 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepForecast:
+    """A training step in which all buckets of `auto` get the same compressor, by its cost model.
+
+    Attributes:
+        compressor: The spec string; "auto" for the choice in use.
+        step: Seconds of the step: the exchange, with what the backward pass does not hide, and the rest.
+        progress: The progress of the step, relative to an uncompressed one.
+        per_progress: Seconds for the progress of an uncompressed step, which `auto` minimizes: the step's seconds
+            divided by its progress, and up to `max_slowdown` more where energy is lost.
+        tried: How many steps ago the compressor's steps were timed; None if they were not, or over 200 steps ago.
+    """
+
+    compressor: str
+    step: float
+    progress: float
+    per_progress: float
+    tried: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoReport:
+    """What `auto` chooses from, and what it has gained. The forecasts are those of now.
+
+    Attributes:
+        steps: The number of steps so far.
+        choice: A step with the choice in use.
+        fixed: A step with each candidate alone, and with `fp16` for comparison.
+    """
+
+    steps: int
+    choice: StepForecast
+    fixed: tuple[StepForecast, ...]
+
+    @property
+    def best_fixed(self) -> StepForecast:
+        """The fixed compressor that takes the fewest seconds for the same progress."""
+        return min(self.fixed, key=lambda forecast: forecast.per_progress)
+
+    def gained(self, fixed: StepForecast) -> float:
+        """The seconds by which training with `fixed` would have taken longer to make the same progress so far.
+
+        All steps so far are taken to be like those of the choice in use.
+        """
+        return self.steps * self.choice.progress * (fixed.per_progress - self.choice.per_progress)
+
+    def __str__(self) -> str:
+        rows = [("", "ms per step", "progress", "ms per progress", "gained so far", "timed")]
+        for forecast in (self.choice, *self.fixed):
+            tried = "" if forecast.tried is None else f"{forecast.tried} steps ago"
+            gained = "" if forecast is self.choice else f"{self.gained(forecast):+.3g} s"
+            rows.append((
+                forecast.compressor, f"{1e3 * forecast.step:.3g}", f"{forecast.progress:.0%}",
+                f"{1e3 * forecast.per_progress:.3g}", gained, tried,
+            ))  # fmt: skip
+        title = f"auto after {self.steps} steps, predicted; its trials of two steps are no switches"
+        return "\n".join([title, *(f"    {line}" for line in aligned(rows))])
+
+
+@dataclasses.dataclass(frozen=True)
 class BucketReport:
     """One bucket.
 
@@ -40,6 +101,7 @@ class BucketReport:
         candidates: All compressors that the bucket may get.
         rows_of: For an embedding whose rows are exchanged, the variable's path; else empty.
         together: Whether all buckets of `auto` are exchanged at once: times are those of all of them.
+        auto: What `auto` chooses from, the same for all of its buckets; None without `auto`.
     """
 
     nbytes: int
@@ -50,6 +112,7 @@ class BucketReport:
     candidates: tuple[Candidate, ...] = ()
     rows_of: str = ""
     together: bool = False
+    auto: AutoReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +125,13 @@ class CompressionReport:
 
     buckets: tuple[BucketReport, ...]
 
+    @property
+    def auto(self) -> AutoReport | None:
+        """What `auto` chooses from, and what it has gained; None without `auto`."""
+        return next((bucket.auto for bucket in self.buckets if bucket.auto is not None), None)
+
     def __str__(self) -> str:
-        lines = []
+        lines = [] if self.auto is None else [str(self.auto)]
         for i, bucket in enumerate(self.buckets):
             name = f"rows of {bucket.rows_of}" if bucket.rows_of else f"bucket {i}"
             line = f"{name} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"

@@ -11,18 +11,20 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ..engine.compression_report import AutoReport
 from .recorder import WatchedBucket
 from .steps import Steps
 
 FORMAT = 1
 STEP_COLUMNS = (
     "step", "epoch", "time", "loss", "step_ms", "exchange_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms",
-    "bytes", "ratio", "relative_error", "gradient_norm", "residual_norm", "finite", "memory_mb",
+    "bytes", "ratio", "relative_error", "gradient_norm", "residual_norm", "finite", "memory_mb", "trial",
 )  # fmt: skip
 BUCKET_COLUMNS = (
     "step", "bucket", "compressor", "bytes", "ratio", "encode_ms", "wire_ms", "decode_ms", "relative_error",
     "gradient_norm", "residual_norm",
 )  # fmt: skip
+AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 
 
 class RunFiles:
@@ -40,20 +42,31 @@ class RunFiles:
         self.directory = Path(directory)
         self.rank = rank
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._files = [self._open("", STEP_COLUMNS), self._open("-buckets", BUCKET_COLUMNS)]  # empty once closed
+        names = f"rank-{rank}", f"rank-{rank}-buckets"
+        self._files = [self._open(names[0], STEP_COLUMNS), self._open(names[1], BUCKET_COLUMNS)]  # empty once closed
+        if rank == 0:
+            (self.directory / "auto.csv").unlink(missing_ok=True)
 
-    def _open(self, suffix: str, columns: tuple[str, ...]) -> TextIO:
-        path = self.directory / f"rank-{self.rank}{suffix}.csv"
-        file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed in `close`)
+    def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
+        file = open(self.directory / f"{name}.csv", "w", encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
         file.write(",".join(columns) + "\n")
         file.flush()
         return file
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:
         """Appends steps of an epoch (None without epochs) to the CSV files; `memory` is that of the process in MB."""
+        self._append([step_lines(steps, epoch, memory), bucket_lines(steps, buckets)])
+
+    def write_auto(self, report: AutoReport) -> None:
+        """Appends what `auto` chooses from to auto.csv, a line for each compressor."""
+        if len(self._files) == 2:
+            self._files.append(self._open("auto", AUTO_COLUMNS))
+        self._append(["", "", auto_lines(report)])
+
+    def _append(self, texts: Sequence[str]) -> None:
         try:
-            for file, lines in zip(self._files, (step_lines(steps, epoch, memory), bucket_lines(steps, buckets))):
-                file.write(lines)
+            for file, text in zip(self._files, texts):
+                file.write(text)
                 file.flush()
         except OSError as error:
             text = f"rank {self.rank} stops writing {self.directory} ({error}); training goes on"
@@ -82,10 +95,19 @@ def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:
     times = (steps.seconds, steps.exchange, steps.exposed, steps.encode, steps.wire, steps.decode)
     columns = [
         steps.step, steps.done, steps.loss, *(1e3 * x for x in times), steps.bytes, steps.ratio, steps.error,
-        steps.gradient_norm, steps.residual_norm, steps.finite, np.full(len(steps), memory),
+        steps.gradient_norm, steps.residual_norm, steps.finite, np.full(len(steps), memory), steps.trial,
     ]  # fmt: skip
-    template = f"%d,{'' if epoch is None else epoch},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g"
+    template = f"%d,{'' if epoch is None else epoch},%.6f," + "%.7g," * 7 + "%.0f," + "%.7g," * 4 + "%d,%.7g,%d"
     return "".join(_lines(template, columns))
+
+
+def auto_lines(report: AutoReport) -> str:
+    """The lines of CSV for the choice, "auto", and for each fixed compressor."""
+    template = f"{report.steps},%s,%.7g,%.7g,%.7g\n"
+    rows = (report.choice, *report.fixed)
+    return "".join(
+        template % (_quoted(one.compressor), 1e3 * one.step, one.progress, 1e3 * one.per_progress) for one in rows
+    )
 
 
 def bucket_lines(steps: Steps, buckets: list[WatchedBucket]) -> str:

@@ -19,6 +19,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..engine.compression_report import AutoReport
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
 from ..engine.settings import Settings
@@ -31,6 +32,8 @@ from .steps import Reader, Steps
 # Rows are read when half of them are used: that is enough for 1280 steps a second.
 _READ_EVERY = 1.0
 _CHECK_EVERY = 0.2
+# Seconds between two looks at what `auto` predicts, which take some milliseconds each; also at the end of an epoch.
+_AUTO_EVERY = 5.0
 
 
 class Session:
@@ -47,6 +50,8 @@ class Session:
         # Of steps that have not been read yet, if the graph does not record them: numbers, tensors or None.
         self.losses: list[Any] = []
         self.epoch: int | None = None  # of the steps; None if there are no epochs
+        self.auto: AutoReport | None = None  # what `auto` chooses from, as last seen; None without `auto`
+        self._auto_at = -math.inf
         self._reducers = reducers
         self._rank = hvd.rank()
         self._files = None if directory is None else RunFiles(directory, self._rank)
@@ -94,7 +99,17 @@ class Session:
             steps = self._with_losses(self._reader.steps(rows))
             if self._files is not None:
                 self._files.write(steps, self.buckets, self.epoch, _memory_mb())
+            if self._read_at - self._auto_at > _AUTO_EVERY:
+                self._look_at_auto()
             return steps
+
+    def _look_at_auto(self) -> None:
+        if self._plan is None or self._plan.auto is None:
+            return
+        self._auto_at = time.monotonic()
+        self.auto = self._plan.auto.report(int(self._plan.state.step))[0].auto
+        if self._files is not None and self._rank == 0 and self.auto is not None:
+            self._files.write_auto(self.auto)
 
     def _with_losses(self, steps: Steps) -> Steps:
         if not self.losses:
@@ -111,6 +126,7 @@ class Session:
         """Steps that are recorded from now on belong to this epoch."""
         with self._lock:
             self.read()
+            self._look_at_auto()
             self.epoch = epoch
             if self._reader is not None:
                 self._reader.new_epoch()
@@ -122,7 +138,8 @@ class Session:
         if not watched:
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
-        self._reader = Reader(self.buckets)
+        of_auto = () if self._plan.auto is None else self._plan.layout.auto_buckets
+        self._reader = Reader(self.buckets, of_auto)
         # Discards steps that were recorded for an earlier session.
         while self._recorder.pending() > 1:
             self._recorder.read()
@@ -161,6 +178,7 @@ class Session:
         """Reads the remaining steps and closes the files."""
         with self._lock:
             self.read()
+            self._look_at_auto()
             self._describe(finished=_now())
             if self._files is not None:
                 self._files.close()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .recorder import COLUMNS, HEADER, WatchedBucket
+from .trials import trial_steps
 
 Array = np.ndarray
 
@@ -51,15 +52,21 @@ class Steps:
     gradient_norm: Array  # of the compressed buckets together, as the error
     residual_norm: Array
     error: Array
+    trial: Array  # bool: whether `auto` tried a candidate that it has not chosen
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 class Reader:
-    """Turns rows into steps, one call after the other: each step is measured relative to the previous one."""
+    """Turns rows into steps, one call after the other: each step is measured relative to the previous one.
 
-    def __init__(self, buckets: Sequence[WatchedBucket]) -> None:
+    `of_auto` are the positions of the buckets of `auto`.
+    """
+
+    def __init__(self, buckets: Sequence[WatchedBucket], of_auto: Sequence[int] = ()) -> None:
+        self._of_auto = list(of_auto)
+        self._choice: Array | None = None  # of `auto`, in the last step that was no trial
         self._sent = [np.array(bucket.sent, np.float64) for bucket in buckets]
         self._uncompressed_bytes = np.array([bucket.plain for bucket in buckets], np.float64)
         self.new_epoch()
@@ -98,7 +105,17 @@ class Reader:
             gradient_norm=np.sqrt(_known_sum(buckets.gradient_norm**2)),
             residual_norm=np.sqrt((buckets.residual_norm**2).sum(1)),
             error=_error(buckets),
+            trial=self._trials(buckets.compressor),
         )
+
+    def _trials(self, compressor: Array) -> Array:
+        choices = compressor[:, self._of_auto]
+        if not choices.size:
+            return np.zeros(len(choices), bool)
+        trials = trial_steps(choices, choices[0] if self._choice is None else self._choice)
+        if not trials.all():
+            self._choice = choices[~trials][-1]
+        return trials
 
     def _buckets(self, columns: dict[str, Array], finite: Array) -> Buckets:
         choice = columns["choice"].astype(np.int64)

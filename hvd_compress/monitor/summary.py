@@ -22,15 +22,21 @@ def series(steps: Sequence[Steps]) -> dict[str, np.ndarray]:
 
 
 def means(steps: Sequence[Steps]) -> dict[str, float]:
-    """The mean of each quantity, over the steps in which it is known; NaN if it is known in none."""
+    """The mean of each quantity, over the steps in which it is known, without trials; NaN if it is known in none."""
     by_name = series(steps)
-    return dict(zip(by_name, _means(np.stack(list(by_name.values()), 1)).tolist()))
+    return dict(zip(by_name, _means(np.stack(list(by_name.values()), 1)[_usual(steps)]).tolist()))
+
+
+def _usual(steps: Sequence[Steps]) -> np.ndarray:
+    """The steps that are no trials of `auto`, or all if there are no others, bool [T]."""
+    trial = np.concatenate([part.trial for part in steps])
+    return trial if trial.all() else ~trial
 
 
 def bucket_means(steps: Sequence[Steps]) -> list[dict[str, float]]:
     """As `means`, for each bucket."""
     tables = {
-        name: _unit(name) * _means(np.concatenate([getattr(part.buckets, name) for part in steps]))
+        name: _unit(name) * _means(np.concatenate([getattr(part.buckets, name) for part in steps])[_usual(steps)])
         for name in (*_BUCKET, "uncompressed_bytes")
     }
     uncompressed = tables.pop("uncompressed_bytes")

@@ -15,23 +15,13 @@ from .workload import Workload
 # Compressors, each with the rate (bits per second) up to which it is the best one; None: any rate.
 Ranges = tuple[tuple["float | None", str], ...]
 
-# A step may take so much longer, as a share, if less of the gradient waits for later steps.
-WORTH = 0.05
-# A compressor that loses more of white noise than this is not advised: it sends little more than chance would.
-_MOST_LOST = 0.95
 _RATES = np.logspace(6, 12, 61).tolist()  # bits per second at which compressors are compared
 _BISECTIONS = 12
 
 
 def best_of(forecasts: Sequence[Forecast]) -> Forecast:
-    """Of those that take at most 5% longer than the fastest, the one that loses least; of equals the faster one.
-
-    Those that lose over 95% of white noise do not count.
-    """
-    eligible = [forecast for forecast in forecasts if forecast.lost <= _MOST_LOST]
-    longest = min(forecast.step for forecast in eligible) * (1.0 + WORTH)
-    fast = [forecast for forecast in eligible if forecast.step <= longest]
-    return min(fast, key=lambda forecast: (forecast.lost, forecast.step))
+    """The one with which training is the fastest, by what `auto` minimizes; of equals the first one."""
+    return min(forecasts, key=lambda forecast: forecast.per_progress)
 
 
 def ranges(at: Callable[[float], Sequence[Forecast]]) -> Ranges:
@@ -85,6 +75,10 @@ class Case:
         """How many times as fast a step is as without compression."""
         return self.none.step / forecast.step
 
+    def training(self, forecast: Forecast) -> float:
+        """How many times as fast training makes progress as without compression."""
+        return self.none.per_progress / forecast.per_progress
+
     def efficiency(self, forecast: Forecast) -> float:
         """The share of its speed alone that each rank keeps."""
         return self.alone / forecast.step if forecast.step else 1.0
@@ -104,7 +98,12 @@ class Case:
     def _fields(self, forecast: Forecast) -> dict[str, Any]:
         fields = dataclasses.asdict(forecast)
         del fields["chosen"]
-        return {**fields, "speedup": self.speedup(forecast), "efficiency": self.efficiency(forecast)}
+        return {
+            **fields,
+            "speedup": self.speedup(forecast),
+            "training": self.training(forecast),
+            "efficiency": self.efficiency(forecast),
+        }
 
 
 def case_of(work: Workload, network: Network, ranks: int, specs: tuple[str, ...]) -> Case:

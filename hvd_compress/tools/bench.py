@@ -11,12 +11,11 @@ import click
 from rich.table import Table
 
 from ..cost.calibration import COLLECTIVES
-from ..engine.grouping import Shape
 from ..engine.layout import LARGEST
 from . import console, options, plots, timing, units
 from .models import MODELS, of_size
 from .network import calibrated
-from .prediction import forecast
+from .prediction import forecast, forecast_auto, per_progress
 from .workload import Workload
 
 EXAMPLE = "horovodrun -np 2 hvd-compress bench --model resnet50"
@@ -32,13 +31,15 @@ Examples:
 @click.option("--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead.")
 @options.compressors
 @click.option("--rounds", type=click.IntRange(3), default=9, show_default=True, help="How often each is timed.")
+@options.backward
+@options.forward
 @options.bucket_bytes
 @options.output("Write it there as JSON.")
 @click.option("--plot", type=plots.PLOT_FILE, help="Draw the times.")
 @console.json_option
 def bench(
-    model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, bucket_bytes: int,
-    output: Path | None, plot: Path | None, as_json: bool,
+    model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, backward: float, forward: float,
+    bucket_bytes: int, output: Path | None, plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time the exchange of a model's gradients with every compressor.
 
@@ -47,13 +48,14 @@ def bench(
     total is one step's exchange with residuals, without a backward pass that would hide some of it. Encode and
     decode are the kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,
     ||sent - exact|| / ||exact||, before the residual makes up for it. Predicted is what `plan` says with a
-    calibration that is made here.
+    calibration that is made here. `training` and the advice are as in `plan`: give --backward and --forward for those
+    of a whole step.
     """
     console.under_horovodrun(EXAMPLE)
     if model is not None and params is not None:
         raise click.UsageError("Give either --model or --params.")
     shapes = of_size(params) if params else MODELS[model or "resnet50"]()
-    result = measure(shapes, options.with_none(specs), rounds, bucket_bytes)
+    result = measure(Workload(tuple(shapes), backward, forward, bucket_bytes), options.with_none(specs), rounds)
     if result is None:  # another rank prints
         return
     if output is not None:
@@ -66,14 +68,15 @@ def bench(
         return
     out = console.output()
     out.print(_table(result))
-    out.print(_advice(result), soft_wrap=True)
+    for sentence in advice(result):
+        out.print(sentence, soft_wrap=True)
     errors = [abs(row["predicted"] / row["total"]["median"] - 1.0) for row in result["compressors"]]
     out.print(f"The prediction is off by {100 * statistics.median(errors):.0f}% (median).")
     if plot is not None:
         out.print(f"plot: {plot}")
 
 
-def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_bytes: int) -> dict[str, Any] | None:
+def measure(work: Workload, specs: tuple[str, ...], rounds: int) -> dict[str, Any] | None:
     """What `bench` measures; on rank 0, None on others. A collective call."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
@@ -84,8 +87,8 @@ def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_byt
     from .timed_exchange import Method, barrier, relative_error, slowest
 
     hosts.init()
-    variables = [tf.Variable(value) for value in gradients(shapes, hvd.rank())]
-    methods = {spec: Method(spec, variables, bucket_bytes) for spec in specs}
+    variables = [tf.Variable(value) for value in gradients(work.shapes, hvd.rank())]
+    methods = {spec: Method(spec, variables, work.bucket_bytes) for spec in specs}
     errors: dict[str, float] = {}
     exact: list[Any] = []
     with console.Steps("measuring", 2 * len(specs) + len(COLLECTIVES) + rounds, hvd.rank() == 0) as steps:
@@ -102,14 +105,15 @@ def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_byt
         seconds = slowest([times[spec] for spec in specs], "times").tolist()
     if hvd.rank() != 0:
         return None
-    work = Workload(tuple(shapes), bucket_bytes=bucket_bytes)
     network = calibrated(calibration, None)
     totals = {spec: timing.summary(row) for spec, row in zip(specs, seconds)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for spec, total in totals.items():
         sent, plain = methods[spec].plan.bytes_sent()
         predicted = forecast(spec, work, network, hvd.size())
         coding = predicted.encode + predicted.decode
+        # The backward pass hides the same share of the exchange as predicted.
+        step = work.rest + work.backward + predicted.exposed * total["median"] / predicted.exchange
         rows.append({
             "compressor": spec,
             "encode": predicted.encode,
@@ -120,9 +124,18 @@ def measure(shapes: list[Shape], specs: tuple[str, ...], rounds: int, bucket_byt
             "sent": sent,
             "ratio": plain / sent,
             "error": errors[spec],
-            "predicted": predicted.step,
+            "predicted": predicted.exchange,
+            "step": step,
+            "progress": predicted.progress,
+            "per_progress": per_progress(step, predicted.progress, predicted.lost),
         })  # fmt: skip
-    return {"params": work.numel, "ranks": hvd.size(), "rounds": rounds, "compressors": rows}
+    for row in rows:
+        row["training"] = rows[0]["per_progress"] / row["per_progress"]
+    auto = list(dict.fromkeys(spec for _, spec in forecast_auto(work, network, hvd.size()).chosen if spec != "none"))
+    return {
+        "params": work.numel, "ranks": hvd.size(), "rounds": rounds, "backward": work.backward, "forward": work.rest,
+        "compressors": rows, "auto": auto,
+    }  # fmt: skip
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -139,24 +152,25 @@ def _table(result: dict[str, Any]) -> Table:
             "ratio": f"{row['ratio']:.3g}",
             "error": f"{row['error']:.2g}" if row["error"] else "",
             "predicted": units.show_seconds(row["predicted"]),
+            "progress": f"{row['progress']:.0%}",
+            "training": f"{row['training']:.2f}x",
         })  # fmt: skip
     title = f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks, medians of {result['rounds']}"
     return console.table(title, rows)
 
 
-def _advice(result: dict[str, Any]) -> str:
-    """What the table comes to."""
-    none, *others = result["compressors"]
-    base = none["total"]["median"]
-    if not others:
-        return f"Uncompressed, the exchange takes {units.show_seconds(base)}."
-    best = min(others, key=lambda row: row["total"]["median"])
-    if best["total"]["median"] >= base:
-        return "Nothing is faster than no compression on this network."
-    mild = [row for row in others if row["error"] < 0.2 and row["total"]["median"] < base]
-    careful = min(mild, key=lambda row: row["total"]["median"], default=None)
-    line = f"{best['compressor']} is the fastest: {best['speedup']:.2g} times as fast as no compression"
-    if careful is None or careful is best:
-        return line + "."
-    mild_one = f"{careful['compressor']} loses little (error {careful['error']:.2g})"
-    return f"{line}; {mild_one} and is {careful['speedup']:.2g} times as fast."
+def advice(result: dict[str, Any]) -> list[str]:
+    """What the table comes to: the compressor with which training is the fastest, by the rule of `auto`."""
+    best = min(result["compressors"], key=lambda row: row["per_progress"])
+    step = "a step" if result["backward"] + result["forward"] else "an exchange"
+    if best["compressor"] == "none":
+        line = "Do not compress on this network: training would not be faster."
+    else:
+        line = (
+            f"Take {best['compressor']} on this network: {step} of {units.show_seconds(best['step'])} instead of "
+            f"{units.show_seconds(result['compressors'][0]['step'])} makes {best['progress']:.0%} of the progress. "
+            f"Training is {best['training']:.2g} times as fast."
+        )
+    if step == "an exchange":
+        line += " This counts nothing but the exchange: give --backward and --forward, too."
+    return [line, f"auto would take {' and '.join(result['auto']) or 'none'}, by the prediction."]

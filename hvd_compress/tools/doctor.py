@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import click
 
-from . import console, rules, run_log
+from ..common.text_table import aligned
+from . import console, rules, run_log, savings
 from .figures import ENOUGH
 from .run_log import Run
 
@@ -43,7 +44,7 @@ def summary(run: Run) -> str:
 @click.argument("run_dir")
 @console.json_option
 def doctor(run_dir: str, as_json: bool) -> None:
-    """Say what is wrong with a run and what to change.
+    """Say what compression has saved in a run, what is wrong with it, and what to change.
 
     RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The exit status is 0 if nothing
     was found, 1 if something was, and 2 if there is no run to read.
@@ -57,11 +58,17 @@ def doctor(run_dir: str, as_json: bool) -> None:
             "steps": run.num_steps,
             "healthy": not findings,
             "too_short": is_short(run),
+            "saved": savings.sentences(run),
+            "auto": [one._asdict() for one in savings.of_auto(run)],
             "findings": [finding._asdict() for finding in findings],
         })  # fmt: skip
     else:
         out = console.output()
         out.print(summary(run), markup=False)
+        for line in savings.sentences(run):
+            out.print(line, markup=False, soft_wrap=True)
+        for line in aligned(savings.table(run)):
+            out.print(f"    {line}", markup=False)
         for finding in findings:
             out.print(f"\n[bold]{finding.problem}[/bold]")
             out.print(f"  what:   {finding.figures}", markup=False, soft_wrap=True)

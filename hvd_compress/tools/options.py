@@ -9,9 +9,11 @@ import click
 from ..engine.layout import BUCKET_BYTES
 from . import console, units
 
+# The candidates of `auto` are among them.
 SPECS = (
-    "none", "fp16", "bf16", "int8", "int4", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
-    "randomk:ratio=0.01", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2",
+    "none", "fp16", "bf16", "int8", "int4", "hadamard", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
+    "randomk:ratio=0.01", "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4",
+    "powersgd:rank=4",
 )  # fmt: skip
 
 compressors = click.option(
@@ -22,6 +24,9 @@ bucket_bytes = click.option(
     "--bucket-bytes", type=units.BYTES, default=BUCKET_BYTES, show_default=False,
     help="Of a bucket.  [default: 25MiB]",
 )  # fmt: skip
+
+backward = click.option("--backward", type=units.SECONDS, default="0", help="The backward pass, such as 120ms.")
+forward = click.option("--forward", type=units.SECONDS, default="0", help="Rest of a step: forward, update.")
 
 
 def output(text: str, **settings: Any) -> Any:

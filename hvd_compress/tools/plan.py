@@ -34,8 +34,8 @@ Examples:
 @click.option(
     "--latency", type=units.SECONDS, default=LATENCY, show_default=False, help="Of a message.  [default: 50us]"
 )
-@click.option("--backward", type=units.SECONDS, default="0", help="The backward pass, such as 120ms.")
-@click.option("--forward", type=units.SECONDS, default="0", help="Rest of a step: forward, update.")
+@options.backward
+@options.forward
 @click.option("--topology", type=click.Choice([*SHAPES, "fat-tree", "two-level"]), default="ring")
 @click.option(
     "--oversubscription", type=float,
@@ -59,12 +59,12 @@ Examples:
 def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, specs: tuple[str, ...],
          forward: float, backward: float, bucket_bytes: int, plot: Path | None, as_json: bool,
          **network_options: Any) -> None:  # fmt: skip
-    """Predict step times and traffic for every compressor, and where compression pays.
+    """Predict how fast training is with every compressor, and where compression pays.
 
     Needs neither TensorFlow nor Horovod nor a network. Gradients become ready while the backward pass goes on, and
-    cross in buckets that queue behind it, as `auto` assumes. The last column is the share of white noise's energy
-    that a step leaves to later ones; the advice prefers what loses less, at up to 5% more time,
-    and leaves out what loses over 95%.
+    cross in buckets that queue behind it, as `auto` assumes. `speedup` is that of a step, `training` that of the
+    progress: a compressed step makes less of it. The advice is the compressor with which training is the fastest, by
+    the rule of `auto`.
     """
     if (params is None) == (model is None):
         raise click.UsageError("Give either --params, such as --params 25.6M, or --model.")
@@ -98,12 +98,13 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
         return
     out = console.output()
     out.print(_title(work, network))
+    for line in _unknown(work, network_options["calibration"], by_default):
+        out.print(line, soft_wrap=True)
     for case in cases:
         out.print(_table(case))
         for sentence in _advice(case, network):
             out.print(sentence, soft_wrap=True)
         out.print()
-    out.print(_source_of_kernels(network_options["calibration"], by_default), soft_wrap=True)
     if plot is not None:
         out.print(f"plot: {plot}")
 
@@ -167,12 +168,13 @@ def _table(case: Case) -> Table:
             "compressor": forecast.compressor,
             "step": units.show_seconds(forecast.step),
             "speedup": f"{case.speedup(forecast):.2f}x",
+            "progress": f"{forecast.progress:.0%}",
+            "training": f"{case.training(forecast):.2f}x",
             "efficiency": f"{case.efficiency(forecast):.0%}" if case.alone else "",
             "exchange": units.show_seconds(forecast.exchange),
             "not hidden": units.show_seconds(forecast.exposed),
             "sent per rank": units.show_bytes(forecast.sent),
             "ratio": f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}",
-            "loses": f"{100 * forecast.lost:.2g}%" if forecast.lost else "",
         })  # fmt: skip
     return console.table(f"{case.ranks} ranks, predicted", rows)
 
@@ -180,20 +182,20 @@ def _table(case: Case) -> Table:
 def _advice(case: Case, network: Network) -> list[str]:
     """What the table of a case comes to, in sentences."""
     best, none, rate = case.best, case.none, units.show_rate(network.rate)
-    fastest = min(case.forecasts, key=lambda forecast: forecast.step)
-    if best is not none:
+    if best is none:
+        line = f"Do not compress at {rate}: training would not be faster."
+    else:
         line = (
             f"Take {best.compressor} at {rate}: a step of {units.show_seconds(best.step)} instead of "
-            f"{units.show_seconds(none.step)}, {case.speedup(best):.2g} times as fast."
+            f"{units.show_seconds(none.step)} makes {best.progress:.0%} of the progress. Training is "
+            f"{case.training(best):.2g} times as fast."
         )
-    elif fastest is none:
-        line = f"Do not compress at {rate}: nothing is faster."
-    else:
-        gain = 100 * (case.speedup(fastest) - 1)
-        line = f"Do not compress at {rate}: the fastest, {fastest.compressor}, would gain {gain:.1f}%."
     chosen = dict.fromkeys(spec for _, spec in case.auto.chosen if spec != "none") or ["none"]
-    auto = f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}."
-    return [line, _by_bandwidth(case.ranges), auto]
+    auto = (
+        f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}, training "
+        f"{case.training(case.auto):.2g} times as fast."
+    )
+    return [line, auto, _by_bandwidth(case.ranges)]
 
 
 def _by_bandwidth(ranges: Ranges) -> str:
@@ -210,12 +212,17 @@ def _by_bandwidth(ranges: Ranges) -> str:
     return f"Best by bandwidth: {', '.join(parts)}. {end}"
 
 
-def _source_of_kernels(calibration: Path | None, by_default: Sequence[str]) -> str:
-    """Where the kernels' speeds come from: the file, but for the compressors that it does not hold."""
+def _unknown(work: Workload, calibration: Path | None, by_default: Sequence[str]) -> list[str]:
+    """What the predictions do not know of the user's machines and model, and how to find out."""
     if calibration is None:
-        return (
-            "Kernels are those of one server core, not yours: measure them and the link with "
-            "`horovodrun -np 2 hvd-compress calibrate -o link.json`, then add --calibration link.json."
+        measured = (
+            "Not measured: your link, and your kernels (taken from one server core). Run `horovodrun -np 2 "
+            "hvd-compress calibrate -o link.json`, then add --calibration link.json."
         )
-    others = f", but those of {', '.join(by_default)}, which are of another machine" if by_default else ""
-    return f"Kernels are those of {calibration}{others}."
+    else:
+        others = f", but those of {', '.join(by_default)}, which are of another machine" if by_default else ""
+        measured = f"Kernels are those of {calibration}{others}."
+    estimated = "Estimated: the progress of a step, from trainings of small models. `auto` measures it on yours."
+    if not work.backward + work.rest:
+        estimated += " Not given: --backward and --forward. The longer they are, the less compression gains."
+    return [measured, estimated]

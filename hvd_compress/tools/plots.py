@@ -37,6 +37,7 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
 
     If a step's time on a single rank is known, the efficiency of each rank is drawn, too.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     rates = network.rate * np.logspace(-2, 2, 41)
@@ -47,8 +48,9 @@ def plan(path: Path, work: Workload, network: Network, specs: Sequence[str], ran
     columns, width = (3, 18) if alone else (2, 13)
     figure = Figure(figsize=(width, 5), layout="constrained")
     left, right, *rest = figure.subplots(1, columns)
-    for spec in specs:
-        style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if spec == "none" else {}
+    for i, spec in enumerate(specs):
+        style: dict[str, Any] = {"color": colormaps["tab20"](i % 20)}
+        style |= {"color": "black", "linewidth": 2.5} if spec == "none" else {}
         left.plot(rates / 1e9, [1e3 * forecast(spec, work, network, ranks, rate).step for rate in rates], **style)
         steps = np.array([forecast(spec, work, network, count).step for count in counts])
         right.plot(counts, 1e3 * steps, label=spec, **style)

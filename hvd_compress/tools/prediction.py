@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import formats
 from ..auto import choices
+from ..auto.usual_progress import usual
 from ..cost import CostModel, Prediction
 from ..exchange import choice, volume
 from ..exchange.hierarchical import HostCounts
@@ -36,6 +37,8 @@ class Forecast:
     sent: int  # bytes that each rank sends; with the two-level exchange, those that it sends to other hosts
     plain: int  # bytes that it would send uncompressed
     lost: float  # the share of the energy of white noise that a step leaves to later ones; see `noise_lost`
+    progress: float  # of a step, relative to an uncompressed one; see `expected_progress`
+    per_progress: float  # seconds of training for the progress of an uncompressed step; see `choices.cost_of`
     chosen: tuple[tuple[int, str], ...]  # the bytes and the compressor of each bucket
 
 
@@ -54,9 +57,15 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
 def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
     """A step with what `compression="auto"` would choose once its first steps are over.
 
-    The rule is that of `auto`; each candidate is taken to lose what it loses of white noise. Candidates that exchange
-    all buckets at once are left out.
+    That is the best of its candidates, or of mixtures by its rule. Each is taken to make its `expected_progress`.
     """
+    alone = [forecast(spec, work, network, ranks) for spec in CANDIDATES]
+    best_one = min([_mixture(work, network, ranks), *alone], key=lambda forecast: forecast.per_progress)
+    return dataclasses.replace(best_one, compressor="auto")
+
+
+def _mixture(work: Workload, network: Network, ranks: int) -> Forecast:
+    """A step with the best choice of a candidate of `auto` for each bucket, without those for all buckets at once."""
     model, workers = _model(network, ranks, None), network.compressed_by(ranks)
     candidates = tuple(c for c in map(formats.parse, CANDIDATES) if not c.model_wide)
     buckets = buckets_of(work, candidates, ranks, workers)
@@ -70,6 +79,7 @@ def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
             seconds=np.array([[_sustained(_cost(model, e)).total for e in row] for row in exchanges]),
             nbytes=np.array([buckets[i].nbytes for i in compressible], np.float64),
             rest=work.rest,
+            progress=np.array([expected_progress(candidate) for candidate in candidates]),
             lost=np.array([noise_lost(candidate) for candidate in candidates]),
         )
         for i, pick in zip(compressible, picks):
@@ -83,16 +93,25 @@ def best(
     seconds: np.ndarray,
     nbytes: np.ndarray,
     rest: float,
+    progress: np.ndarray,
     lost: np.ndarray,
 ) -> np.ndarray:
     """The choice of `auto` with its default settings: the candidate of each bucket, [B].
 
-    Arguments are those of `choices.options` and `choices.cost_of`. A candidate is taken to make as much progress as it
-    lets through of white noise, as by `auto` before it has measured anything.
+    Arguments are those of `choices.options` and `choices.cost_of`.
     """
     options = choices.options(uncompressed, [False] * len(uncompressed), len(nbytes))
-    costs = choices.cost_of(np, options, waits, seconds, nbytes, rest, 1.0 - lost, lost, MAX_SLOWDOWN)
-    return options[np.argmin(costs)]
+    return options[np.argmin(choices.cost_of(np, options, waits, seconds, nbytes, rest, progress, lost, MAX_SLOWDOWN))]
+
+
+def per_progress(step: float, progress: float, lost: float) -> float:
+    """Seconds of training for the progress of an uncompressed step, of steps that take `step` seconds.
+
+    It is what `auto` minimizes, `choices.cost_of`, of a single exchange.
+    """
+    one, none, progresses, losses = np.ones(1), np.zeros(1), np.array([progress]), np.array([lost])
+    pick, seconds = np.zeros([1, 1], np.int32), np.array([[step]])
+    return float(choices.cost_of(np, pick, none, seconds, one, 0.0, progresses, losses, MAX_SLOWDOWN)[0])
 
 
 class _Exchange(NamedTuple):
@@ -131,6 +150,11 @@ def noise_lost(compressor: Format) -> float:
     return compressor.estimated_noise_loss(np.random.default_rng(0).standard_normal(2**18))
 
 
+def expected_progress(compressor: Format) -> float:
+    """The progress of a step, relative to an uncompressed one, where nothing was measured."""
+    return float(usual(np, noise_lost(compressor), compressor.name))
+
+
 def _sustained(cost: Prediction) -> Prediction:
     """The cost without a pause before the exchange."""
     return dataclasses.replace(cost, wire=cost.wire + cost.burst, burst=0.0)
@@ -149,7 +173,9 @@ def _forecast(
     seconds = np.array([cost.total for cost in costs]) - hidden
     ready = work.backward * np.array([bucket.ready for bucket in buckets])
     done = float(choices.makespan(np, np.diff(ready + hidden, prepend=0.0), seconds))
-    lost = [noise_lost(exchange.compressor) for exchange in exchanges]
+    sizes = [exchange.nbytes for exchange in exchanges]
+    lost = float(np.average([noise_lost(exchange.compressor) for exchange in exchanges], weights=sizes))
+    progress = float(np.average([expected_progress(exchange.compressor) for exchange in exchanges], weights=sizes))
     specs = {exchange.compressor: exchange.compressor.spec for exchange in cost_of}
     return Forecast(
         compressor=name,
@@ -161,6 +187,8 @@ def _forecast(
         decode=sum(cost.decode for cost in costs),
         sent=sum(exchange.sent for exchange in exchanges),
         plain=volume.ring_bytes(4 * work.numel, model.ranks),
-        lost=float(np.average(lost, weights=[exchange.nbytes for exchange in exchanges])),
+        lost=lost,
+        progress=progress,
+        per_progress=per_progress(work.rest + done, progress, lost),
         chosen=tuple((exchange.nbytes, specs[exchange.compressor]) for exchange in exchanges),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from . import console, doctor, options, run_log
+from . import console, doctor, options, run_log, savings
 from .run_log import Columns, Run
 
 _RANK_COLUMNS = ("step_ms", "exchange_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms", "memory_mb")
@@ -32,6 +32,8 @@ def page(run: Run) -> str:
     return environment.get_template("report.html").render(
         run=run,
         summary=doctor.summary(run),
+        saved=savings.sentences(run),
+        auto=savings.table(run),
         findings=doctor.examine(run),
         is_short=doctor.is_short(run),
         plots=plots,
@@ -94,8 +96,8 @@ def _settings(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 def report(run_dir: str, output: Path, as_json: bool) -> None:
     """Make a self-contained HTML page of a run.
 
-    RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The page has plots, tables and what
-    doctor finds.
+    RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The page says what compression saved,
+    and has plots, tables and what doctor finds.
     """
     run = run_log.load(run_dir)
     with console.working("drawing"):

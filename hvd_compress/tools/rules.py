@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .. import formats
+from ..auto.usual_progress import usual
+from ..formats import Format
 from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
+from .prediction import expected_progress
 from .run_log import Run
 from .training_rules import loss_diverges, loss_oscillates, residual_grows
 
@@ -31,6 +35,11 @@ _BEHIND, _PARTS, _MOST = 0.2, 8, 0.75
 _TRIAL = 3
 # `auto` switches to and fro if it goes back at least so often, and once in so many steps.
 _RETURNS, _STEPS = 2, 500
+# A milder compressor is worth a change if it takes this share of the time for the same progress.
+_WORTH = 0.8
+_MILD = ("int8", "int4", "hadamard")
+_ELEMENTS = 2**20  # of a tensor that shows how many bytes they send
+_LEAST_PROGRESS = 0.02
 _SMALL_BUCKET = 256 * 1024  # bytes
 
 
@@ -84,6 +93,43 @@ def compression_costs(run: Run) -> str | None:
     return (
         f"encoding and decoding take {cost:.1f} ms of a step's {step:.1f} ms, and save about {saved:.1f} ms on the "
         f"wire: {(ratio - 1.0) * sent / 1e6:.3g} MB less {rate(per_byte)}"
+    )
+
+
+def loses_progress(run: Run) -> str | None:
+    """A fixed compressor leaves so much to later steps that a milder one would make more progress per second.
+
+    The time of the milder one is an upper bound: nothing of what it sends more is hidden, and it encodes twice as long.
+    """
+    spec, link = str(run.settings.get("compression", "")), run.meta.get("link")
+    sizes = {bucket["name"]: bucket["nbytes"] for bucket in run.meta.get("buckets", [])}
+    known = {
+        name: columns["relative_error"][np.isfinite(columns["relative_error"])]
+        for name, columns in run.first.buckets.items()
+        if sizes.get(name)
+    }
+    lost = [(float(np.median(errors**2)), sizes[name]) for name, errors in known.items() if len(errors)]
+    residual = run.first.steps["residual_norm"]
+    is_fixed = not spec.startswith(("auto", "schedule"))
+    if run.num_steps < ENOUGH or not (is_fixed and link and lost and np.nanmax(residual, initial=0.0) > 0.0):
+        return None
+    share = float(np.average([each for each, _ in lost], weights=[size for _, size in lost]))
+    progress = max(float(usual(np, share)), _LEAST_PROGRESS)
+    step, sent, plain = (median(run, "step_ms"), median(run, "bytes"), median(run, "bytes") * median(run, "ratio"))
+    coding = median(run, "encode_ms") + median(run, "decode_ms")
+
+    def milder(format: Format) -> tuple[float, float, str]:
+        nbytes = plain * format.wire_bytes(_ELEMENTS) / (4 * _ELEMENTS)
+        longest = step + coding + max(0.0, nbytes - sent) * 1e-6 * link["ns_per_byte"]
+        return longest / expected_progress(format), longest, format.spec
+
+    now, (best, longest, name) = step / progress, min(map(milder, map(formats.parse, _MILD)))
+    if best > _WORTH * now:
+        return None
+    return (
+        f"{spec} lets {1.0 - share:.0%} of the energy of gradient + residual through, with which a step usually makes "
+        f"about {progress:.0%} of the progress of an uncompressed one: its {step:.1f} ms are {now:.1f} ms for that "
+        f"progress. {name} would take {longest:.1f} ms per step at most, and {best:.1f} ms for the same progress"
     )
 
 
@@ -190,6 +236,9 @@ RULES: tuple[Rule, ...] = (
     Rule("compression costs more than it saves", compression_costs,
          "use compression='none' on this network, a cheaper compressor such as int8, or 'auto', which knows no "
          "compression"),
+    Rule("compression loses progress", loses_progress,
+         "use compression='auto', which counts progress and not only steps, or the milder compressor; compare losses "
+         "after equal times. The progress is an estimate from the energy that gets through: auto measures it"),
     Rule("slow rank", slow_rank,
          "look at this rank's input pipeline (prefetch, storage, augmentation), its share of the data, and what else "
          "runs on its host; every other rank waits for it in every step"),

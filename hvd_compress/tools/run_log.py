@@ -26,6 +26,8 @@ BUCKET_COLUMNS = (
     "residual_norm",
 )  # fmt: skip
 
+AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
+
 
 class NoRun(click.UsageError):
     """The directory holds no run that can be read."""
@@ -47,6 +49,8 @@ class Run:
     path: str
     meta: dict[str, Any]  # run.json
     ranks: Sequence[Rank]  # those that have files, in their order; at least one
+    # auto.csv by compressor, likewise; "auto" is the choice in use. Empty without `auto`.
+    auto: dict[str, Columns] = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -62,6 +66,11 @@ class Run:
     def num_steps(self) -> int:
         """The steps of the first rank."""
         return len(self.first.steps["step"])
+
+    @property
+    def trial(self) -> np.ndarray:
+        """Which steps of the first rank were trials of `auto`, bool [steps]."""
+        return np.asarray(self.first.steps.get("trial", np.zeros(self.num_steps)) == 1.0)
 
     @property
     def losses(self) -> np.ndarray:
@@ -103,7 +112,8 @@ def load(path: str) -> Run:
         )
     meta = _meta(file)
     ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
-    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])])
+    auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
+    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto)
     if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
     if not run.of_all("step").size:
@@ -152,14 +162,19 @@ def _written(directory: Path) -> list[int]:
 
 def _rank(directory: Path, number: int) -> Rank:
     steps = _columns(directory / f"rank-{number}.csv", STEP_COLUMNS)
-    path = directory / f"rank-{number}-buckets.csv"
-    buckets = {}
-    if path.exists() and path.stat().st_size:
-        table = _columns(path, BUCKET_COLUMNS)
-        names = table.pop("bucket")
-        for name in dict.fromkeys(names.tolist()):
-            buckets[name] = {column: values[names == name] for column, values in table.items()}
-    return Rank(number, steps, buckets)
+    return Rank(number, steps, _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS))
+
+
+def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
+    """The rows of a file by the names in a column; empty if there is no such file."""
+    if not path.exists() or not path.stat().st_size:
+        return {}
+    table = _columns(path, needed)
+    names = table.pop(key)
+    return {
+        name: {column: values[names == name] for column, values in table.items()}
+        for name in dict.fromkeys(names.tolist())
+    }
 
 
 def _columns(path: Path, needed: Sequence[str]) -> Columns:

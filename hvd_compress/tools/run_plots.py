@@ -23,12 +23,14 @@ _STYLE: Any = {
     "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.0,
     "lines.markersize": 3, "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
 }  # fmt: skip
+_COLORS = [*(f"C{i}" for i in range(6)), "tab:red", "tab:brown", "tab:gray", "tab:cyan"]  # of compressors
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def draw(run: Run) -> list[tuple[str, str]]:
     """All plots: a caption and an SVG element each."""
-    return [(caption, _svg(plot, label, run)) for caption, label, plot in _PLOTS]
+    plots = (_TIME_LINE, *_PLOTS) if _has_choices(run) else _PLOTS
+    return [(caption, _svg(plot, label, run)) for caption, label, plot in plots]
 
 
 def _svg(plot: Callable[[Axes, Run], None], label: str, run: Run) -> str:
@@ -80,6 +82,31 @@ def _loss(axes: Axes, run: Run) -> None:
     known = losses[np.isfinite(losses)]
     if len(known) and known.min() > 0 and known.max() > 50 * known.min():
         axes.set_yscale("log")
+
+
+def _has_choices(run: Run) -> bool:
+    """Whether some bucket got several compressors."""
+    return any(len(set(columns["compressor"].tolist())) > 1 for columns in run.first.buckets.values())
+
+
+def _choices(axes: Axes, run: Run) -> None:
+    """Draws a bar for each run of steps with one compressor, and a mark for each trial."""
+    colors: dict[str, str] = {}
+    for y, columns in enumerate(run.first.buckets.values()):
+        step, specs = columns["step"], columns["compressor"]
+        begins = np.flatnonzero(np.concatenate([[True], specs[1:] != specs[:-1]]))
+        ends = np.concatenate([begins[1:], [len(specs)]]) - 1
+        for begin, end in zip(begins, ends):
+            color = colors.setdefault(str(specs[begin]), _COLORS[len(colors) % len(_COLORS)])
+            axes.barh(y, step[end] - step[begin] + 1.0, left=step[begin] - 0.5, height=0.7, color=color)
+    for spec, color in colors.items():
+        axes.barh(0, 0.0, color=color, label=spec)
+    trials = run.first.steps["step"][run.trial]
+    if len(trials):
+        axes.plot(trials, np.full(len(trials), -0.6), linestyle="none", marker="v", color=_GRAY, label="trial")
+    axes.set_yticks(range(len(run.first.buckets)), list(run.first.buckets))
+    axes.invert_yaxis()
+    axes.grid(False)
 
 
 def _time(axes: Axes, run: Run) -> None:
@@ -134,6 +161,7 @@ def _memory(axes: Axes, run: Run) -> None:
     _from_zero(axes)
 
 
+_TIME_LINE = ("The compressor of each bucket in each step.", "bucket, rank {rank}", _choices)
 _PLOTS: tuple[tuple[str, str, Callable[[Axes, Run], None]], ...] = (
     ("Loss of each step, mean over the ranks.", "loss", _loss),
     ("Time from the end of one step to the end of the next.", "ms per step", _time),

@@ -54,6 +54,7 @@ RUNS = {
     # Its first messages pass faster than the link goes on to be: what was measured at the beginning is too good.
     "slow_link": {"compression": "none", "width": 256, "batch": 64, "steps": 40, "rates": ("10mbit",)},
     "costs": {"compression": "topk:ratio=0.01", "width": 2048, "batch": 4},
+    "loses_progress": {"compression": "hybrid:ratio=0.005,bits=4", "width": 1024, "ranks": 1, "buckets": 3},
     "slow_rank": {"sleep": 0.06, "buckets": 3},
     "flapping": {"compression": "auto", "flap": True, "steps": 80, "ranks": 1, "buckets": 1},
     # The link changes every few seconds.
@@ -190,7 +191,7 @@ def shrink(name: str, directory: Path) -> None:
         with open(path, newline="") as file:
             rows = [row for row in csv.DictReader(file) if int(row["step"]) <= kept["steps"]]
         with open(path, "w", newline="") as file:
-            columns = BUCKET_COLUMNS if is_buckets else STEP_COLUMNS
+            columns = BUCKET_COLUMNS if is_buckets else (*STEP_COLUMNS, "trial")
             writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(row for row in rows if not is_buckets or row["bucket"] in names)

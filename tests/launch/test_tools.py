@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from hvd_compress.cost import Calibration
 
 SPECS = ["-c", "int8", "-c", "randomk:ratio=0.01"]
@@ -90,6 +92,10 @@ def test_bench(horovodrun, tmp_path):
         total = row["total"]
         assert 0.0 < total["low"] <= total["median"] <= total["high"] and row["predicted"] > 0.0
         assert row["speedup"] == rows["none"]["total"]["median"] / total["median"]
+    # Without --backward and --forward, a step is its exchange.
+    assert rows["int8"]["step"] == pytest.approx(rows["int8"]["total"]["median"])
+    assert rows["int8"]["per_progress"] == pytest.approx(rows["int8"]["step"] / rows["int8"]["progress"], rel=1e-4)
+    assert rows["none"]["training"] == 1.0 and isinstance(found["auto"], list)
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 

@@ -252,6 +252,12 @@ def test_rank_0_logs_switches_and_the_report_explains(rank, capfd):
         assert [c.compressor for c in bucket.candidates] == ["none", "int8", "hybrid:ratio=0.05,bits=4"]
         assert [c.compressor for c in bucket.candidates if not c.why] == [spec]
     assert "not none: " in str(CompressionReport(tuple(report)))
+    auto = CompressionReport(tuple(report)).auto
+    assert [each.compressor for each in auto.fixed] == ["none", "int8", "hybrid:ratio=0.05,bits=4", "fp16"]
+    chosen, fp16 = (next(each for each in auto.fixed if each.compressor == name) for name in (spec, "fp16"))
+    assert auto.choice.per_progress == pytest.approx(chosen.per_progress) and auto.choice.step > 0
+    assert fp16.step > 0 and fp16.per_progress == fp16.step
+    assert str(CompressionReport(tuple(report))).startswith(f"auto after {auto.steps} steps")
 
 
 def test_groups_with_pieces_of_different_shapes(rank, size):

@@ -13,6 +13,7 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress.common import gradient_file
 from hvd_compress.monitor.gradients import MAX_STEPS, GradientRecorder
+from hvd_compress.tools import run_log
 
 SHAPES = [(300, 500), (64,), (70, 90)]
 
@@ -130,6 +131,48 @@ def test_auto_and_indexed_slices_are_watched(rank, fixed_costs):
     assert steps.buckets.compressor[2, 0] == 1
     assert steps.buckets.bytes[2, 0] == recorded[0].sent[1]
     assert 0.0 < steps.error[2] < 0.05
+
+
+def test_what_auto_chooses_from_is_written(rank, tmp_path, fixed_costs, capfd):
+    directory = tmp_path / "run"
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(200), keras.layers.Dense(1)])
+    spec = "auto:candidates=(none|int8)"
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=spec), "mse", jit_compile=False)
+    x, y = np.random.default_rng(rank).standard_normal((2, 16 * 30, 40))
+
+    class Try(keras.callbacks.Callback):
+        """Makes one trial of two steps of the first epoch, and takes care that `auto` makes none."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            auto = introspect.plan_of(model.optimizer._hvdc.reducer).auto
+            auto.state.choice.assign([0])
+            auto.state.now.assign([1] if batch in (15, 16) and not self.epoch else [0])
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    callbacks = [hvdc.callbacks.CompressionMonitor(directory), Try()]
+    model.fit(x, y[:, :1], batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+    err = capfd.readouterr().err
+    report = model.optimizer.compression_report().auto
+    if rank:
+        assert "auto tried" not in err
+        return
+    assert "hvd_compress: epoch 1: auto tried int8 in 2 of 30 steps" in err and "epoch 2: auto tried" not in err
+    run = run_log.load(str(directory))
+    assert set(run.auto) == {"auto", "none", "int8", "fp16"}
+    for columns in run.auto.values():
+        assert (columns["step_ms"] > 0).all() and (columns["ms_per_progress"] >= 0.99 * columns["step_ms"]).all()
+        assert columns["step"][-1] == 60
+    assert run.auto["auto"]["ms_per_progress"][-1] == pytest.approx(1e3 * report.choice.per_progress, rel=1e-5)
+    tags = set(scalars(directory / "tensorboard"))
+    for name in ("choice", "none", "int8", "fp16"):
+        assert {f"hvd_compress/auto/{name}/{what}" for what in ("step_ms", "progress", "ms_per_progress")} <= tags
+    assert {"hvd_compress/auto/none/gained_seconds", "hvd_compress/auto/trial_steps"} <= tags
+    # The first step was with auto's own first choice.
+    np.testing.assert_array_equal(run.trial[1:], run.first.buckets["0"]["compressor"][1:] == "int8")
+    assert run.trial.sum() == 2
 
 
 @pytest.mark.parametrize("kind", ["keras", "tf_keras"])

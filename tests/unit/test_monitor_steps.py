@@ -2,10 +2,13 @@
 
 import numpy as np
 
+from hvd_compress.auto import trials
+from hvd_compress.engine.compression_report import AutoReport, StepForecast
 from hvd_compress.monitor import summary
-from hvd_compress.monitor.files import STEP_COLUMNS, bucket_lines, step_lines
+from hvd_compress.monitor.files import AUTO_COLUMNS, STEP_COLUMNS, auto_lines, bucket_lines, step_lines
 from hvd_compress.monitor.recorder import COLUMNS, HEADER, WatchedBucket
 from hvd_compress.monitor.steps import Reader
+from hvd_compress.monitor.trials import TRIAL_STEPS, trial_steps
 
 BUCKETS = [
     WatchedBucket("0", 4000, 4000, ("none", "int8"), (4000, 1000)),
@@ -125,3 +128,38 @@ def test_bytes_of_rows_are_those_that_were_measured():
     np.testing.assert_array_equal(steps.buckets.bytes, [[1000, 70]])
     np.testing.assert_array_equal(steps.bytes, [1070])
     np.testing.assert_allclose(steps.ratio, [4300 / 1070])
+
+
+def trials_of(text, before):
+    choices = np.array([[ord(c), ord(c)] for c in text])
+    marks = trial_steps(choices, np.array([ord(before)] * 2))
+    return "".join("x" if mark else "." for mark in marks)
+
+
+def test_trials_are_found():
+    assert TRIAL_STEPS == trials.TRIAL_STEPS
+    assert trials_of("aaabbaaaabaaaa", "a") == "...xx....x...."
+    assert trials_of("aaabbbbbccbbb", "a") == "........xx..."  # a switch, then a trial
+    assert trials_of("bbbbb", "a") == "....." and trials_of("ba", "a") == "x." and trials_of("aab", "a") == "..x"
+    assert trials_of("", "a") == ""
+
+
+def test_trials_are_marked_and_left_out_of_means():
+    dense = cell(0, 0, 0, 0, DENSE, 0)
+    rows = [row(i, 0, cell(0, 0, 0, 0, choice=choice), dense) for i, choice in enumerate([1, 1, 1, 0, 0, 1, 1, 1, 0])]
+    for cut in range(1, len(rows)):  # the steps may be read in two parts
+        reader = Reader(BUCKETS, [0])
+        parts = [steps_of(*rows[:cut], reader=reader), steps_of(*rows[cut:], reader=reader)]
+        np.testing.assert_array_equal(np.concatenate([part.trial for part in parts]), np.isin(range(9), [3, 4, 8]))
+        assert summary.means(parts)["ratio"] == 4100 / 1100
+        assert summary.bucket_means(parts)[0]["ratio"] == 4.0
+    assert [line.rsplit(",", 1)[1] for line in step_lines(parts[1], None, 0.0).split()] == ["1"]
+    assert not steps_of(*rows).trial.any()  # not of auto
+    assert summary.means([parts[1]])["ratio"] == 1.0  # nothing but a trial
+
+
+def test_lines_about_auto():
+    choice, none = StepForecast("auto", 0.1, 0.8, 0.125), StepForecast("hybrid:ratio=0.1,bits=4", 0.5, 1.0, 0.5)
+    first, second = auto_lines(AutoReport(7, choice, (none,))).splitlines()
+    assert (first, second) == ("7,auto,100,0.8,125", '7,"hybrid:ratio=0.1,bits=4",500,1,500')
+    assert len(AUTO_COLUMNS) == 5

@@ -22,6 +22,7 @@ FAULTS = {
     "dominates": "communication dominates",
     "slow_link": "communication dominates",
     "costs": "compression costs more than it saves",
+    "loses_progress": "compression loses progress",
     "slow_rank": "slow rank",
     "oscillates": "loss oscillates",
     "link_changes": "switching to and fro",
@@ -90,6 +91,30 @@ def test_trials_of_auto_are_no_switching():
     assert rules.to_and_fro(run) is None
     columns["compressor"] = np.array([["none", "int8"][i // 6 % 2] for i in range(len(columns["compressor"]))])
     assert "switched" in rules.to_and_fro(run)
+
+
+def test_a_milder_compressor_must_be_worth_it():
+    run = run_log.load(str(RUNS / "loses_progress"))
+    figures = rules.loses_progress(run)
+    assert "hybrid:ratio=0.005,bits=4 lets" in figures and "the same progress" in figures
+    link = run.meta["link"]
+    # At 10 Mbit/s, the bytes of a milder one would take too long.
+    run.meta["link"] = {**link, "ns_per_byte": 800.0}
+    assert rules.loses_progress(run) is None
+    run.meta["link"] = None  # and without a link, nobody knows
+    assert rules.loses_progress(run) is None
+    run.meta["link"] = link
+    for columns in run.first.buckets.values():
+        columns["relative_error"] = 0.3 + 0.0 * columns["relative_error"]  # as of hadamard
+    assert rules.loses_progress(run) is None
+
+
+def test_what_was_saved_is_in_the_doctor_s_output():
+    result = call("doctor", RUNS / "healthy_auto")
+    assert result.exit_code == 0 and "By its cost model, auto took" in result.output
+    assert "ms per progress" in result.output and "trials of candidates" in result.output
+    found = json.loads(call("doctor", RUNS / "healthy_auto", "--json").output)
+    assert {"auto", "none", "fp16"} <= {each["compressor"] for each in found["auto"]} and len(found["saved"]) == 4
 
 
 def test_the_slow_rank_is_named_with_its_times():
@@ -224,7 +249,7 @@ def call(*arguments):
 
 def test_exit_status_and_text():
     healthy = call("doctor", RUNS / "healthy")
-    assert healthy.exit_code == 0 and "healthy: none of 9 rules" in healthy.output
+    assert healthy.exit_code == 0 and "healthy: none of 10 rules" in healthy.output
     slow = call("doctor", RUNS / "slow_rank")
     assert slow.exit_code == 1
     assert "slow rank" in slow.output and "rank 1 takes" in slow.output and "input pipeline" in slow.output

@@ -1,5 +1,6 @@
 """`hvd-compress plan`: its numbers against sums by hand, its output, its exit status."""
 
+import dataclasses
 import json
 import math
 import os
@@ -18,7 +19,8 @@ from hvd_compress.auto import choices, policy
 from hvd_compress.compressors.namespace import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import KERNELS
-from hvd_compress.tools import advice, cli, prediction
+from hvd_compress.formats.auto import CANDIDATES
+from hvd_compress.tools import advice, bench, cli, options, prediction
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
 from hvd_compress.tools.prediction import noise_lost
@@ -147,18 +149,84 @@ def test_the_choice_is_that_of_auto(seed):
     seconds = random.exponential(1.0, (b, 4))
     waits = random.exponential(0.5, b)
     lost = np.array([0.0, 1e-4, 0.01, 0.92 if seed % 2 else 0.995])
+    progress = np.array([1.0, 1.0, 0.99, 0.4 if seed % 2 else 0.2])
     nbytes = random.integers(1, 25, b) * 1e6
     plain, rest = [True, False, False, False], random.exponential(0.5)
-    found = prediction.best(plain, waits, seconds, nbytes, rest, lost)
+    found = prediction.best(plain, waits, seconds, nbytes, rest, progress, lost)
 
     def f32(x):
         return tf.constant(x, tf.float32)
 
     costs = policy.Costs(f32(seconds), *(tf.zeros([b, 4]) for _ in range(3)))
     state = policy.initial(tf.zeros([b], tf.int32), 4)._replace(waits=f32(waits), rest=f32(rest))
-    rules, value = policy.Rules(plain, [False] * 4, 0.02), policy.Value(f32(1.0 - lost), f32(lost))
+    rules, value = policy.Rules(plain, [False] * 4, 0.02), policy.Value(f32(progress), f32(lost))
     theirs, _ = policy.best(rules, tf.constant([True] * 4), state, costs, value, f32(nbytes))
     np.testing.assert_array_equal(found, theirs)
+
+
+@pytest.mark.parametrize("backward", [0.0, 0.12, 1.0])
+@pytest.mark.parametrize("rate", [1e7, 1e8, 1e9, 1e10, 1e11])
+def test_the_advice_and_auto_agree(rate, backward):
+    work, network = Workload(tuple(MODELS["resnet50"]()), backward, backward / 2), Network(rate, 50e-6)
+    forecasts = [prediction.forecast(spec, work, network, 2) for spec in options.SPECS]
+    for each in forecasts:
+        by_hand = each.step / each.progress * (1 + 0.02 * each.lost)
+        assert each.per_progress == pytest.approx(by_hand)
+        assert advice.best_of(forecasts).per_progress <= each.per_progress
+    least = min(each.per_progress for each in forecasts if each.compressor in CANDIDATES)
+    assert prediction.forecast_auto(work, network, 2).per_progress <= least
+
+
+def test_all_candidates_of_auto_are_in_the_tables():
+    assert set(CANDIDATES) <= set(options.SPECS)
+
+
+def test_auto_may_take_powersgd():
+    work, network = Workload(tuple(MODELS["resnet50"]())), Network(1e9, 50e-6)
+    auto, alone = (prediction.forecast_auto(work, network, 2), prediction.forecast("powersgd:rank=4", work, network, 2))
+    assert dataclasses.replace(auto, compressor="powersgd:rank=4") == alone
+
+
+def test_the_usual_progress_is_that_of_the_trainings_in_the_docs():
+    table = (ROOT / "docs" / "results.md").read_text().split("<!-- table: gpt 1gbit -->")[1].split("<!--")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    steps = {row[0]: int(row[3]) for row in rows if row[3].isdigit()}
+    registry = formats.registry.FORMATS
+    compared = [name for name in steps if name.partition(":")[0] in {*registry.classes, *registry.instances}]
+    assert len(compared) > 10
+    for name in compared:
+        assert prediction.expected_progress(formats.parse(name)) == pytest.approx(steps["none"] / steps[name], abs=0.12)
+
+
+def test_the_docs_say_what_plan_says():
+    table = (ROOT / "docs" / "choosing.md").read_text().split("<!-- table: plan -->")[1].split("<!--")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 3
+    command = ["plan", "--model", "resnet50", "--ranks", "2", "--backward", "120ms", "--forward", "60ms", "--json"]
+    for rate, best, auto, training in rows:
+        (case,) = json.loads(invoke(*command, "--bandwidth", rate.replace("/s", "").replace(" ", "")).output)["cases"]
+        chosen = dict.fromkeys(b["compressor"] for b in case["auto"]["buckets"] if b["compressor"] != "none")
+        found = {each["compressor"]: each["training"] for each in case["compressors"]}
+        assert (best, auto) == (f"`{case['best']}`", ", ".join(f"`{spec}`" for spec in chosen or ["none"]))
+        assert f"{found[case['best']]:.2g}" == training
+        assert f"{rate}" in (ROOT / "README.md").read_text() and best in (ROOT / "README.md").read_text()
+
+
+def test_the_advice_of_bench():
+    def row(name, step, progress, lost):
+        per_progress = prediction.per_progress(step, progress, lost)
+        return {
+            "compressor": name, "step": step, "progress": progress, "per_progress": per_progress,
+            "training": 0.9 / per_progress,
+        }  # fmt: skip
+
+    rows = [row("none", 0.9, 1.0, 0.0), row("randomk:ratio=0.01", 0.08, 0.19, 0.99), row("int4", 0.2, 1.0, 0.01)]
+    result = {"compressors": rows, "backward": 0.0, "forward": 0.0, "auto": ["int4", "hadamard"]}
+    first, second = bench.advice(result)
+    assert first.startswith("Take int4") and "200 ms" in first and "4.5 times" in first and "--backward" in first
+    assert second.startswith("auto would take int4 and hadamard")
+    first, _ = bench.advice({**result, "compressors": rows[:2][::-1][1:], "backward": 0.1})
+    assert first.startswith("Do not compress") and "--backward" not in first
 
 
 @pytest.mark.parametrize(
@@ -206,12 +274,16 @@ def test_json_and_table_agree():
     for case in found["cases"]:
         for each in (*case["compressors"], case["auto"]):
             assert each["speedup"] == case["compressors"][0]["step"] / each["step"]
+            assert each["training"] == case["compressors"][0]["per_progress"] / each["per_progress"]
             assert each["step"] >= 0.12
         assert sum(bucket["bytes"] for bucket in case["auto"]["buckets"]) >= 4 * 25_600_000
     table = invoke(*PLAN)
     assert table.exit_code == 0
     assert "Compression stops paying at" in table.output and "auto would take" in table.output
-    assert "one server core, not yours" in table.output
+    # What is not known stands above the table.
+    assert 0 < table.output.index("taken from one server core") < table.output.index("8 ranks, predicted")
+    assert "Not given: --backward" not in table.output
+    assert "Not given: --backward" in invoke(*PLAN[:-2]).output
 
 
 def test_two_levels_cost_less_than_one_ring():

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from hvd_compress.tools import report, run_log
+from hvd_compress.tools import report, run_log, savings
 from hvd_compress.tools.cli import main
 
 RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
@@ -45,11 +45,13 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-@pytest.mark.parametrize("name", ["healthy", "slow_rank", "flapping", "diverges"])
+@pytest.mark.parametrize("name", ["healthy", "healthy_auto", "slow_rank", "flapping", "diverges"])
 def test_the_page_is_whole_and_loads_nothing(name):
     text = report.page(run_log.load(str(RUNS / name)))
     page = Page(text)
-    assert page.tags.count("svg") == 8 and page.tags.count("table") == 3
+    # Of a run with several compressors, the time line.
+    assert page.tags.count("svg") == (9 if name in ("flapping", "healthy_auto") else 8)
+    assert page.tags.count("table") == (4 if name == "healthy_auto" else 3)
     assert all(link.startswith("#") for link in page.links)
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links} <= set(page.ids)
@@ -62,6 +64,53 @@ def test_findings_and_figures_are_on_it():
     text = "".join(Page(report.page(run_log.load(str(RUNS / "slow_rank")))).text)
     assert "slow rank" in text and "rank 1 takes" in text and "int8" in text
     assert "Nothing found." in report.page(run_log.load(str(RUNS / "healthy")))
+
+
+def test_the_page_opens_with_what_was_saved():
+    run = run_log.load(str(RUNS / "healthy_auto"))
+    text = "".join(Page(report.page(run)).text)
+    for sentence in savings.sentences(run):
+        assert text.index(sentence) < text.index("Doctor")
+    assert "trials of candidates" in text and "gained by auto" in text
+
+
+def test_what_was_saved_by_hand(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    meta = {"format": 1, "ranks": 2, "settings": {"compression": "auto"}, "link": {"latency_ms": 1, "ns_per_byte": 8}}
+    (directory / "run.json").write_text(json.dumps(meta))
+    header = ",".join([*run_log.STEP_COLUMNS, "trial"])
+    cells = dict.fromkeys(run_log.STEP_COLUMNS, "0") | {"encode_ms": "3", "decode_ms": "2", "bytes": "1000"}
+    lines = [
+        ",".join([*(cells | {"step": str(step), "ratio": ratio}).values(), trial])
+        for step, ratio, trial in [(11, "4", "0"), (12, "8", "1"), (13, "4", "0"), (14, "4", "0")]
+    ]
+    (directory / "rank-0.csv").write_text("\n".join([header, *lines]) + "\n")
+    # The run was resumed: its first step is the eleventh. Three steps count with the first lines, one with the last.
+    (directory / "auto.csv").write_text(
+        "step,compressor,step_ms,progress,ms_per_progress\n"
+        "13,auto,40,0.8,50\n13,none,200,1,200\n13,fp16,100,1,100\n"
+        "14,auto,10,1,10\n14,none,5,1,5\n14,fp16,6,1,6\n"
+    )
+    run = run_log.load(str(directory))
+    gained = {one.compressor: one.seconds for one in savings.of_auto(run)}
+    assert gained == {"auto": 0.0, "none": pytest.approx((2.4 * 150 - 5) / 1e3), "fp16": pytest.approx((120 - 4) / 1e3)}
+    sent, wire, auto, trials = savings.sentences(run)
+    assert sent == "Rank 0 sent 4 kB in place of 20 kB, 5 times less."
+    assert "128 us on the wire" in wire and "took 20 ms" in wire
+    assert auto == (
+        "By its cost model, auto took 355 ms less than with none, 116 ms less than with the best fixed one, fp16, for "
+        "the same progress."
+    )
+    assert trials.startswith("1 of 4 steps")
+    assert [row[-1] for row in savings.table(run)] == ["gained by auto", "", "+0.355 s", "+0.116 s"]
+
+
+def test_without_auto_or_compression_little_is_said():
+    run = run_log.load(str(RUNS / "healthy_none"))
+    assert savings.of_auto(run) == savings.table(run) == []
+    (line,) = savings.sentences(run)
+    assert line.endswith("next to nothing.")
 
 
 def test_what_a_run_contains_is_escaped(tmp_path):

@@ -14,6 +14,7 @@ import tensorflow as tf
 from ...common import checks
 from ...monitor import events
 from ...monitor.gradients import checked_every, make_recorder, stop_recording
+from ...monitor.recorder import WatchedBucket
 from ...monitor.session import Session
 from ...monitor.steps import Steps
 from ...monitor.summary import bucket_means, means
@@ -32,6 +33,7 @@ class CompressionMonitor(CountingCallback):
     Times are taken in the graph, and the training loop does not wait for them. Training is the same, bit for bit, as
     without the callback. It adds two values to `logs`, and so to the progress bar and the history: `ratio`, the bytes
     of an exchange without compression divided by the bytes sent, and `comm_ms`, the milliseconds of a step's exchange.
+    Steps in which `auto` tries another candidate do not count; rank 0 prints how many there were.
 
     A directory holds one run; existing files are replaced.
 
@@ -124,6 +126,8 @@ class CompressionMonitor(CountingCallback):
             self._write()
         else:
             self._keep(self._session.read())
+        if self._epoch:
+            _log_trials(epoch, self._epoch, self._session.buckets)
         if logs is not None and self._epoch:
             logs.update(_logs_of(self._epoch))
         self._epoch = []
@@ -162,8 +166,35 @@ class CompressionMonitor(CountingCallback):
             spec = bucket.compressors[steps[-1].buckets.compressor[-1, b]]
             if self._compressors.get(bucket.name) != spec:
                 self._compressors[bucket.name] = values[f"{tag}/compressor"] = spec
+        if self._session.auto is not None:
+            values["hvd_compress/auto/trial_steps"] = float(sum(part.trial.sum() for part in steps))
+            for one in (self._session.auto.choice, *self._session.auto.fixed):
+                tag = f"hvd_compress/auto/{'choice' if one is self._session.auto.choice else one.compressor}"
+                values[f"{tag}/step_ms"], values[f"{tag}/progress"] = 1e3 * one.step, one.progress
+                values[f"{tag}/ms_per_progress"] = 1e3 * one.per_progress
+                if one is not self._session.auto.choice:
+                    values[f"{tag}/gained_seconds"] = self._session.auto.gained(one)
         events.write(self._writer, int(steps[-1].step[-1]), values)
         self._writer.flush()
+
+
+def _log_trials(epoch: int, steps: list[Steps], buckets: list[WatchedBucket]) -> None:
+    """Rank 0 prints which candidates `auto` tried in an epoch."""
+    count = sum(int(part.trial.sum()) for part in steps)
+    if not count or hvd.rank() != 0:
+        return
+    tried = {
+        buckets[b].compressors[c]: None
+        for part in steps
+        for row in part.buckets.compressor[part.trial]
+        for b, c in enumerate(row)
+        if len(buckets[b].compressors) > 1
+    }
+    text = (
+        f"hvd_compress: epoch {epoch + 1}: auto tried {', '.join(tried)} in {count} of {sum(map(len, steps))} steps, "
+        "without choosing them; ratio and comm_ms are those of the other steps"
+    )
+    print(text, file=sys.stderr, flush=True)
 
 
 def _logs_of(steps: list[Steps]) -> dict[str, float]:
