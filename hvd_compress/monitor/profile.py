@@ -24,7 +24,7 @@ class profile:
                 prof.step(loss)
         print(prof.summary())
 
-    It measures `hvdc.DistributedGradientTape` and `hvdc.DistributedOptimizer`; if there are several, the one with the
+    It measures `hvdc.DistributedGradientTape` and `hvdc.DistributedOptimizer`; if several take steps, the one with the
     most gradients. A `tf.function` must be traced, that is called for the first time, inside the `with` block.
     The profile does not communicate: it may be used on some ranks only, and does not change the training.
 

@@ -108,6 +108,11 @@ class Recorder(Observer):
         """The number of steps since the last `read`."""
         return int(self._count) - self._num_read
 
+    def skip(self) -> None:
+        """Steps taken so far are not read."""
+        with self._lock:
+            self._num_read = int(self._count)
+
     def read(self) -> np.ndarray:
         """The steps since the last call, at most 512: float64 [steps, HEADER + COLUMNS of each bucket]."""
         with self._lock:

@@ -37,7 +37,7 @@ _AUTO_EVERY = 5.0
 
 
 class Session:
-    """Reads the recorded steps of one plan: of all plans of the reducers, the one with the most gradients.
+    """Reads the recorded steps of one plan: of the reducers' plans that take steps, the one with the most gradients.
 
     Args:
         reducers: Returns the reducers.
@@ -62,6 +62,8 @@ class Session:
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
         self._read_at = self._check_at = time.monotonic()
         self._started = _now()
+        for _, recorder in self._recorded_plans():
+            recorder.skip()  # steps of an earlier session
 
     @property
     def buckets(self) -> list[WatchedBucket]:
@@ -133,18 +135,18 @@ class Session:
 
     def _start(self) -> bool:
         """Selects the plan; returns whether there is one."""
-        plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
-        watched = [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
+        watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending()]
         if not watched:
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
         of_auto = () if self._plan.auto is None else self._plan.layout.auto_buckets
         self._reader = Reader(self.buckets, of_auto)
-        # Discards steps that were recorded for an earlier session.
-        while self._recorder.pending() > 1:
-            self._recorder.read()
         self._describe()
         return True
+
+    def _recorded_plans(self) -> list[tuple[Plan, Recorder]]:
+        plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
+        return [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
 
     def _describe(self, **more: Any) -> None:
         if self._files is None or self._rank != 0 or self._plan is None:

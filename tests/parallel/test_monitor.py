@@ -297,6 +297,32 @@ def test_profile_of_a_custom_loop(rank, tmp_path):
     assert len(rows) == 13
 
 
+def test_a_profile_reads_the_plan_that_takes_steps(rank):
+    def make_step(size):
+        weights = tf.Variable(tf.ones([size, size]))
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weights) * (1.0 + rank)
+            tape = hvdc.DistributedGradientTape(tape, compression="int8")
+            weights.assign_sub(0.01 * tape.gradient(loss, [weights])[0])
+            return loss
+
+        return step
+
+    large, small = make_step(80), make_step(60)
+    with hvdc.profile() as both:
+        for _ in range(3):
+            both.step(large() + small())
+    assert both.stats()["bytes"]["max"] > 6400  # the larger one
+    with hvdc.profile() as prof:
+        for _ in range(4):
+            prof.step(small())
+    assert prof.summary().startswith("4 steps")
+    assert "loss" in prof.stats() and prof.stats()["bytes"]["max"] < 6400
+
+
 def test_errors_say_what_is_wrong(tmp_path):
     for make in (hvdc.callbacks.CompressionMonitor, lambda log_dir: hvdc.profile(log_dir or 0)):
         with pytest.raises(TypeError, match="^log_dir must be the path of a directory, got (None|0)$"):
