@@ -6,7 +6,7 @@ It is saved per variable, in the variable's shape, so that plans with other chun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +79,29 @@ class PlanState:
         padding = {field: [np.zeros(0, np.float32) for _ in self.chunk_layouts] for field in tensors}
         return PlanState(self.members, tensors, padding, [None for _ in self.chunk_layouts], self.replicated_state)
 
+    @property
+    def summary(self) -> Any:
+        """What must be equal on all ranks, or they would exchange different things."""
+        fields = {field: sorted(tensors) for field, tensors in self.tensors.items()}
+        values = {name: array.tolist() for name, array in self.replicated_state.items()}
+        return [member.key for member in self.members], fields, values
+
+    def check(self) -> None:
+        """Raises ValueError if a tensor does not belong to its member, or a value cannot be of a training."""
+        for field, tensors in self.tensors.items():
+            for i, tensor in tensors.items():
+                if not 0 <= i < len(self.members) or tensor.shape != self.members[i].shape:
+                    raise ValueError(f"{field} {i} has the shape {tensor.shape}, which is not its gradient's")
+                if not tf.as_dtype(tensor.dtype).is_floating:
+                    raise ValueError(f"{field} of {self.members[i].path} is of type {tensor.dtype}")
+                if not np.isfinite(tensor.astype(np.float32)).all():
+                    raise ValueError(f"{field} of {self.members[i].path} is not finite: resume from an earlier step")
+        step = self.replicated_state.get("step", np.array(0))
+        if step.shape != () or step.dtype.kind not in "iu" or step < 0:
+            raise ValueError(f"the number of steps is {step.tolist()!r}")
+
     @staticmethod
-    def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
+    def unpacked(prefix: str, metadata: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> PlanState:
         """The inverse of `packed`."""
         fields = metadata["tensors"]
         layouts = range(len(metadata["pieces"]))

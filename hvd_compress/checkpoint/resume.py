@@ -66,7 +66,14 @@ def read(
         expected = {**manifest, "rank": source}
         if {name: metadata.get(name) for name in expected} != expected:
             raise ValueError(f"{path} belongs to another save than its manifest.json: files were mixed up or changed")
-        states = [PlanState.unpacked(str(i), plan, arrays) for i, plan in enumerate(metadata["plans"])]
+        try:
+            states = [PlanState.unpacked(str(i), plan, arrays) for i, plan in enumerate(metadata["plans"])]
+            for state in states:
+                state.check()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: its entries do not fit together ({error!r})") from None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be used: {error}") from None
         if variables is not None:
             _check_model(states, variables, path)
         return states

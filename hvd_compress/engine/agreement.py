@@ -29,6 +29,9 @@ from .settings import Settings
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
 _WATCHED = "whether somebody watches"
+_GRADIENT = "gradient "
+# A part of a variable's path, or a word: its stem and its number, if it ends with one.
+_NUMBERED = re.compile(r"([^\s/]+?)(?:_(\d+))?(?=[\s/]|$)")
 # Settings that are not compared as text: devices may differ from rank to rank, process sets cannot, and the others are
 # compared by their specs or positions.
 _NOT_COMPARED = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
@@ -71,14 +74,36 @@ def check(
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
     """Describes the first difference between the facts of these ranks in one line; None if there is none."""
+    compared = [_renumbered(rank_facts) for rank_facts in facts]
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, rank_facts in zip(ranks, facts):
+        for rank, rank_facts in zip(ranks, compared):
             ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = ", ".join(f"{_have(holders)} {value}" for value, holders in ranks_by_value.items())
-            return f"ranks disagree on {key}: {values}; start all ranks with the same code and environment"
+            own = dict(zip(ranks, facts))
+            values = [f"{_have(some)} {own[some[0]].get(key, 'nothing')}" for some in ranks_by_value.values()]
+            return f"ranks disagree on {key}: {', '.join(values)}; start all ranks with the same code and environment"
     return None
+
+
+def _renumbered(facts: Facts) -> Facts:
+    """The facts with new numbers in the names of variables: 0, 1, ... in the order of the old ones.
+
+    Keras numbers the layers of one class from the first one that the process has made, and ranks may have made other
+    models before. But the order of two layers must be the same on all ranks. A name without a number has number 0.
+    """
+    texts = {key: text for key, text in facts.items() if key.startswith(_GRADIENT)}
+    numbers: dict[str, set[int]] = {}
+    for text in texts.values():
+        for stem, number in _NUMBERED.findall(text):
+            numbers.setdefault(stem, set()).add(int(number or 0))
+    places = {stem: {number: place for place, number in enumerate(sorted(some))} for stem, some in numbers.items()}
+
+    def renumbered(match: re.Match[str]) -> str:
+        stem, number = match.groups()
+        return f"{stem}_{places[stem][int(number or 0)]}"
+
+    return facts | {key: _NUMBERED.sub(renumbered, text) for key, text in texts.items()}
 
 
 def on_all(group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError) -> list[T]:
@@ -124,16 +149,14 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     facts["groups"] = str(positions(settings.groups, variables))
     facts["the number of gradients"] = str(len(gradients))
     for i, (gradient, variable) in enumerate(zip(gradients, variables)):
-        facts[f"gradient {i}"] = _described(gradient, variable)
+        facts[f"{_GRADIENT}{i}"] = _described(gradient, variable)
     # Last, since it depends on what was made before: it may differ even if all of the above is equal.
     facts["how many optimizers and models they have trained before"] = plan
     return facts
 
 
 def _described(gradient: Any, variable: Any) -> str:
-    # Without the numbers that Keras gives layers of one class: they count all layers that a process has made, and ranks
-    # may differ in the models they have built before.
-    path = re.sub(r"_\d+(?=/|$)", "", path_of(variable) or "a tensor")
+    path = path_of(variable) or "a tensor"
     if gradient is None:
         return f"no gradient of {path}"
     kind = "IndexedSlices of " if isinstance(gradient, tf.IndexedSlices) else ""

@@ -49,6 +49,8 @@ class Settings:
     policy: Any = ()  # (pattern, compressor) pairs; see `policies`
     on_nonfinite: str = "propagate"
     hierarchical: bool | str = "auto"
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
     # Whether the optimizer scales each element by the size of its past gradients, as Adam does.
     adaptive: bool = True
 
@@ -68,6 +70,10 @@ class Settings:
         self._set_checked("bucket_bytes", checks.integer, 1)
         self._set_checked("residual_decay", checks.number, 0.0, 1.0)
         self._set_checked("momentum_correction", checks.number, 0.0, 1.0)
+        self._set_checked("backward_passes_per_step", checks.integer, 0)
+        if self.backward_passes_per_step == 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self._set_checked("average_aggregated_gradients", checks.flag)
         self._set_checked("sparse_as_dense", checks.flag)
         self._set_checked("scale_local_gradients", checks.flag)
         if self.error_feedback is not None:

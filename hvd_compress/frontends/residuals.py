@@ -67,7 +67,7 @@ def save_residuals(
     proposals = _on_all(group, lambda: (step, files.next_number(directory), secrets.token_hex(8)), RuntimeError)
     _check_steps([rank_step for rank_step, *_ in proposals], directory)
     _, number, token = proposals[0]
-    manifest = {"save": token, "step": step, "ranks": ranks, "settings": _settings(reducer.settings, aggregation)}
+    manifest = {"save": token, "step": step, "ranks": ranks, "settings": _settings(reducer.settings)}
 
     def write() -> None:
         packed = [state.packed(str(i)) for i, state in enumerate(states_of(reducer, aggregation))]
@@ -137,11 +137,16 @@ def load_residuals(
             _warn(f"{directory} holds no complete save: residuals start from zero")
         return None
     number, manifest = save
-    resume.check_settings(
-        manifest["settings"], _settings(reducer.settings, aggregation), files.save_path(directory, number)
-    )
+    resume.check_settings(manifest["settings"], _settings(reducer.settings), files.save_path(directory, number))
     states: list[PlanState] = []
-    _on_all(group, lambda: states.extend(resume.read(directory, number, manifest, rank, ranks, variables)))
+
+    def read() -> str:
+        states.extend(resume.read(directory, number, manifest, rank, ranks, variables))
+        return repr([state.summary for state in states])
+
+    if len(set(_on_all(group, read))) > 1:
+        path = files.save_path(directory, number)
+        raise ValueError(f"residual checkpoint {path}: the files of the ranks do not belong to the same training")
     put(reducer, aggregation, states)
     return int(manifest["step"])
 
@@ -193,15 +198,17 @@ def _steps_of(reducer: Reducer) -> int:
     return max([int(plan.state.step.numpy()) for plan in reducer.plans.values()] + pending, default=0)
 
 
-def _settings(settings: Settings, aggregation: LocalGradientAggregation | None) -> dict[str, Any]:
+def _settings(settings: Settings) -> dict[str, Any]:
     """The settings on which the residuals and their unit depend."""
-    unchanged = ("momentum_correction", "gradient_predivide_factor", "min_compress_size", "sparse_as_dense")
+    unchanged = (
+        "momentum_correction", "gradient_predivide_factor", "min_compress_size", "sparse_as_dense",
+        "backward_passes_per_step",
+    )  # fmt: skip
     return {
         # The number of steps in an epoch depends on the number of ranks, which may change.
         "compression": settings.compressor.without_steps().spec,
         "error_feedback": settings.feeds_back(settings.compressor),
         **{name: getattr(settings, name) for name in unchanged},
-        "backward_passes_per_step": 1 if aggregation is None else aggregation.backward_passes_per_step,
     }
 
 

@@ -44,6 +44,8 @@ def error_on_all_ranks(step):
         ("sparse_as_dense", (False, True)),
         ("groups", (None, 3)),
         ("name", ("DistributedAdam", "DistributedSGD")),
+        ("backward_passes_per_step", (1, 2)),
+        ("average_aggregated_gradients", (False, True)),
     ],
 )
 def test_settings(what, values, rank):
@@ -109,6 +111,34 @@ def test_layers_of_one_class_may_be_numbered_otherwise(rank):
     names = ["model/dense/kernel", "model_1/dense_12/kernel"]
     variable = tf.Variable(tf.zeros([40, 50]), name=names[min(rank, 1)])
     reduce(variables=[variable])
+
+
+def test_layers_numbered_in_another_order(rank):
+    order = [1, 2] if rank == 0 else [2, 1]
+    variables = [tf.Variable(tf.zeros([40, 50]), name=f"tower_{n}/kernel") for n in order]
+    text = error_on_all_ranks(lambda: reduce(variables=variables))
+    assert "gradient 0: rank 0 has tower_1/kernel float32 (40, 50), rank 1 has tower_2/kernel float32" in text
+    # As Keras names the layers of a second model.
+    variables = [
+        tf.Variable(tf.zeros([40, 50]), name=n) for n in (["dense", "dense_1"], ["dense_9", "dense_10"])[min(rank, 1)]
+    ]
+    reduce(variables=variables)
+
+
+@pytest.mark.parametrize("option", ["backward_passes_per_step", "average_aggregated_gradients"])
+def test_passes_of_an_optimizer(option, rank):
+    keras = KERASES["keras"]
+    values = {"backward_passes_per_step": (1, 2), "average_aggregated_gradients": (False, True)}[option]
+    options = {"backward_passes_per_step": 2, option: values[min(rank, 1)]}
+    variable = tf.Variable(tf.zeros([40, 50]))
+    opt = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="int8", **options)
+
+    @tf.function
+    def step():
+        opt.apply_gradients([(tf.ones([40, 50]), variable)])
+
+    text = error_on_all_ranks(step)
+    assert f"disagree on {option}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
 
 
 @pytest.mark.parametrize(("package", "where"), [("hvd_compress", agreement), ("TensorFlow", tf), ("Horovod", horovod)])

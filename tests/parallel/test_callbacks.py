@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_compress import DistributedOptimizer
 from hvd_compress import callbacks as hvdc
+from hvd_compress.frontends.keras import callbacks
 
 KERASES = [default_keras]
 try:
@@ -207,6 +209,23 @@ def test_broadcast_takes_bfloat16_and_a_model_without_optimizer(keras, rank, siz
     callback.on_train_begin()
     np.testing.assert_array_equal(np.asarray(layer.weights[1]).astype(np.float32), np.full(3, size - 0.5))
     np.testing.assert_array_equal(np.asarray(layer.weights[0]).astype(np.float32), kernel)
+
+
+@each_keras
+def test_a_plain_optimizer_is_warned_of_once(keras, rank, recwarn, monkeypatch):
+    monkeypatch.setattr(callbacks, "alive", list)  # trainings before this one
+    model = linear(keras, keras.optimizers.SGD(0.1))
+    fit(model, *data(rank), [hvdc.BroadcastGlobalVariablesCallback(0)], epochs=2)
+    texts = [str(w.message) for w in recwarn if "trains alone" in str(w.message)]
+    assert len(texts) == (rank == 0)
+    assert all(text.startswith("the model's optimizer SGD is not distributed: ") for text in texts)
+
+
+@each_keras
+def test_a_distributed_optimizer_is_not_warned_of(keras, rank, recwarn):
+    model = linear(keras, DistributedOptimizer(keras.optimizers.SGD(0.1), compression="none"))
+    fit(model, *data(rank), [hvdc.BroadcastGlobalVariablesCallback(0)])
+    assert not any("trains alone" in str(w.message) for w in recwarn)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -300,6 +300,33 @@ def test_a_damaged_file_of_one_rank_is_found_by_all(victim, copied, rank):
     fails(model, directory, rank, f"rank-{victim}-of-2.npz is damaged or cut short")
 
 
+def rewrite(path, change):
+    metadata, arrays = files.read_rank(path)
+    tensor = next(name for name in arrays if ".residuals." in name and "padding" not in name)
+    change(metadata, arrays, tensor)
+    directory, number = os.path.split(os.path.dirname(path))
+    files.write_rank(directory, int(number.partition("-")[2]), metadata, arrays)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _, arrays, name: arrays.update({name: arrays[name][:-1]}), "has the shape"),
+        (lambda _, arrays, name: arrays.update({name: arrays[name].astype(np.int32)}), "is of type int32"),
+        (lambda _, arrays, name: arrays.update({name: arrays[name] * np.nan}), "is not finite"),
+        (lambda _, arrays, name: arrays.update({"0.named.step": np.array(-3)}), "the number of steps is -3"),
+        (lambda _, arrays, name: arrays.update({"0.named.step": np.array([1, 2])}), r"number of steps is \[1, 2\]"),
+        (lambda metadata, arrays, name: arrays.pop(name), "its entries do not fit together"),
+        (lambda metadata, arrays, name: metadata.update(plans=[]), "do not belong to the same training"),
+        (lambda _, arrays, name: arrays.update({"0.named.step": np.array(99)}), "do not belong to the same training"),
+    ],
+)
+def test_a_wrong_value_in_the_file_of_one_rank_is_found_by_all(change, message, copied, rank):
+    model, directory = copied
+    only_on_rank_0(rank, rewrite, files.rank_path(directory, 1, 1, 2), change)
+    fails(model, directory, rank, message)
+
+
 def test_another_model_or_other_settings_are_found_by_all(saved, shared, rank):
     keras, (model, directory) = KERASES["keras"], saved
     other = restart(keras, model, name="head", **CONFIGURATIONS["int8"])

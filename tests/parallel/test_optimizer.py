@@ -1,5 +1,7 @@
 """hvdc.DistributedOptimizer on every Keras that is installed, with different data on each rank."""
 
+import copy
+
 import horovod.tensorflow.keras as hvd
 import introspect
 import numpy as np
@@ -596,3 +598,19 @@ def test_legacy_optimizers(name, rank, size, gather):
     same = SameWeights(keras, gather)
     model.fit(*make_data(rank), epochs=2, verbose=0, callbacks=[same])
     assert same.epochs == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_a_copy_is_distributed_too(keras, copied, rank, size):
+    def step(optimizer, variable):
+        optimizer.apply_gradients([(tf.fill([40, 50], float(rank)), variable)])
+        return variable.numpy()
+
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="int8")
+    other = copied(optimizer)
+    variables = [tf.Variable(tf.zeros([40, 50])) for _ in range(2)]
+    for one, variable in zip((optimizer, other), variables):
+        np.testing.assert_allclose(step(one, variable), -(size - 1) / 2, atol=0.02)
+    assert other._hvdc.reducer is not optimizer._hvdc.reducer
+    assert type(copied(optimizer)) is type(optimizer)  # after a step
+    np.testing.assert_allclose(step(optimizer, variables[0]), -(size - 1), atol=0.02)

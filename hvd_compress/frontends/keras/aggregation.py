@@ -11,6 +11,7 @@ import tensorflow as tf
 from ...checkpoint.plan_state import Member, PlanState
 from ...common import tracing
 from ...common.names import path_of
+from ...engine.settings import Settings
 
 
 class LocalGradientAggregation:
@@ -23,16 +24,14 @@ class LocalGradientAggregation:
 
     def __init__(
         self,
-        backward_passes_per_step: int,
+        settings: Settings,
         reduce: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
-        sparse_as_dense: bool,
-        average_aggregated_gradients: bool,
     ) -> None:
-        self.backward_passes_per_step = backward_passes_per_step
+        self.backward_passes_per_step = settings.backward_passes_per_step
         self.counter = tf.Variable(0, trainable=False, name="aggregation_counter")
         self._reduce = reduce
-        self._sparse_as_dense = sparse_as_dense
-        self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
+        self._sparse_as_dense = settings.sparse_as_dense
+        self._divisor = settings.backward_passes_per_step if settings.average_aggregated_gradients else 1
         self._sums: dict[int, tuple[str, tf.Variable]] = {}  # by the variable's id: its path, and the sum
         # Restored sums that have no variable yet, in the order of creation: path of the variable, and value.
         self._pending: list[tuple[str, np.ndarray]] = []

@@ -6,6 +6,7 @@ Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from ...common import checks
+from ...engine.reducer import alive
 from ...monitor import tuning
 from . import optimizer_state
 
@@ -89,7 +91,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
-        self.broadcast_done = False
+        self.broadcast_done = self._has_trained = False
         self._local: set[Any] = set()
         if isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
@@ -116,6 +118,9 @@ class BroadcastGlobalVariablesCallback(Callback):
         """Broadcasts after the first step, if a model was not built before."""
         if not self.broadcast_done:
             self._broadcast(stepped=True)
+        if not self._has_trained:
+            self._has_trained = True
+            self._warn_if_alone()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
@@ -126,6 +131,19 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self._reducer is not None:
             self._reducer.end_epoch()
         tuning.metrics(logs)
+
+    def _warn_if_alone(self) -> None:
+        """Rank 0 warns if nothing is known to reduce gradients, as after a saved model was loaded."""
+        optimizer = getattr(self.model, "optimizer", None)
+        if hvd.size() == 1 or hvd.rank() or self._reducer is not None or checks.is_horovods(optimizer):
+            return
+        if not any(reducer.plans for reducer in alive()):  # of a tape
+            warnings.warn(
+                f"the model's optimizer {type(optimizer).__name__} is not distributed: each rank trains alone, unless "
+                "the model averages its gradients itself. Compile it with hvdc.DistributedOptimizer(optimizer), also "
+                "after loading a saved model",
+                stacklevel=2,
+            )
 
     def _broadcast(self, stepped: bool) -> None:
         size = hvd.size()  # raises Horovod's own error where hvd.init() was not called

@@ -29,16 +29,12 @@ class Distribution:
         aggregation: Sums the gradients of several passes if `backward_passes_per_step` > 1, else None.
     """
 
-    def __init__(
-        self, settings: Settings, backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.reducer = new_reducer(settings)
         self.aggregation = None
-        if backward_passes_per_step > 1:
-            self.aggregation = LocalGradientAggregation(
-                backward_passes_per_step, self.reduce, settings.sparse_as_dense, average_aggregated_gradients
-            )
+        if settings.backward_passes_per_step > 1:
+            self.aggregation = LocalGradientAggregation(settings, self.reduce)
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
 
     def register_local_var(self, variable: Any) -> None:
@@ -112,13 +108,13 @@ class Distribution:
 class DistributedMixin:
     """Adds the distributed state, and the public methods that read it, to a Keras optimizer."""
 
-    _hvdc_settings: tuple[Settings, int, bool]  # the arguments of `Distribution`
+    _hvdc_settings: Settings
 
     @property
     def _hvdc(self) -> Distribution:
         # Written into __dict__: Keras's __setattr__ would track the object, and save and broadcast its variables.
         if "_hvdc_distribution" not in self.__dict__:
-            self.__dict__["_hvdc_distribution"] = Distribution(*self._hvdc_settings)
+            self.__dict__["_hvdc_distribution"] = Distribution(self._hvdc_settings)
         distribution: Distribution = self.__dict__["_hvdc_distribution"]
         return distribution
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -118,13 +119,11 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     base, mixin = type(optimizer), _mixin(optimizer)
-    backward_passes_per_step = checks.integer("backward_passes_per_step", backward_passes_per_step, 0)
-    if backward_passes_per_step == 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    average_aggregated_gradients = checks.flag("average_aggregated_gradients", average_aggregated_gradients)
     checks.text("name", name)
+    arguments["adaptive"] = is_adaptive(optimizer)
+    settings = settings_from(arguments, name or f"Distributed{base.__name__}")
     accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
-    if accumulates and backward_passes_per_step > 1:
+    if accumulates and settings.backward_passes_per_step > 1:
         raise ValueError(
             "backward_passes_per_step and the optimizer's gradient_accumulation_steps do the same: set only one"
         )
@@ -133,8 +132,6 @@ def DistributedOptimizer(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
         )
-    arguments["adaptive"] = is_adaptive(optimizer)
-    settings = settings_from(arguments, name or f"Distributed{base.__name__}")
     dgc = settings.dgc
     momentum = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
     if momentum:
@@ -144,8 +141,10 @@ def DistributedOptimizer(
         )
     # Keras finds a class by its module and name when it loads a saved model: that is then the original class.
     namespace = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace["_hvdc_settings"] = (settings, backward_passes_per_step, average_aggregated_gradients)
+    namespace["_hvdc_settings"] = settings
     cls: Any = type(base.__name__, (mixin, base), namespace)
+    cls.__copy__ = lambda self: _copied(self, base, copy.copy)
+    cls.__deepcopy__ = lambda self, memo: _copied(self, base, lambda plain: copy.deepcopy(plain, memo))
     # The configuration does not include an optimizer's state.
     if not (getattr(optimizer, "built", getattr(optimizer, "_built", False)) or getattr(optimizer, "_weights", None)):
         # For example, a learning rate schedule of the user's has no configuration.
@@ -157,6 +156,23 @@ def DistributedOptimizer(
             return distributed
     optimizer.__class__ = cls  # the object itself becomes distributed
     return optimizer
+
+
+def _copied(optimizer: Any, base: type, copy_plain: Callable[[Any], Any]) -> Any:
+    """A copy that is distributed, too, and begins with residuals of zero.
+
+    Keras copies an optimizer as it saves one, and what it saves is a plain optimizer of the class `base`.
+    """
+    cls, distribution = type(optimizer), optimizer.__dict__.pop("_hvdc_distribution", None)
+    optimizer.__class__ = base
+    try:
+        copied = copy_plain(optimizer)
+    finally:
+        optimizer.__class__ = cls
+        if distribution is not None:
+            optimizer.__dict__["_hvdc_distribution"] = distribution
+    copied.__class__ = cls
+    return copied
 
 
 def _mixin(optimizer: Any) -> Any:

@@ -31,8 +31,7 @@ def distributed_optimizer(optimizer: Any) -> Any:
 
 def batches_per_step(optimizer: Any) -> int:
     """The number of batches whose gradients a distributed optimizer adds up before it exchanges them."""
-    aggregation = optimizer._hvdc.aggregation
-    passes = 1 if aggregation is None else aggregation.backward_passes_per_step
+    passes = optimizer._hvdc.settings.backward_passes_per_step
     return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
 
 
