@@ -182,7 +182,7 @@ def _link(value: Any) -> str | None:
     if isinstance(value, Link):
         if not value.beta or value.gamma:
             raise ValueError(f"auto: link must have beta above 0 and no gamma, got {error_text(value)}")
-        value = f"{8.0 / value.beta!r}bit+{value.alpha!r}s"
+        value = f"{8.0 / float(value.beta)!r}bit+{float(value.alpha)!r}s"
     if value is not None:
         try:
             parse_link(value if isinstance(value, str) else "")

@@ -17,7 +17,10 @@ from .plan import Plan
 from .settings import Settings
 from .state import State
 
-_CALLBACK = "put hvdc.callbacks.BroadcastGlobalVariablesCallback(0) into the callbacks of fit, or in a loop of your own"
+_CALLBACK = (
+    "with hvdc.DistributedOptimizer, put hvdc.callbacks.BroadcastGlobalVariablesCallback(0) into the callbacks of fit; "
+    "with a tape or a loop of your own,"
+)
 _DGC_UNKNOWN = (
     f"dgc: nobody says which epoch it is, on which the warm-up's density depends: {_CALLBACK} "
     "pass dgc's steps_per_epoch=..., or warmup_epochs=0 for no warm-up"
@@ -63,7 +66,7 @@ def epoch_of(
 
 def begin(state: State, epoch: Epoch) -> None:
     """Sets the progress at the beginning of an epoch."""
-    if "epochs" in state.progress:
+    if state.follows_epochs:
         state.progress["epochs"].assign(epoch.number)
     if state.pace is not None:
         state.progress["training"].assign(epoch.share)
@@ -72,7 +75,7 @@ def begin(state: State, epoch: Epoch) -> None:
 
 def end(state: State, epoch: Epoch) -> None:
     """Sets the progress at the end of an epoch."""
-    if "epochs" in state.progress:
+    if state.follows_epochs:
         state.progress["epochs"].assign(epoch.number + 1.0)
     if state.pace is not None:
         share = state.progress["training"]

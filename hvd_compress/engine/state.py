@@ -61,6 +61,7 @@ class State:
     # Float64 [2], if callbacks tell how long training is: by how much the share of training grows in each step, and up
     # to where; else None. It is not saved.
     pace: tf.Variable | None
+    follows_epochs: bool  # whether callbacks tell which epoch it is; otherwise steps are counted
     # For each embedding in the last step, int64 [embeddings, 3]: rows of all ranks together, whether they were
     # exchanged as a dense tensor, and this rank's slices before duplicate rows were summed. None without embeddings.
     embedding_counts: tf.Variable | None
@@ -137,10 +138,11 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
             for count, saved_name in _PROGRESS_NAMES.items()
             if any(compressor.counts == count for compressor in staged)
         }
-        told = "training" in progress and settings.steps_per("training") is None
-        pace = variable(tf.zeros([2], tf.float64), "pace") if told else None
+        told = [count for count in progress if settings.steps_per(count) is None]
+        pace = variable(tf.zeros([2], tf.float64), "pace") if "training" in told else None
         counts = variable(tf.zeros([len(embeddings), 3], tf.int64), "embedding_counts") if embeddings else None
     step = variable(tf.constant(0, tf.int64), "step")
     return State(
-        step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, pace, counts, model_wide
-    )
+        step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, pace, "epochs" in told, counts,
+        model_wide,
+    )  # fmt: skip

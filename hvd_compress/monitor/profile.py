@@ -100,7 +100,9 @@ class profile:
         return summary.table(self._steps, self.first_step_seconds)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The mean, standard deviation, percentiles and maximum of each quantity, without the first step.
+        """The mean, standard deviation, percentiles and maximum of each quantity.
+
+        Without the first step, which compiles, and without trials of `auto`.
 
         Returns:
             By quantity (`step_ms`, `bytes`, ...), a dictionary with the keys "mean", "std", "p50", "p90", "p99" and

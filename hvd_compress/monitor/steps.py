@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .recorder import COLUMNS, HEADER, WatchedBucket
-from .trials import trial_steps
+from .trials import TRIAL_STEPS, trial_steps
 
 Array = np.ndarray
 
@@ -67,6 +67,7 @@ class Reader:
     def __init__(self, buckets: Sequence[WatchedBucket], of_auto: Sequence[int] = ()) -> None:
         self._of_auto = list(of_auto)
         self._choice: Array | None = None  # of `auto`, in the last step that was no trial
+        self._tried = np.zeros([0, len(of_auto)])  # the choices of the last steps, if these were trials
         self._sent = [np.array(bucket.sent, np.float64) for bucket in buckets]
         self._uncompressed_bytes = np.array([bucket.plain for bucket in buckets], np.float64)
         self.new_epoch()
@@ -112,10 +113,14 @@ class Reader:
         choices = compressor[:, self._of_auto]
         if not choices.size:
             return np.zeros(len(choices), bool)
-        trials = trial_steps(choices, choices[0] if self._choice is None else self._choice)
+        # A few steps may be read at a time: whether they are trials depends on those before.
+        known = np.concatenate([self._tried, choices])
+        trials = trial_steps(known, known[0] if self._choice is None else self._choice)
         if not trials.all():
-            self._choice = choices[~trials][-1]
-        return trials
+            self._choice = known[~trials][-1]
+        self._tried = known[np.flatnonzero(~trials)[-1] + 1 :] if not trials.all() else known
+        self._tried = self._tried[-TRIAL_STEPS:]
+        return trials[-len(choices) :]
 
     def _buckets(self, columns: dict[str, Array], finite: Array) -> Buckets:
         choice = columns["choice"].astype(np.int64)

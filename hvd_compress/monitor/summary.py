@@ -64,10 +64,14 @@ def _means(values: np.ndarray) -> np.ndarray:
 
 
 def stats(steps: Sequence[Steps]) -> dict[str, dict[str, float]]:
-    """Mean, standard deviation, percentiles and maximum of each quantity, without the first step, which compiles."""
-    rows = {}
+    """Mean, standard deviation, percentiles and maximum of each quantity.
+
+    Without the first step, which compiles, and without trials of `auto`.
+    """
+    rows, counted = {}, _usual(steps)
+    counted[0] = counted.sum() <= 1
     for name, values in series(steps).items():
-        values = values[1:] if len(values) > 1 else values
+        values = values[counted]
         known = values[np.isfinite(values)]
         if len(known):
             p50, p90, p99 = np.percentile(known, (50, 90, 99))

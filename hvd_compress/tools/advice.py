@@ -17,11 +17,17 @@ Ranges = tuple[tuple["float | None", str], ...]
 
 _RATES = np.logspace(6, 12, 61).tolist()  # bits per second at which compressors are compared
 _BISECTIONS = 12
+# Compression is advised if training is so many times as fast: predictions are no more accurate.
+LEAST_SPEEDUP = 1.05
 
 
 def best_of(forecasts: Sequence[Forecast]) -> Forecast:
-    """The one with which training is the fastest, by what `auto` minimizes; of equals the first one."""
-    return min(forecasts, key=lambda forecast: forecast.per_progress)
+    """The one to take: that with which training is the fastest, by what `auto` minimizes; of equals the first one.
+
+    The first forecast is without compression. It is the one to take unless another one gains 5%.
+    """
+    fastest = min(forecasts, key=lambda forecast: forecast.per_progress)
+    return fastest if fastest.per_progress * LEAST_SPEEDUP < forecasts[0].per_progress else forecasts[0]
 
 
 def ranges(at: Callable[[float], Sequence[Forecast]]) -> Ranges:

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
 from . import console, options, plots, timing, units
+from .advice import LEAST_SPEEDUP
 from .models import MODELS, of_size
 from .network import calibrated
 from .prediction import forecast, forecast_auto, per_progress
@@ -161,15 +162,15 @@ def _table(result: dict[str, Any]) -> Table:
 
 def advice(result: dict[str, Any]) -> list[str]:
     """What the table comes to: the compressor with which training is the fastest, by the rule of `auto`."""
-    best = min(result["compressors"], key=lambda row: row["per_progress"])
+    none, best = result["compressors"][0], min(result["compressors"], key=lambda row: row["per_progress"])
     step = "a step" if result["backward"] + result["forward"] else "an exchange"
-    if best["compressor"] == "none":
-        line = "Do not compress on this network: training would not be faster."
+    if best["per_progress"] * LEAST_SPEEDUP >= none["per_progress"]:
+        line = "None of these compressors makes training 5% faster on this network."
     else:
         line = (
             f"Take {best['compressor']} on this network: {step} of {units.show_seconds(best['step'])} instead of "
-            f"{units.show_seconds(result['compressors'][0]['step'])} makes {best['progress']:.0%} of the progress. "
-            f"Training is {best['training']:.2g} times as fast."
+            f"{units.show_seconds(none['step'])} makes {best['progress']:.0%} of the progress. "
+            f"Training is {best['training']:.3g} times as fast."
         )
     if step == "an exchange":
         line += " This counts nothing but the exchange: give --backward and --forward, too."

@@ -75,7 +75,7 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
             raise click.UsageError("Give --ranks, such as --ranks 8,16,64, or --calibration.")
         ranks = (calibration.ranks,)
     work = Workload(tuple(shapes), backward, forward, bucket_bytes)
-    specs = options.with_none(specs)
+    is_choice, specs = specs != options.SPECS, options.with_none(specs)
     with console.usage("--workers-per-host"), console.working("predicting"):
         cases = [case_of(work, network, count, specs) for count in ranks]
     if plot is not None:
@@ -102,7 +102,7 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
         out.print(line, soft_wrap=True)
     for case in cases:
         out.print(_table(case))
-        for sentence in _advice(case, network):
+        for sentence in _advice(case, network, is_choice=is_choice):
             out.print(sentence, soft_wrap=True)
         out.print()
     if plot is not None:
@@ -179,37 +179,34 @@ def _table(case: Case) -> Table:
     return console.table(f"{case.ranks} ranks, predicted", rows)
 
 
-def _advice(case: Case, network: Network) -> list[str]:
-    """What the table of a case comes to, in sentences."""
+def _advice(case: Case, network: Network, is_choice: bool) -> list[str]:
+    """What the table of a case comes to, in sentences; `is_choice` says that the user named the compressors."""
     best, none, rate = case.best, case.none, units.show_rate(network.rate)
     if best is none:
-        line = f"Do not compress at {rate}: training would not be faster."
+        do_not = "Take none of these" if is_choice else "Do not compress"
+        line = f"{do_not} at {rate}: training would be less than 5% faster."
     else:
         line = (
             f"Take {best.compressor} at {rate}: a step of {units.show_seconds(best.step)} instead of "
             f"{units.show_seconds(none.step)} makes {best.progress:.0%} of the progress. Training is "
-            f"{case.training(best):.2g} times as fast."
+            f"{case.training(best):.3g} times as fast."
         )
     chosen = dict.fromkeys(spec for _, spec in case.auto.chosen if spec != "none") or ["none"]
     auto = (
         f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}, training "
-        f"{case.training(case.auto):.2g} times as fast."
+        f"{case.training(case.auto):.3g} times as fast."
     )
-    return [line, auto, _by_bandwidth(case.ranges)]
+    return [line, auto, _by_bandwidth(case.ranges, is_choice)]
 
 
-def _by_bandwidth(ranges: Ranges) -> str:
+def _by_bandwidth(ranges: Ranges, is_choice: bool) -> str:
     *limited, (_, last) = ranges
     parts = [f"{spec} up to {units.show_rate(limit)}" for limit, spec in limited if limit]
     parts.append(f"{last} {'beyond' if parts else 'everywhere'}")
     limit = stops_paying(ranges)
-    if limit is None:
-        end = "Compression pays up to 1 Tbit/s and more."
-    elif limit:
-        end = f"Compression stops paying at {units.show_rate(limit)}."
-    else:
-        end = "Compression pays nowhere."
-    return f"Best by bandwidth: {', '.join(parts)}. {end}"
+    where = "nowhere" if limit == 0.0 else f"up to {units.show_rate(limit)}" if limit else "up to 1 Tbit/s and more"
+    who = "These compressors pay" if is_choice else "Compression pays"
+    return f"Best by bandwidth: {', '.join(parts)}. {who} {where}."
 
 
 def _unknown(work: Workload, calibration: Path | None, by_default: Sequence[str]) -> list[str]:

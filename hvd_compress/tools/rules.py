@@ -8,6 +8,7 @@ which functions are compiled. A rule returns None if a run is too short to judge
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from .. import formats
 from ..auto.usual_progress import usual
 from ..formats import Format
+from ..monitor.trials import TRIAL_STEPS
 from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .prediction import expected_progress
 from .run_log import Run
@@ -31,8 +33,6 @@ _FAR_MS = 30.0
 _LOST, _LOST_MS = 0.15, 3.0
 # A rank is slow if it is this share of a step behind; in most of the parts of the run.
 _BEHIND, _PARTS, _MOST = 0.2, 8, 0.75
-# `auto` tries a candidate for at most so many steps, and then goes back by design.
-_TRIAL = 3
 # `auto` switches to and fro if it goes back at least so often, and once in so many steps.
 _RETURNS, _STEPS = 2, 500
 # A milder compressor is worth a change if it takes this share of the time for the same progress.
@@ -118,12 +118,15 @@ def loses_progress(run: Run) -> str | None:
     step, sent, plain = (median(run, "step_ms"), median(run, "bytes"), median(run, "bytes") * median(run, "ratio"))
     coding = median(run, "encode_ms") + median(run, "decode_ms")
 
+    def bytes_of(format: Format) -> float:
+        return plain * format.wire_bytes(_ELEMENTS) / (4 * _ELEMENTS)
+
     def milder(format: Format) -> tuple[float, float, str]:
-        nbytes = plain * format.wire_bytes(_ELEMENTS) / (4 * _ELEMENTS)
-        longest = step + coding + max(0.0, nbytes - sent) * 1e-6 * link["ns_per_byte"]
+        longest = step + coding + (bytes_of(format) - sent) * 1e-6 * link["ns_per_byte"]
         return longest / expected_progress(format), longest, format.spec
 
-    now, (best, longest, name) = step / progress, min(map(milder, map(formats.parse, _MILD)))
+    now, mild = step / progress, [format for format in map(formats.parse, _MILD) if bytes_of(format) > 1.1 * sent]
+    best, longest, name = min(map(milder, mild), default=(math.inf, math.inf, ""))
     if best > _WORTH * now:
         return None
     return (
@@ -170,7 +173,7 @@ def to_and_fro(run: Run) -> str | None:
     unsteady: list[tuple[int, str]] = []  # times back, what is found
     for name, columns in run.first.buckets.items():
         stays = [(spec, len(list(steps))) for spec, steps in itertools.groupby(columns["compressor"].tolist())]
-        turns = [spec for spec, _ in itertools.groupby(spec for spec, steps in stays if steps > _TRIAL)]
+        turns = [spec for spec, _ in itertools.groupby(spec for spec, steps in stays if steps > TRIAL_STEPS)]
         returns = sum(turns[i] in turns[max(0, i - 3) : i] for i in range(1, len(turns)))
         steps = len(columns["step"])
         if returns >= max(_RETURNS, steps / _STEPS):

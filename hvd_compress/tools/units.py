@@ -39,9 +39,10 @@ def _parse_parameters(text: str) -> int:
 
 
 def _parse_spec(text: str) -> str:
-    if text.strip() == "auto":
+    name = text.partition(":")[0].strip()
+    if name == "auto":
         raise ValueError("auto is no compressor, it chooses among some: name one of these, such as 'int8'")
-    if text.strip().startswith("schedule:"):
+    if name == "schedule":
         raise ValueError("a schedule uses one compressor after the other: name each of them, such as 'int8'")
     return formats.parse(text).spec
 

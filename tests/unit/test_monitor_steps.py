@@ -1,6 +1,7 @@
 """From recorded rows to times, bytes and losses: by hand."""
 
 import numpy as np
+import pytest
 
 from hvd_compress.auto import trials
 from hvd_compress.engine.compression_report import AutoReport, StepForecast
@@ -156,6 +157,24 @@ def test_trials_are_marked_and_left_out_of_means():
     assert [line.rsplit(",", 1)[1] for line in step_lines(parts[1], None, 0.0).split()] == ["1"]
     assert not steps_of(*rows).trial.any()  # not of auto
     assert summary.means([parts[1]])["ratio"] == 1.0  # nothing but a trial
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 3])
+def test_a_lasting_switch_is_no_trial_however_few_steps_are_read(at_a_time):
+    dense, choices = cell(0, 0, 0, 0, DENSE, 0), [1] * 4 + [0] * 20 + [1] * 2 + [0] * 4
+    rows = [row(i, 0, cell(0, 0, 0, 0, choice=choice), dense) for i, choice in enumerate(choices)]
+    reader = Reader(BUCKETS, [0])
+    parts = [steps_of(*rows[i : i + at_a_time], reader=reader) for i in range(0, len(rows), at_a_time)]
+    trial = np.concatenate([part.trial for part in parts])
+    assert trial[24:26].all() and not trial[26:].any()
+    assert not trial[:4].any() and not trial[6:24].any()  # the first two of a switch may look like a trial
+
+
+def test_trials_are_left_out_of_stats():
+    dense, choices = cell(0, 0, 0, 0, DENSE, 0), [1, 1, 1, 0, 0, 1, 1, 1]
+    rows = [row(i, 0, cell(0, 0, 0, 0, choice=choice), dense) for i, choice in enumerate(choices)]
+    stats = summary.stats([steps_of(*rows, reader=Reader(BUCKETS, [0]))])
+    assert stats["ratio"]["max"] == 4100 / 1100 and stats["ratio"]["std"] < 1e-9
 
 
 def test_lines_about_auto():

@@ -101,6 +101,13 @@ def test_a_milder_compressor_must_be_worth_it():
     # At 10 Mbit/s, the bytes of a milder one would take too long.
     run.meta["link"] = {**link, "ns_per_byte": 800.0}
     assert rules.loses_progress(run) is None
+    run.meta["link"] = link
+    run.settings["compression"] = "int4"  # nothing is advised that sends no more
+    for rank in run.ranks:
+        rank.steps["ratio"] = rank.steps["ratio"] * 0.0 + 7.5
+        rank.steps["bytes"] = rank.steps["bytes"] * 0.0 + 1e6
+    assert "int4 would" not in (rules.loses_progress(run) or "")
+    run = run_log.load(str(RUNS / "loses_progress"))
     run.meta["link"] = None  # and without a link, nobody knows
     assert rules.loses_progress(run) is None
     run.meta["link"] = link
