@@ -349,7 +349,7 @@ def traced_candidates(plan: Any) -> list[int]:
 
 def want_traced(plan: Any, candidates: Sequence[int]) -> None:
     """As if these candidates were worth a trace, when candidates are compared next."""
-    plan.auto._worth_tracing = lambda state, step: set(candidates)
+    plan.auto._worth_tracing = lambda state, step, running: set(candidates)
 
 
 def selector_bytes(plan: Any) -> list[int]:

@@ -17,24 +17,26 @@ _IN_A_ROW, _SLOW = 3, 3.0
 class Comparisons:
     """Keeps what the ranks measured, and says in which steps candidates are compared.
 
-    These are the steps 8, 32, 128 and so on. When the exchange takes three times as long as usual, they are also
-    compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50 to 100 ms, which would be too
-    much in each step. All ranks come to the same result, from numbers that are the same.
+    These are the steps 8, 32, 128 and so on, counted from where this process began. When the exchange takes three times
+    as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50
+    to 100 ms, which would be too much in each step. All ranks come to the same result, from numbers that are the same.
     """
 
     def __init__(self) -> None:
         self._numbers: collections.deque[np.ndarray] = collections.deque(maxlen=_KEPT)
         self._spans: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self._usual = 0.0  # the median of spans; 0 before the first comparison
+        self._steps = -1  # before this one
         self._slow = 0  # steps in a row
 
-    def add(self, step: int, numbers: np.ndarray, span: float) -> bool:
+    def add(self, numbers: np.ndarray, span: float) -> bool:
         """Adds the numbers of a step, whose exchange took `span` seconds. Returns whether to compare now."""
+        self._steps += 1
         self._numbers.append(numbers)
         self._spans.append(span)
         is_slow = 0.0 < self._usual < span / _SLOW
         self._slow = self._slow + 1 if is_slow else 0
-        is_due = step % _FIRST == 0 and _is_power(step // _FIRST, 4)
+        is_due = self._steps % _FIRST == 0 and _is_power(self._steps // _FIRST, 4)
         if is_due and not is_slow:
             self._usual = float(np.median(self._spans))
         times, rest = divmod(self._slow, _IN_A_ROW)

@@ -269,7 +269,6 @@ def propose(
     """
     is_among = np.isin(np.arange(value.progress.shape[0]), among)
     allowed = admit(rules, state.choice, value, target) & is_among
-    allowed = tf.where(tf.reduce_any(allowed), allowed, is_among)
     cheapest, cheapest_cost = best(rules, allowed, state, costs, value, nbytes)
     candidates, buckets = allowed.shape[0], nbytes.shape[0]
     alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)
@@ -293,11 +292,10 @@ def possible_saving(
     costs: Costs,
     value: Value,
     nbytes: tf.Tensor,
-    target: tf.Tensor,
     usual: np.ndarray,
     measured: Sequence[int],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What candidates might save beside the current choice.
+    """What candidates might save beside the current choice, with objective="progress" and without limits.
 
     Candidates that are not at the positions `measured` are taken to make the usual progress, float32 [C].
 
@@ -307,6 +305,6 @@ def possible_saving(
     is_measured = np.isin(np.arange(value.progress.shape[0]), measured)
     hoped = tf.maximum(value.progress, usual)
     value = value._replace(progress=tf.where(is_measured, value.progress, hoped))
-    picks, least = best(rules, admit(rules, state.choice, value, target), state, costs, value, nbytes)
+    picks, least = best(rules, tf.ones(value.progress.shape, tf.bool), state, costs, value, nbytes)
     (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
     return picks, tf.nn.relu(now - least)

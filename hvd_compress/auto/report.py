@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..compressors import Auto
+from ..compressors import Auto, Compressor
 from ..engine.compression_report import OF_ALL, AutoReport, BucketReport, Candidate, StepForecast, milliseconds
 from . import choices, policy, trials
 
@@ -130,6 +130,12 @@ def log_start(reports: Sequence[BucketReport]) -> None:
         for b, bucket in enumerate(reports)
     ]
     print(f"hvd_compress: auto begins with {'; '.join(parts)}", file=sys.stderr, flush=True)
+
+
+def log_trace(candidates: Sequence[Compressor]) -> None:
+    """Prints that the next step is traced with more candidates."""
+    specs = ", ".join(candidate.spec for candidate in candidates)
+    print(f"hvd_compress: auto traces the step again, with {specs}", file=sys.stderr, flush=True)
 
 
 def log_switches(

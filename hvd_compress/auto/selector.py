@@ -92,6 +92,7 @@ class AutoSelector(ModelSelector):
             "rest": (), "span": (), "wanted": (c,),
         }  # fmt: skip
         self._span_at = -1 - c
+        self._follows = len(self._traced) == 1  # whether `_watch` follows the measurements, or the graph does
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
@@ -159,10 +160,15 @@ class AutoSelector(ModelSelector):
                 branches.append(uncompressed)
         return switch_case(index, branches)
 
-    def restored(self) -> None:
-        """Called on all ranks after a checkpoint set the state: its choice is traced."""
+    def restored(self, choice: bool) -> None:
+        """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
         with tf.init_scope():  # also called while a step is traced
             used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
+            if not choice and all(self._uncompressed[c] for c in used) and not all(self._uncompressed):
+                # As if the residuals came from the step before: the next one sends them.
+                before = self._uncompressed.index(False)
+                self.state.before.assign(tf.fill([len(self.nbytes)], before))
+                used.add(before)
             self._trace(used)
 
     def replicated_state(self) -> dict[str, tf.Variable]:
@@ -172,7 +178,10 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         state = self._followed(self._comparisons.seen())
-        return report.of_buckets(self.auto, self.nbytes, self._costs, self._others, self._prior, state, step)
+        is_measured = state.progress.numpy()[-1] > 0.0
+        assumed = np.where(is_measured, self._prior.progress, np.maximum(self._prior.progress, self._usual))
+        prior = self._prior._replace(progress=tf.constant(assumed))
+        return report.of_buckets(self.auto, self.nbytes, self._costs, self._others, prior, state, step)
 
     # Observer
 
@@ -187,7 +196,8 @@ class AutoSelector(ModelSelector):
             numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
             wanted = tf.constant(self._mask(self._traced))
             if len(self._traced) < len(self.auto.candidates):
-                wanted = tf.numpy_function(self._watch, [measurement.step, numbers], tf.float32)
+                watch = functools.partial(self._watch, tuple(self._traced))
+                wanted = tf.numpy_function(watch, [measurement.step, numbers], tf.float32)
                 wanted = tf.ensure_shape(wanted, [len(self.auto.candidates)])
             votes = self.state.choice.read_value(), tf.constant(-1)
             if len(self._traced) > 1:
@@ -221,41 +231,50 @@ class AutoSelector(ModelSelector):
         """The other traced candidates."""
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
-    def _watch(self, step: np.int64, numbers: np.ndarray) -> np.ndarray:
-        """Gets the numbers of each step. Returns which candidates this rank wants to be traced, 0 or 1, [C]."""
+    def _watch(self, running: Sequence[int], step: np.int64, numbers: np.ndarray) -> np.ndarray:
+        """Gets the numbers of each step, of which the candidates `running` are traced.
+
+        They may be fewer than those in `_traced`, until the function that runs now is called again. Returns which
+        candidates this rank wants to be traced, 0 or 1, [C].
+        """
+        self._follows = len(running) == 1
         missing = np.flatnonzero(numbers[-len(self.auto.candidates) :] > 0.0)  # rank 0 wants these
         missing = np.setdiff1d(missing, self._traced)
-        due = self._comparisons.add(int(step), numbers, float(numbers[self._span_at]))
+        due = self._comparisons.add(numbers, float(numbers[self._span_at]))
         if not due and not missing.size:
             return self._mask(self._traced)
         with tf.init_scope(), tf.device("CPU"):
             state = self._followed(self._comparisons.take())
-            if len(self._traced) == 1:  # otherwise the graph does it
+            if self._follows:
                 for variable, new in zip(self.state, state):
                     variable.assign(new)
             if missing.size:
                 self._timed_from.assign(step + 1 + _UNTIMED)
                 self._trace(missing)
-            more = self._worth_tracing(state, int(step)) if self._rank == 0 else set()
+                if self._rank == 0:
+                    report.log_trace([self.auto.candidates[int(c)] for c in missing])
+            more = self._worth_tracing(state, int(step), running) if self._rank == 0 else set()
         return self._mask([*self._traced, *more])
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
         """The state after some steps with their numbers, which the graph has not taken into account."""
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self.state))
-        for one in numbers if len(self._traced) == 1 else ():
+        for one in numbers if self._follows else ():
             _, _, measured = self._unpack(tf.constant(one))
             state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
         return state
 
-    def _worth_tracing(self, state: policy.State, step: int) -> set[int]:
+    def _worth_tracing(self, state: policy.State, step: int, running: Sequence[int]) -> set[int]:
         """Candidates that might save more time than a trace with them takes, in as many steps as so far."""
-        value, target = policy.value_of(state, self._prior), self._target(tf.constant(step))
-        measured = self._traced if self._sample is not None else []
+        measured = running if len(running) > 1 else []
+        value = policy.value_of(state, self._prior)
         picks, saved = policy.possible_saving(
-            self._rules, state, self._costs, value, self._sizes, target, self._usual, measured
+            self._rules, state, self._costs, value, self._sizes, self._usual, measured
         )
         more = {int(c) for c in picks} - set(self._traced)
-        seconds = float(self._trace_seconds) * _TRACE_FACTOR * (len(self._traced) + len(more))
+        # The first step itself is not a part of its trace, which may come before several backward passes.
+        once = max(0.0, float(self._trace_seconds) - float(state.rest))
+        seconds = once * _TRACE_FACTOR * (len(self._traced) + len(more))
         return more if float(state.rest) > 0.0 and float(saved) * step > seconds else set()
 
     def _mask(self, candidates: Iterable[int]) -> np.ndarray:

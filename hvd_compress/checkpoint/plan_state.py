@@ -167,7 +167,7 @@ def restore(plan: Plan, state: PlanState) -> None:
         for name in set(replicated) - not_restored:
             replicated[name].assign(state.replicated_state[name])
     if plan.auto is not None:
-        plan.auto.restored()
+        plan.auto.restored("auto_choice" not in not_restored)
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:

@@ -8,6 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# Where a `tf.function` keeps its first trace, which it does not need after its first call.
+_FIRST_TRACE = "_concrete_variable_creation_fn"
+
 
 def outermost_graph() -> Any:
     """The graph of the outermost function that is being traced, even inside inner functions and branches of tf.cond."""
@@ -36,13 +39,16 @@ def variable(value: tf.Tensor, name: str) -> tf.Variable:
 
 def running_functions() -> set[Any]:
     """The `tf.function`s that are being traced or called now, on any thread."""
+    function_type = type(tf.function(lambda: None))
     functions = set()
     for innermost in sys._current_frames().values():
         frame: Any = innermost
         while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, tf.types.experimental.PolymorphicFunction):
-                functions.add(owner)
+            # Other frames are not looked into: `f_locals` copies what they hold, and keeps it alive.
+            if frame.f_globals.get("__name__") == function_type.__module__:
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, function_type):
+                    functions.add(owner)
             frame = frame.f_back
     return functions
 
@@ -58,3 +64,5 @@ def forget_traces(functions: Iterable[Any]) -> None:
     for function in functions:
         function._function_cache._primary.clear()
         function._function_cache._dispatch_dict.clear()
+        if hasattr(function, _FIRST_TRACE):
+            setattr(function, _FIRST_TRACE, None)

@@ -50,8 +50,8 @@ class Auto(BuiltinCompressor):
         phases: Other targets from later steps on: pairs of step and target, in a spec string
             `auto:phases=(1000:0.1|5000:0.02)`.
         max_slowdown: By how much, as a share, a step may take longer if all of the gradient then gets through.
-        probe_every: Every this many steps, the progress with each candidate is measured for 24 steps. The first 48
-            steps are measured, too.
+        probe_every: Every this many steps, the progress with each traced candidate is measured for 24 steps. The
+            first 48 steps of each trace are measured, too.
     """
 
     name = "auto"

@@ -86,7 +86,7 @@ def reduce_bucket(
     1. Pack (`packing`): the gradients become float32 chunks.
     2. Transform (`transforms`): predivide, momentum correction.
     3. Select (`selector`): a tensor says which compressor is used in this step. Steps 4 to 6 are traced once for each
-       candidate and return the same structure.
+       traced candidate and return the same structure.
     4. Exchange (`compressors`, `exchange`): the collective encodes chunk + residual, sends the payloads, and sums the
        decoded payloads of all ranks.
     5. Update (`state`): what was not sent is the new residual. Transforms return their new velocities.

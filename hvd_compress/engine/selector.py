@@ -1,7 +1,7 @@
 """Selectors: which compressor a bucket uses in a step.
 
-Each candidate is a branch of one graph, and a tensor that is the same on all ranks says which branch runs. So the
-choice may change from step to step without a new trace.
+Each traced candidate is a branch of one graph, and a tensor that is the same on all ranks says which branch runs. So
+the choice among them may change from step to step without a new trace.
 """
 
 from __future__ import annotations
@@ -119,8 +119,11 @@ class ModelSelector(Selector, Observer):
             model_wide: Exchanges all gradients at once with the candidate at a position.
         """
 
-    def restored(self) -> None:
-        """Called on all ranks after a checkpoint set the variables of `replicated_state`."""
+    def restored(self, choice: bool) -> None:
+        """Called on all ranks after a checkpoint set residuals and the variables of `replicated_state`.
+
+        `choice` says whether the choice is among them. It is not if the gradients are in other buckets now.
+        """
 
     @abc.abstractmethod
     def replicated_state(self) -> dict[str, tf.Variable]:

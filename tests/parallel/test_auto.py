@@ -10,6 +10,7 @@ from reducer_training import ReducerTraining
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.auto import start
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import COLLECTIVES
 from hvd_compress.engine.compression_report import CompressionReport
@@ -198,6 +199,24 @@ def test_a_restored_choice_is_traced(rank, monkeypatch):
     second.steps = first.steps
     for mine, theirs in zip(second.step(), first.step()):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_restored_residuals_are_sent_though_nothing_is_compressed(rank, size, gather, monkeypatch):
+    first = new_training(rank)
+    first.step()
+    first.choose(2)
+    first.step()
+    left = [gather(r).mean(0) for r in first.residuals()]
+    assert np.abs(left[0]).max() > 0
+    introspect.trace_all_candidates(monkeypatch, False)
+    monkeypatch.setattr(start, "_LEAST_GAIN", 1e9)
+    second = new_training(rank, bucket_bytes=200_000)  # in other buckets, which begin with no choice
+    introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])
+    second.steps = first.steps
+    for i, reduced in enumerate(second.step()):
+        mean = np.mean([gradients(r, first.steps)[i] for r in range(size)], 0)
+        np.testing.assert_allclose(reduced, mean + left[i], atol=1e-4)
+    assert all(np.abs(r).max() == 0 for r in second.residuals())
 
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):

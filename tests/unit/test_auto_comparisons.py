@@ -6,7 +6,7 @@ from hvd_compress.auto.comparisons import Comparisons
 
 
 def due_steps(comparisons, spans):
-    return [step for step, span in enumerate(spans) if comparisons.add(step, np.array([step], np.float32), span)]
+    return [step for step, span in enumerate(spans) if comparisons.add(np.array([step], np.float32), span)]
 
 
 def test_candidates_are_compared_in_the_eighth_step_and_after_four_times_as_many():
@@ -32,7 +32,7 @@ def test_steps_without_times_are_no_slow_ones():
 def test_the_newest_numbers_are_kept_until_they_are_taken():
     comparisons = Comparisons()
     for step in range(20):
-        comparisons.add(step, np.array([step], np.float32), 0.01)
+        comparisons.add(np.array([step], np.float32), 0.01)
     assert [int(numbers[0]) for numbers in comparisons.seen()] == list(range(12, 20))
     assert [int(numbers[0]) for numbers in comparisons.take()] == list(range(12, 20))
     assert comparisons.take() == []

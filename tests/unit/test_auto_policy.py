@@ -254,14 +254,14 @@ def test_what_is_not_measured_might_make_the_usual_progress():
     state = policy.initial(tf.zeros([4], tf.int32), 3)._replace(rest=constant(0.1))
     value = policy.Value(constant([1.0, 1.0, 0.4]), constant([0.0, 0.0, 0.5]))
     all_rules, usual = rules([True, False, False]), np.array([1.0, 1.0, 0.5**0.36], np.float32)
-    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), usual, [0])
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, usual, [0])
     np.testing.assert_array_equal(picks, [1, 1, 1, 1])  # 160 ms beside 200 and (100 + 40) / 0.5**0.36 = 180
     np.testing.assert_allclose(saved, 0.040, rtol=1e-4)
     value = value._replace(progress=constant([1.0, 0.5, 0.4]))
-    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), usual, [0, 1])
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, usual, [0, 1])
     np.testing.assert_array_equal(picks, [2, 2, 2, 2])  # the second one is known to be worse
     np.testing.assert_allclose(saved, 0.2 - 0.14 / 0.5**0.36, rtol=1e-4)
-    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, constant(0.0), usual, [0, 1, 2])
+    picks, saved = policy.possible_saving(all_rules, state, costs, value, nbytes, usual, [0, 1, 2])
     np.testing.assert_array_equal(picks, [0, 0, 0, 0])
     np.testing.assert_allclose(saved, 0.0, atol=1e-6)
 
