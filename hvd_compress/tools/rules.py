@@ -130,8 +130,8 @@ def loses_progress(run: Run) -> str | None:
     if best > _WORTH * now:
         return None
     return (
-        f"{spec} lets {1.0 - share:.0%} of the energy of gradient + residual through, with which a step usually makes "
-        f"about {progress:.0%} of the progress of an uncompressed one: its {step:.1f} ms are {now:.1f} ms for that "
+        f"{spec} lets {1.0 - share:.0%} of the energy of gradient + residual through. A step then usually makes about "
+        f"{progress:.0%} of the progress of an uncompressed one: {step:.1f} ms per step are {now:.1f} ms for that "
         f"progress. {name} would take {longest:.1f} ms per step at most, and {best:.1f} ms for the same progress"
     )
 

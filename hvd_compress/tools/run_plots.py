@@ -23,7 +23,10 @@ _STYLE: Any = {
     "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.0,
     "lines.markersize": 3, "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
 }  # fmt: skip
-_COLORS = [*(f"C{i}" for i in range(6)), "tab:red", "tab:brown", "tab:gray", "tab:cyan"]  # of compressors
+_COLORS = [  # of compressors
+    "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan",
+    "black",
+]  # fmt: skip
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
