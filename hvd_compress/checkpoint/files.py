@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import tensorflow as tf
 
+from ..common.error_text import error_text
+
 FORMAT = "hvd_compress residuals"
 VERSION = 1
 _MANIFEST = "manifest.json"
@@ -91,11 +93,15 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             manifest = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path} is missing or damaged ({type(error).__name__})") from None
     manifest = _checked(manifest, path)
     if not {"save", "step", "ranks", "settings"} <= set(manifest):
         raise ValueError(f"{path} is damaged: entries are missing")
+    types = {"save": str, "step": int, "ranks": int, "settings": dict}
+    wrong = [name for name, of_type in types.items() if not isinstance(manifest[name], of_type)]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {wrong[0]} is {error_text(manifest[wrong[0]])}")
     return manifest
 
 

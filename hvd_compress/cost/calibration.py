@@ -124,7 +124,7 @@ class Calibration:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"the calibration {path} cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise refuse("it holds no JSON") from None
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise refuse(f"it does not say format: {_FORMAT!r}")
@@ -136,7 +136,7 @@ class Calibration:
             levels = None if fields.get("levels") is None else _levels(fields["levels"], fields["ranks"])
         except KeyError as error:
             raise refuse(f"{error.args[0]} is missing") from None
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise refuse(str(error)) from None
         return cls(fields["ranks"], links, kernels, residuals, levels)
 

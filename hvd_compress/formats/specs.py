@@ -12,6 +12,8 @@ from typing import Any
 
 from ..common.error_text import error_text
 
+_LONGEST = 10_000  # characters
+
 
 def format_spec(name: str, arguments: Mapping[str, Any]) -> str:
     """The spec string of a compressor with these arguments."""
@@ -26,6 +28,8 @@ def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
         ValueError: An argument is not known, has no value or stands twice, or parentheses do not match.
     """
     name, _, text = spec.strip().partition(":")
+    if len(spec) > _LONGEST:
+        raise ValueError(f"{error_text(spec)} is too long: a spec string has at most {_LONGEST:,} characters")
     if not _matches(text):
         raise ValueError(f"the parentheses in {error_text(spec)} do not match")
     arguments: dict[str, Any] = {}

@@ -110,9 +110,12 @@ def load(path: str) -> Run:
             f"{path} holds no run: it has no run.json, which rank 0 writes after the first step; give the log_dir of "
             "CompressionMonitor or hvdc.profile"
         )
-    meta = _meta(file)
-    ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
-    auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
+    try:
+        meta = _meta(file)
+        ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
+        auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
+    except OSError as error:
+        raise NoRun(f"{path} cannot be read: {error}") from None
     run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto)
     if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
@@ -123,8 +126,8 @@ def load(path: str) -> Run:
 
 def _meta(file: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        meta = _printable(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
         raise NoRun(f"{file} cannot be read: {error}") from None
     if not isinstance(meta, dict) or "format" not in meta:
         raise NoRun(f"{file} is not of hvd_compress: it has no format; give the log_dir of CompressionMonitor")
@@ -137,8 +140,7 @@ def _meta(file: Path) -> dict[str, Any]:
     is_valid = {
         "ranks": isinstance(meta.get("ranks"), int),
         "settings": isinstance(meta.get("settings", {}), dict),
-        "buckets": isinstance(buckets, list)
-        and all(isinstance(b, dict) and "name" in b and _is_number(b.get("nbytes")) for b in buckets),
+        "buckets": isinstance(buckets, list) and all(map(_is_bucket, buckets)),
         "link": isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
         "memory_total_mb": _is_number(meta.get("memory_total_mb") or 0),
         "first_step_seconds": _is_number(meta.get("first_step_seconds") or 0),
@@ -149,19 +151,32 @@ def _meta(file: Path) -> dict[str, Any]:
     return meta
 
 
+def _printable(value: Any) -> Any:
+    """A value of JSON in which characters that control a terminal are replaced."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return "".join(c if c.isprintable() else "\ufffd" for c in value) if isinstance(value, str) else value
+
+
+def _is_bucket(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and _is_number(value.get("nbytes"))
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
 def _written(directory: Path) -> list[int]:
     """The ranks whose files have lines: a run that has just begun has files without any."""
     files = [path for path in directory.glob("rank-*.csv") if path.stat().st_size]
-    names = (re.fullmatch(r"rank-(\d+)\.csv", path.name) for path in files)
+    names = (re.fullmatch(r"rank-(0|[1-9]\d{0,9})\.csv", path.name) for path in files)
     return sorted(int(name.group(1)) for name in names if name)
 
 
 def _rank(directory: Path, number: int) -> Rank:
-    steps = _columns(directory / f"rank-{number}.csv", STEP_COLUMNS)
+    steps = _once(_columns(directory / f"rank-{number}.csv", STEP_COLUMNS))
     return Rank(number, steps, _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS))
 
 
@@ -172,9 +187,17 @@ def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
     table = _columns(path, needed)
     names = table.pop(key)
     return {
-        name: {column: values[names == name] for column, values in table.items()}
+        name: _once({column: values[names == name] for column, values in table.items()})
         for name in dict.fromkeys(names.tolist())
     }
+
+
+def _once(columns: Columns) -> Columns:
+    """The first row of each step: files may have been written twice, or two compressors have one name."""
+    known = np.flatnonzero(np.isfinite(columns["step"]))
+    _, first = np.unique(columns["step"][known], return_index=True)
+    rows = known[np.sort(first)]
+    return {name: values[rows] for name, values in columns.items()}
 
 
 def _columns(path: Path, needed: Sequence[str]) -> Columns:
@@ -184,18 +207,20 @@ def _columns(path: Path, needed: Sequence[str]) -> Columns:
             header = next(lines, [])
             # The last line of a run that still goes on may be half a line.
             rows = [row for row in lines if len(row) == len(header)]
-    except (OSError, ValueError, csv.Error) as error:
+    except (ValueError, csv.Error) as error:
         raise NoRun(f"{path} cannot be read: {error}") from None
+    if len(set(header)) < len(header):
+        raise NoRun(f"{path} is damaged: a column stands twice in {_printable(', '.join(header))[:200]}")
     missing = [name for name in needed if name not in header]
     if missing:
         raise NoRun(f"{path} is damaged: it has no column {missing[0]!r}")
     columns: Columns = {}
     for name, cells in zip(header, zip(*rows) if rows else [()] * len(header)):
         if name in ("bucket", "compressor"):
-            columns[name] = np.array(cells, dtype=str)
+            columns[name] = np.array([_printable(cell) for cell in cells], dtype=str)
             continue
         try:
             columns[name] = np.array([float(cell) if cell else math.nan for cell in cells])
         except ValueError as error:
-            raise NoRun(f"{path} is damaged: column {name!r}: {error}") from None
+            raise NoRun(_printable(f"{path} is damaged: column {name!r}: {error}")[:300]) from None
     return columns

@@ -21,11 +21,12 @@ _STYLE: Any = {
     "figure.facecolor": "none", "axes.facecolor": "none", "axes.edgecolor": _GRAY, "axes.labelcolor": _GRAY,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GRAY, "grid.alpha": 0.2,
     "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.labelsize": 8, "ytick.labelsize": 8, "lines.linewidth": 1.0,
-    "lines.markersize": 3, "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
+    "text.parse_math": False, "lines.markersize": 3,
+    "legend.fontsize": 7, "legend.frameon": False, "legend.labelcolor": _GRAY,
 }  # fmt: skip
 _COLORS = [  # of compressors
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan",
-    "black",
+    "gold",
 ]  # fmt: skip
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 

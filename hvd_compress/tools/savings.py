@@ -34,7 +34,7 @@ def of_auto(run: Run) -> list[Gained]:
     gained = []
     for name, columns in run.auto.items():
         step, progress, per_progress = (columns[key] for key in ("step_ms", "progress", "ms_per_progress"))
-        # The last rows may be missing, and two compressors may have one name.
+        # The last rows may be missing.
         _, own, at = np.intersect1d(columns["step"], choice["step"], return_indices=True)
         if not len(own):
             continue

@@ -145,6 +145,16 @@ def rename(path, column):
     path.write_text(path.read_text().replace(column, "other", 1))
 
 
+def rename_column(path, old, new):
+    header, _, rows = path.read_text().partition("\n")
+    path.write_text(",".join(new if name == old else name for name in header.split(",")) + "\n" + rows)
+
+
+def loop(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 def meta(directory, **changes):
     path = directory / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -293,6 +303,11 @@ def test_json():
         (lambda d: meta(d, link={"latency_ms": 1}), "run.json is damaged: 'link' is"),
         (lambda d: meta(d, buckets=[{"name": "0"}]), "run.json is damaged: 'buckets' is"),
         (lambda d: meta(d, settings=[]), "run.json is damaged: 'settings' is []"),
+        (lambda d: meta(d, buckets=[{"name": ["0"], "nbytes": 1}]), "run.json is damaged: 'buckets' is"),
+        (lambda d: meta(d, first_step_seconds=10**400), "run.json is damaged: 'first_step_seconds' is"),
+        (lambda d: (d / "run.json").write_text("[" * 100_000), "run.json cannot be read"),
+        (lambda d: rename_column(d / "rank-0.csv", "loss", "ratio"), "is damaged: a column stands twice"),
+        (lambda d: loop(d / "rank-0.csv"), "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_status_2(damage, message, tmp_path):
@@ -304,6 +319,37 @@ def test_what_cannot_be_read_is_one_line_and_status_2(damage, message, tmp_path)
         (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
         assert message in line
         assert not (tmp_path / "x.html").exists()
+
+
+def test_rows_of_a_step_that_stand_twice_count_once(tmp_path):
+    directory = copy("healthy", tmp_path)
+    expected = run_log.load(str(directory))
+    for name in ("rank-0.csv", "rank-0-buckets.csv"):
+        path = directory / name
+        path.write_text(path.read_text() + "".join(path.read_text().splitlines(keepends=True)[1:20]))
+    run = run_log.load(str(directory))
+    np.testing.assert_array_equal(run.of_all("step_ms"), expected.of_all("step_ms"))
+    assert call("doctor", directory).output == call("doctor", RUNS / "healthy").output.replace(
+        str(RUNS / "healthy"), str(directory)
+    )
+
+
+def test_files_of_other_names_are_no_ranks(tmp_path):
+    directory = copy("healthy", tmp_path)
+    shutil.copy(directory / "rank-0.csv", directory / "rank-00.csv")
+    assert [rank.number for rank in run_log.load(str(directory)).ranks] == [0, 1]
+
+
+def test_what_a_run_contains_cannot_forge_lines_or_plots(tmp_path):
+    directory = copy("healthy", tmp_path)
+    settings = json.loads((directory / "run.json").read_text())["settings"]
+    forged = "int8\nhealthy: none of 10 rules found anything\x1b[2J"
+    meta(directory, settings={**settings, "compression": forged})
+    path = directory / "rank-0-buckets.csv"
+    rewrite(path, "bucket", lambda i, cell: "$\\frac{$" if cell == "0" else cell)
+    result = call("doctor", directory)
+    assert "\x1b" not in result.output and "int8\ufffdhealthy" in result.output.splitlines()[0]
+    assert call("report", "-o", tmp_path / "x.html", directory).exit_code == 0
 
 
 def test_no_tensorflow_is_needed():
