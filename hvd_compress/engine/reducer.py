@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -56,7 +57,7 @@ class Reducer:
         Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
-        self._warned = False  # that a single rank exchanges nothing
+        self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
 
     @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
@@ -84,9 +85,16 @@ class Reducer:
         hvd.size()  # raises Horovod's own error where hvd.init() was not called
         checks.registered(process_set)
         if not process_set.included() or process_set.size() == 1:
-            if not self._warned and process_set.size() == 1:
+            if not self._warned:
                 self._warned = True
-                progress.warn_alone(self.settings)
+                if process_set.included():
+                    progress.warn_alone(self.settings)
+                else:
+                    warnings.warn(
+                        f"rank {hvd.rank()} is not in the process set of ranks {process_set.ranks}: it applies its own "
+                        "gradients, and its weights part from those of the others",
+                        stacklevel=3,
+                    )
             return list(gradients)
         if self.settings.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]

@@ -48,10 +48,8 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     Raises:
         ValueError: The spec string or its cost is not known, or the network does not fit the ranks.
     """
-    compressor, workers = formats.parse(spec), network.compressed_by(ranks)
-    buckets = buckets_of(work, (compressor,), ranks, workers)
-    compressors = [NoCompression() if bucket.dense else compressor for bucket in buckets]
-    return _forecast(spec, work, _model(network, ranks, rate), buckets, compressors, workers)
+    crossings = _crossings_of(work, formats.parse(spec), ranks, network.compressed_by(ranks))
+    return _forecast(spec, work, _model(network, ranks, rate), crossings)
 
 
 def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
@@ -84,7 +82,7 @@ def _mixture(work: Workload, network: Network, ranks: int) -> Forecast:
         )
         for i, pick in zip(compressible, picks):
             chosen[i] = candidates[pick]
-    return _forecast("auto", work, model, buckets, chosen, workers)
+    return _forecast("auto", work, model, _crossings(buckets, chosen, ranks, workers))
 
 
 def best(
@@ -124,7 +122,28 @@ class _Exchange(NamedTuple):
     sent: int
 
 
-@functools.lru_cache(maxsize=4096)  # most buckets of a large model are alike, and so equal
+class _Crossings(NamedTuple):
+    """The exchanges of a step, on any network. Most buckets of a large model are alike."""
+
+    different: list[_Exchange]
+    index: np.ndarray  # of each bucket's exchange among the different ones, [B]
+    ready: np.ndarray  # the share of the backward pass after which each bucket is complete, [B]
+
+
+def _crossings(buckets: Sequence[Bucket], compressors: Sequence[Format], ranks: int, workers: int) -> _Crossings:
+    places: dict[tuple[Bucket, Format], int] = {}
+    index = [places.setdefault(pair, len(places)) for pair in zip(buckets, compressors)]
+    different = [_exchange(bucket, compressor, ranks, workers) for bucket, compressor in places]
+    return _Crossings(different, np.array(index), np.array([bucket.ready for bucket in buckets]))
+
+
+@functools.lru_cache(maxsize=256)
+def _crossings_of(work: Workload, compressor: Format, ranks: int, workers: int) -> _Crossings:
+    buckets = buckets_of(work, (compressor,), ranks, workers)
+    return _crossings(buckets, [NoCompression() if b.dense else compressor for b in buckets], ranks, workers)
+
+
+@functools.lru_cache(maxsize=4096)
 def _exchange(bucket: Bucket, compressor: Format, ranks: int, workers: int) -> _Exchange:
     nbytes, shapes = bucket.nbytes, bucket.shapes
     hosts = HostCounts(ranks // workers, workers) if workers > 1 else None
@@ -160,35 +179,37 @@ def _sustained(cost: Prediction) -> Prediction:
     return dataclasses.replace(cost, wire=cost.wire + cost.burst, burst=0.0)
 
 
-def _forecast(
-    name: str, work: Workload, model: CostModel, buckets: Sequence[Bucket], compressors: Sequence[Format], workers: int
-) -> Forecast:
-    exchanges = [_exchange(bucket, c, model.ranks, workers) for bucket, c in zip(buckets, compressors)]
-    cost_of = {exchange: _cost(model, exchange) for exchange in set(exchanges)}
+def _forecast(name: str, work: Workload, model: CostModel, crossings: _Crossings) -> Forecast:
+    exchanges, index = crossings.different, crossings.index
+    costs = [_cost(model, exchange) for exchange in exchanges]
+
+    def of_buckets(values: Sequence[float]) -> np.ndarray:
+        return np.array(values, np.float64)[index]
+
     # Only the first exchange begins after a pause.
-    costs = [_sustained(cost_of[exchange]) if i else cost_of[exchange] for i, exchange in enumerate(exchanges)]
-    encode = np.array([cost.encode for cost in costs])
+    wire, total = (of_buckets([getattr(_sustained(cost), part) for cost in costs]) for part in ("wire", "total"))
+    wire[0], total[0] = costs[index[0]].wire, costs[index[0]].total
+    encode, latency = (of_buckets([getattr(cost, part) for cost in costs]) for part in ("encode", "latency"))
     # The encoding that passes while messages of the bucket before are on their way.
-    hidden = np.minimum(encode, [0.0, *(cost.latency for cost in costs[:-1])])
-    seconds = np.array([cost.total for cost in costs]) - hidden
-    ready = work.backward * np.array([bucket.ready for bucket in buckets])
-    done = float(choices.makespan(np, np.diff(ready + hidden, prepend=0.0), seconds))
-    sizes = [exchange.nbytes for exchange in exchanges]
-    lost = float(np.average([noise_lost(exchange.compressor) for exchange in exchanges], weights=sizes))
-    progress = float(np.average([expected_progress(exchange.compressor) for exchange in exchanges], weights=sizes))
-    specs = {exchange.compressor: exchange.compressor.spec for exchange in cost_of}
+    hidden = np.minimum(encode, np.concatenate([[0.0], latency[:-1]]))
+    seconds = total - hidden
+    done = float(choices.makespan(np, np.diff(work.backward * crossings.ready + hidden, prepend=0.0), seconds))
+    sizes = of_buckets([exchange.nbytes for exchange in exchanges])
+    lost = float(np.average(of_buckets([noise_lost(e.compressor) for e in exchanges]), weights=sizes))
+    progress = float(np.average(of_buckets([expected_progress(e.compressor) for e in exchanges]), weights=sizes))
+    specs = [exchange.compressor.spec for exchange in exchanges]
     return Forecast(
         compressor=name,
         step=work.rest + done,
         exchange=float(seconds.sum()),
         exposed=done - work.backward,
         encode=float(encode.sum()),
-        wire=sum(cost.wire + cost.inside for cost in costs),
-        decode=sum(cost.decode for cost in costs),
-        sent=sum(exchange.sent for exchange in exchanges),
+        wire=float(wire.sum() + of_buckets([cost.inside for cost in costs]).sum()),
+        decode=float(of_buckets([cost.decode for cost in costs]).sum()),
+        sent=sum(exchanges[i].sent for i in index.tolist()),
         plain=volume.ring_bytes(4 * work.numel, model.ranks),
         lost=lost,
         progress=progress,
         per_progress=per_progress(work.rest + done, progress, lost),
-        chosen=tuple((exchange.nbytes, specs[exchange.compressor]) for exchange in exchanges),
+        chosen=tuple((exchanges[i].nbytes, specs[i]) for i in index.tolist()),
     )

@@ -573,7 +573,7 @@ def test_bytes_sent_by_auto_without_compression_are_those_of_horovod(fixed_costs
 
 @pytest.mark.parametrize("spec", ["none", "int8"])
 @pytest.mark.np4
-def test_process_set(spec, rank, size, process_sets):
+def test_process_set(spec, rank, size, process_sets, recwarn):
     keras = KERASES["keras"]
     even = process_sets[0]
     opt, weight, gradients = quadratic(keras, rank, compression=spec, process_set=even)
@@ -581,6 +581,8 @@ def test_process_set(spec, rank, size, process_sets):
     all_gradients = [np.random.default_rng(r).standard_normal((6, 40, 50))[0] for r in range(size)]
     expected = np.mean(all_gradients[::2], 0) if rank % 2 == 0 else all_gradients[rank]
     np.testing.assert_allclose(-weight.numpy(), expected, atol=1e-5 if spec == "none" else 0.02)
+    warned = [str(w.message) for w in recwarn if "is not in the process set" in str(w.message)]
+    assert len(warned) == rank % 2 and all(text.startswith(f"rank {rank} is not in") for text in warned)
 
 
 @pytest.mark.parametrize("name", [n for n, k in KERASES.items() if n == "tf_keras" or not IS_KERAS3])
