@@ -126,15 +126,15 @@ class _Crossings(NamedTuple):
     """The exchanges of a step, on any network. Most buckets of a large model are alike."""
 
     different: list[_Exchange]
-    index: np.ndarray  # of each bucket's exchange among the different ones, [B]
+    places: np.ndarray  # of each bucket's exchange among the different ones, [B]
     ready: np.ndarray  # the share of the backward pass after which each bucket is complete, [B]
 
 
 def _crossings(buckets: Sequence[Bucket], compressors: Sequence[Format], ranks: int, workers: int) -> _Crossings:
-    places: dict[tuple[Bucket, Format], int] = {}
-    index = [places.setdefault(pair, len(places)) for pair in zip(buckets, compressors)]
-    different = [_exchange(bucket, compressor, ranks, workers) for bucket, compressor in places]
-    return _Crossings(different, np.array(index), np.array([bucket.ready for bucket in buckets]))
+    found: dict[tuple[Bucket, Format], int] = {}
+    places = [found.setdefault(pair, len(found)) for pair in zip(buckets, compressors)]
+    different = [_exchange(bucket, compressor, ranks, workers) for bucket, compressor in found]
+    return _Crossings(different, np.array(places), np.array([bucket.ready for bucket in buckets]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,15 +180,15 @@ def _sustained(cost: Prediction) -> Prediction:
 
 
 def _forecast(name: str, work: Workload, model: CostModel, crossings: _Crossings) -> Forecast:
-    exchanges, index = crossings.different, crossings.index
+    exchanges, places = crossings.different, crossings.places
     costs = [_cost(model, exchange) for exchange in exchanges]
 
     def of_buckets(values: Sequence[float]) -> np.ndarray:
-        return np.array(values, np.float64)[index]
+        return np.array(values, np.float64)[places]
 
     # Only the first exchange begins after a pause.
     wire, total = (of_buckets([getattr(_sustained(cost), part) for cost in costs]) for part in ("wire", "total"))
-    wire[0], total[0] = costs[index[0]].wire, costs[index[0]].total
+    wire[0], total[0] = costs[places[0]].wire, costs[places[0]].total
     encode, latency = (of_buckets([getattr(cost, part) for cost in costs]) for part in ("encode", "latency"))
     # The encoding that passes while messages of the bucket before are on their way.
     hidden = np.minimum(encode, np.concatenate([[0.0], latency[:-1]]))
@@ -206,10 +206,10 @@ def _forecast(name: str, work: Workload, model: CostModel, crossings: _Crossings
         encode=float(encode.sum()),
         wire=float(wire.sum() + of_buckets([cost.inside for cost in costs]).sum()),
         decode=float(of_buckets([cost.decode for cost in costs]).sum()),
-        sent=sum(exchanges[i].sent for i in index.tolist()),
+        sent=sum(exchanges[i].sent for i in places.tolist()),
         plain=volume.ring_bytes(4 * work.numel, model.ranks),
         lost=lost,
         progress=progress,
         per_progress=per_progress(work.rest + done, progress, lost),
-        chosen=tuple((exchanges[i].nbytes, specs[i]) for i in index.tolist()),
+        chosen=tuple((exchanges[i].nbytes, specs[i]) for i in places.tolist()),
     )
