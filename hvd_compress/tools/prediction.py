@@ -48,8 +48,8 @@ def forecast(spec: str, work: Workload, network: Network, ranks: int, rate: floa
     Raises:
         ValueError: The spec string or its cost is not known, or the network does not fit the ranks.
     """
-    crossings = _crossings_of(work, formats.parse(spec), ranks, network.compressed_by(ranks))
-    return _forecast(spec, work, _model(network, ranks, rate), crossings)
+    of_step = _exchanges_of(work, formats.parse(spec), ranks, network.compressed_by(ranks))
+    return _forecast(spec, work, _model(network, ranks, rate), of_step)
 
 
 def forecast_auto(work: Workload, network: Network, ranks: int) -> Forecast:
@@ -82,7 +82,7 @@ def _mixture(work: Workload, network: Network, ranks: int) -> Forecast:
         )
         for i, pick in zip(compressible, picks):
             chosen[i] = candidates[pick]
-    return _forecast("auto", work, model, _crossings(buckets, chosen, ranks, workers))
+    return _forecast("auto", work, model, _exchanges(buckets, chosen, ranks, workers))
 
 
 def best(
@@ -122,7 +122,7 @@ class _Exchange(NamedTuple):
     sent: int
 
 
-class _Crossings(NamedTuple):
+class _Exchanges(NamedTuple):
     """The exchanges of a step, on any network. Most buckets of a large model are alike."""
 
     different: list[_Exchange]
@@ -130,17 +130,17 @@ class _Crossings(NamedTuple):
     ready: np.ndarray  # the share of the backward pass after which each bucket is complete, [B]
 
 
-def _crossings(buckets: Sequence[Bucket], compressors: Sequence[Format], ranks: int, workers: int) -> _Crossings:
+def _exchanges(buckets: Sequence[Bucket], compressors: Sequence[Format], ranks: int, workers: int) -> _Exchanges:
     found: dict[tuple[Bucket, Format], int] = {}
     places = [found.setdefault(pair, len(found)) for pair in zip(buckets, compressors)]
     different = [_exchange(bucket, compressor, ranks, workers) for bucket, compressor in found]
-    return _Crossings(different, np.array(places), np.array([bucket.ready for bucket in buckets]))
+    return _Exchanges(different, np.array(places), np.array([bucket.ready for bucket in buckets]))
 
 
 @functools.lru_cache(maxsize=256)
-def _crossings_of(work: Workload, compressor: Format, ranks: int, workers: int) -> _Crossings:
+def _exchanges_of(work: Workload, compressor: Format, ranks: int, workers: int) -> _Exchanges:
     buckets = buckets_of(work, (compressor,), ranks, workers)
-    return _crossings(buckets, [NoCompression() if b.dense else compressor for b in buckets], ranks, workers)
+    return _exchanges(buckets, [NoCompression() if b.dense else compressor for b in buckets], ranks, workers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,8 +179,8 @@ def _sustained(cost: Prediction) -> Prediction:
     return dataclasses.replace(cost, wire=cost.wire + cost.burst, burst=0.0)
 
 
-def _forecast(name: str, work: Workload, model: CostModel, crossings: _Crossings) -> Forecast:
-    exchanges, places = crossings.different, crossings.places
+def _forecast(name: str, work: Workload, model: CostModel, of_step: _Exchanges) -> Forecast:
+    exchanges, places = of_step.different, of_step.places
     costs = [_cost(model, exchange) for exchange in exchanges]
 
     def of_buckets(values: Sequence[float]) -> np.ndarray:
@@ -193,7 +193,7 @@ def _forecast(name: str, work: Workload, model: CostModel, crossings: _Crossings
     # The encoding that passes while messages of the bucket before are on their way.
     hidden = np.minimum(encode, np.concatenate([[0.0], latency[:-1]]))
     seconds = total - hidden
-    done = float(choices.makespan(np, np.diff(work.backward * crossings.ready + hidden, prepend=0.0), seconds))
+    done = float(choices.makespan(np, np.diff(work.backward * of_step.ready + hidden, prepend=0.0), seconds))
     sizes = of_buckets([exchange.nbytes for exchange in exchanges])
     lost = float(np.average(of_buckets([noise_lost(e.compressor) for e in exchanges]), weights=sizes))
     progress = float(np.average(of_buckets([expected_progress(e.compressor) for e in exchanges]), weights=sizes))
