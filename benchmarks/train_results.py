@@ -17,6 +17,8 @@ from typing import Any
 import page_tables
 from plot import finish, plt
 
+from hvd_compress.common.units import parse_rate
+
 Result = dict[str, Any]
 CURVES = ["horovod none", "horovod fp16", "none", "int8", "int4", "quantize:bits=2", "hybrid:ratio=0.05,bits=4", "auto"]
 SHOWN = [
@@ -132,6 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
     results = [result for result in results if result["benchmark"] == "train"]
+    results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{result['rate']}.png")
     overview(results, args.out / "train_overview.png")
