@@ -608,6 +608,10 @@ def test_a_copy_is_distributed_too(keras, copied, rank, size):
         optimizer.apply_gradients([(tf.fill([40, 50], float(rank)), variable)])
         return variable.numpy()
 
+    try:
+        copied(keras.optimizers.SGD(1.0))
+    except RuntimeError:
+        pytest.skip("this Keras cannot copy its own optimizers")
     optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="int8")
     other = copied(optimizer)
     variables = [tf.Variable(tf.zeros([40, 50])) for _ in range(2)]
