@@ -28,7 +28,7 @@ from hvd_compress.tools import units
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
 from hvd_compress.tools.plan import LATENCY
-from hvd_compress.tools.prediction import forecast, forecast_auto
+from hvd_compress.tools.prediction import forecast
 from hvd_compress.tools.workload import Workload
 
 # Cores of the machine that emulates the hosts.
@@ -68,8 +68,6 @@ def exchange(method: str, work: Workload, net: Network, ranks: int) -> float:
         # 16 bits are half as many bytes; the times of casting and summing them are unknown.
         half = Network(net.rate * 2, net.latency) if spec == "fp16" else net
         return forecast("none", work, half, ranks).step
-    if spec == "auto":
-        return forecast_auto(work, net, ranks).step
     return forecast(spec, work, net, ranks).step
 
 
