@@ -236,3 +236,11 @@ def test_wrong_arguments(keras):
         sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
         with pytest.raises(ValueError, match="use backward_passes_per_step"):
             hvdc.DistributedOptimizer(sgd, on_nonfinite="skip")
+
+
+def test_float64_beyond_the_range_of_float32_is_not_finite(rank, size):
+    variable = tf.Variable(tf.zeros([40, 50], tf.float64))
+    reducer = introspect.new_reducer("int8")
+    large, small = (tf.fill([40, 50], tf.constant(x, tf.float64)) for x in (1e39, float(rank)))
+    assert not np.isfinite(reducer([large if rank == 0 else small], [variable])[0]).any()
+    np.testing.assert_allclose(reducer([small], [variable])[0], (size - 1) / 2, atol=0.01)  # no residual kept it

@@ -363,6 +363,12 @@ def test_what_auto_cannot_look_for(spec, message):
 links = st.builds(hvdc.Link.of_rate, st.floats(1.0, 1e18), st.floats(0.0, 86400.0))
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float64])
+def test_a_link_of_numpy_numbers(number):
+    auto = Compression.auto(link=hvdc.Link(number(5e-5), number(8e-9)))
+    assert (auto.known_link.alpha, auto.known_link.beta) == pytest.approx((5e-5, 8e-9), rel=1e-6)
+
+
 @given(links)
 def test_the_link_of_auto_parses_back(link):
     auto = Compression.auto(link=link)

@@ -411,6 +411,8 @@ def test_a_large_model_is_worked_out_in_seconds():
         ([*PLAN, "--bandwidth", "10GB"], "'10GB' is not a rate in bits per second"),
         ([*PLAN, "-c", "int9"], "unknown compressor 'int9': did you mean 'int8'?"),
         ([*PLAN, "-c", "auto"], "auto is no compressor"),
+        ([*PLAN, "-c", "auto:objective=step"], "auto is no compressor"),
+        ([*PLAN, "-c", "schedule"], "a schedule uses one compressor after the other"),
         ([*PLAN, "--ranks", "1"], "ranks start from 2"),
         ([*PLAN, "--calibration", "nowhere.json"], "the calibration nowhere.json cannot be read"),
         ([*PLAN, "--topology", "two-level"], "--topology two-level and --workers-per-host go together."),
