@@ -2,18 +2,21 @@
 
 Ranks that disagree would wait for each other for ever, or add up gradients of different variables. So each rank sends
 what it is about to do, and all ranks find the first difference by the same rule. A rank that makes no plan, because it
-trains without this package, cannot be found: the others wait for it.
+trains without this package or goes on with an earlier plan, cannot be found. The others wait for it, and say so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import re
+import sys
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import horovod
@@ -28,6 +31,7 @@ from .settings import Settings
 # It depends on nothing that may differ between ranks: else the allgather itself would hang.
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
+_PATIENCE, _LONGEST = 60.0, 600.0  # seconds
 _WATCHED = "whether somebody watches"
 _GRADIENT = "gradient "
 # A part of a variable's path, or a word: its stem and its number, if it ends with one.
@@ -41,7 +45,12 @@ Facts = dict[str, str]  # the name of each thing that is compared, in this order
 
 
 def check(
-    plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], watched: bool = False
+    plan: str,
+    settings: Settings,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    watched: bool = False,
+    first: bool = True,
 ) -> bool:
     """Checks that all ranks of the process set are about to do the same; costs one allgather.
 
@@ -51,6 +60,7 @@ def check(
         gradients: Tensors, IndexedSlices or None, one for each of `variables`.
         variables: The gradients' variables.
         watched: Whether this rank records its steps; it may differ between ranks.
+        first: Whether this is the first plan of an optimizer or tape.
 
     Returns:
         Whether any rank records its steps.
@@ -63,7 +73,8 @@ def check(
     facts = _facts(plan, settings, gradients, variables)
     with tf.device("CPU"):
         packed = _packed(facts | {_WATCHED: str(watched)})
-        gathered = hvd.allgather(packed, name=_NAME, process_set=settings.process_set)
+        with _waiting(first):
+            gathered = hvd.allgather(packed, name=_NAME, process_set=settings.process_set)
     all_facts = _unpacked(gathered.numpy().tobytes())
     are_watched = [rank_facts.pop(_WATCHED, "") for rank_facts in all_facts]
     error = difference(all_facts, settings.process_set.ranks)
@@ -129,6 +140,35 @@ def on_all(group: Any, name: str, what: str, action: Callable[[], T], error: typ
         if failure is not None:
             raise error(f"{what}, rank {rank}: {failure}")
     return [result for result, _ in gathered]
+
+
+@contextlib.contextmanager
+def _waiting(first: bool) -> Iterator[None]:
+    """Says so if what is inside takes long. If this is not the `first` plan, ends the job after some minutes.
+
+    Before the first plan, ranks may wait for one that prepares its data. Later, the others train on.
+    """
+
+    def say(text: str) -> None:
+        print(f"hvd_compress: rank {hvd.rank()} {text}", file=sys.stderr, flush=True)
+
+    def end() -> None:
+        say(f"has waited for {_LONGEST:g} s: Horovod is shut down, on all ranks")
+        hvd.shutdown()
+
+    why = (
+        f"has waited for {_PATIENCE:g} s to agree with the other ranks on what they train. If they train other "
+        "variables (a layer was frozen on some ranks only?), or without hvd_compress, they will never come"
+    )
+    timers = [threading.Timer(_PATIENCE, say, [why])] + ([] if first else [threading.Timer(_LONGEST, end)])
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]) -> Facts:

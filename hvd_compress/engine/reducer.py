@@ -148,7 +148,7 @@ class Reducer:
         watched = bool(self._watcher or watch_all)
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
-                watched = agreement.check(name, self.settings, gradients, variables, watched)
+                watched = agreement.check(name, self.settings, gradients, variables, watched, first=not self.plans)
         return name, watched
 
     def begin_epoch(self, epoch: int, epochs: int | None = None, steps: float | None = None) -> None:

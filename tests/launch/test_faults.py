@@ -138,3 +138,32 @@ def test_a_stopped_rank_ends_all(background, tmp_path, ranks, spec):
     wait_for([tmp_path / "training-0"], job.alive)
     workers[1].send_signal(signal.SIGSTOP)
     check_end(job, tmp_path, workers, 1, bound=120)
+
+
+OTHER_VARIABLES = """
+import horovod.tensorflow.keras as hvd, keras, numpy as np
+import hvd_compress as hvdc
+from hvd_compress.engine import agreement
+
+agreement._PATIENCE, agreement._LONGEST = 1.0, 3.0
+hvd.init()
+model = keras.Sequential([keras.layers.Input([64]), keras.layers.Dense(256), keras.layers.Dense(10)])
+optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8")
+x = np.ones([64, 64], np.float32)
+for epoch in range(2):
+    model.layers[0].trainable = epoch == 0 or hvd.rank() == 0
+    model.compile(optimizer, "mse", jit_compile=False)
+    try:
+        model.fit(x, x[:, :10], verbose=0)
+    except Exception as error:
+        print("ended with", "shut down" in str(error), flush=True)
+"""
+
+
+def test_one_rank_alone_trains_other_variables(horovodrun):
+    result = horovodrun(2, ["-c", OTHER_VARIABLES], timeout=240)
+    assert sorted(line for line in result.stdout.splitlines() if "ended" in line) == [
+        "[0]<stdout>:ended with True", "[1]<stdout>:ended with True",
+    ]  # fmt: skip
+    assert "rank 1 has waited for 1 s to agree with the other ranks" in result.stderr
+    assert "rank 1 has waited for 3 s: Horovod is shut down" in result.stderr

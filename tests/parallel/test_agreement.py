@@ -1,5 +1,7 @@
 """Ranks that disagree get the same error on every rank, instead of a hang; afterwards Horovod still works."""
 
+import time
+
 import horovod
 import horovod.tensorflow as hvd
 import introspect
@@ -123,6 +125,14 @@ def test_layers_numbered_in_another_order(rank):
         tf.Variable(tf.zeros([40, 50]), name=n) for n in (["dense", "dense_1"], ["dense_9", "dense_10"])[min(rank, 1)]
     ]
     reduce(variables=variables)
+
+
+def test_a_rank_says_that_it_waits(rank, monkeypatch, capfd):
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.5)
+    if rank == 0:
+        time.sleep(3.0)
+    reduce()
+    assert ("has waited for 0.5 s to agree with the other ranks" in capfd.readouterr().err) == (rank > 0)
 
 
 @pytest.mark.parametrize("option", ["backward_passes_per_step", "average_aggregated_gradients"])
