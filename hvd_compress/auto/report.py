@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,28 +16,41 @@ from ..engine.compression_report import OF_ALL, AutoReport, BucketReport, Candid
 from . import choices, policy, trials
 
 
-def of_steps(
-    auto: Auto,
-    nbytes: Sequence[int],
-    costs: policy.Costs,
-    others: Mapping[str, policy.Costs],
-    prior: policy.Value,
-    state: policy.State,
-    step: int,
-) -> AutoReport:
-    """Reports on steps with the choice and with each candidate, after `step` steps.
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What reports are made from; see `AutoSelector`.
 
     `others` are the costs, [B, 1] each, of compressors that are no candidates, and make the progress of an uncompressed
-    step. See `AutoSelector` for the other arguments.
+    step.
     """
-    seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
-    chosen, sizes = np.array(state.choice, np.int32), np.array(nbytes, np.float64)
+
+    auto: Auto
+    nbytes: Sequence[int]
+    costs: policy.Costs
+    others: Mapping[str, policy.Costs]
+    prior: policy.Value
+    state: policy.State
+
+    @functools.cached_property
+    def seconds(self) -> np.ndarray:
+        """Predicted seconds of each bucket's exchange with each candidate, [B, C]."""
+        return np.asarray(policy.predicted(self.costs, self.state.link) * self.state.bias)
+
+    @functools.cached_property
+    def value(self) -> policy.Value:
+        """What the candidates are worth, as arrays."""
+        return policy.Value(*map(np.asarray, policy.value_of(self.state, self.prior)))
+
+
+def of_steps(known: Known, step: int) -> AutoReport:
+    """Reports on steps with the choice and with each candidate, after `step` steps."""
+    auto, others, state, value = known.auto, known.others, known.state, known.value
+    chosen, sizes = np.array(state.choice, np.int32), np.array(known.nbytes, np.float64)
     share = sizes / sizes.sum()
     # As `trials` does for candidates that are not in use.
     bias = np.exp(trials.COMMON_SHARE * float(np.log(np.array(state.bias))[chosen] @ share))
     more = [bias * policy.predicted(cost, state.link).numpy() for cost in others.values()]
-    seconds = np.concatenate([seconds, *more], 1)
-    value = policy.value_of(state, prior)
+    seconds = np.concatenate([known.seconds, *more], 1)
     progress = np.append(value.progress, np.ones(len(others)))
     lost = np.append(value.lost, np.zeros(len(others)))
     buckets, count = seconds.shape
@@ -59,25 +74,16 @@ def of_steps(
     return AutoReport(step, choice, tuple(fixed))
 
 
-def of_buckets(
-    auto: Auto,
-    nbytes: Sequence[int],
-    costs: policy.Costs,
-    others: Mapping[str, policy.Costs],
-    prior: policy.Value,
-    state: policy.State,
-    step: int,
-) -> list[BucketReport]:
-    """Reports on each bucket of `auto` after `step` steps; see `of_steps` for the arguments."""
-    of_all_buckets = of_steps(auto, nbytes, costs, others, prior, state, step)
-    seconds = (policy.predicted(costs, state.link) * state.bias).numpy()
-    value = policy.Value(*(x.numpy() for x in policy.value_of(state, prior)))
+def of_buckets(known: Known, step: int) -> list[BucketReport]:
+    """Reports on each bucket of `auto` after `step` steps."""
+    of_all_buckets = of_steps(known, step)
+    auto, state, seconds, value = known.auto, known.state, known.seconds, known.value
     is_model_wide = auto.model_wide_candidates
     # Seconds of all buckets: with each candidate alone, and with the choice.
     totals = seconds.sum(0)
     total_now = sum(float(seconds[b, c]) for b, c in enumerate(state.choice))
     reports = []
-    for b, bucket_bytes in enumerate(nbytes):
+    for b, bucket_bytes in enumerate(known.nbytes):
         chosen = int(state.choice[b])
         candidates = []
         for c, candidate in enumerate(auto.candidates):

@@ -72,7 +72,7 @@ class AutoSelector(ModelSelector):
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
         self._others = others
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
-        self._usual = np.array([usual(np, lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
+        self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
@@ -181,7 +181,8 @@ class AutoSelector(ModelSelector):
         is_measured = state.progress.numpy()[-1] > 0.0
         assumed = np.where(is_measured, self._prior.progress, np.maximum(self._prior.progress, self._usual))
         prior = self._prior._replace(progress=tf.constant(assumed))
-        return report.of_buckets(self.auto, self.nbytes, self._costs, self._others, prior, state, step)
+        known = report.Known(self.auto, self.nbytes, self._costs, self._others, prior, state)
+        return report.of_buckets(known, step)
 
     # Observer
 

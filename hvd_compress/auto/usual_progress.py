@@ -11,19 +11,16 @@ it lets through.
 
 from __future__ import annotations
 
-from typing import Any
-
 _POWER = 0.36
 # Gradients are closer to low rank than noise, and signs keep the sizes of a block's values from the optimizer.
 _POWERS = {"powersgd": 0.1, "onebit": 1.5}
 
 
-def usual(xp: Any, lost: Any, name: str = "") -> Any:
-    """The relative progress of a step, of any shape: the share that gets through, to a power that was fitted.
+def usual(lost: float, name: str = "") -> float:
+    """The relative progress of a step: the share that gets through, to a power that was fitted.
 
     Args:
-        xp: The array module, `numpy` or `tf.experimental.numpy`.
-        lost: The share of the energy of white noise that is lost, of any shape.
+        lost: The share of the energy of white noise that is lost.
         name: The compressor's name; "" for one of which only `lost` is known.
     """
-    return xp.maximum(0.0, 1.0 - lost) ** _POWERS.get(name, _POWER)
+    return float(max(0.0, 1.0 - lost) ** _POWERS.get(name, _POWER))

@@ -6,7 +6,7 @@ It is saved per variable, in the variable's shape, so that plans with other chun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,7 @@ class PlanState:
             raise ValueError(f"the number of steps is {step.tolist()!r}")
 
     @staticmethod
-    def unpacked(prefix: str, metadata: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> PlanState:
+    def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
         """The inverse of `packed`."""
         fields = metadata["tensors"]
         layouts = range(len(metadata["pieces"]))

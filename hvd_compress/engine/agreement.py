@@ -85,6 +85,8 @@ def check(
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
     """Describes the first difference between the facts of these ranks in one line; None if there is none."""
+    if all(rank_facts == facts[0] for rank_facts in facts):  # the usual case, which should take no time
+        return None
     compared = [_renumbered(rank_facts) for rank_facts in facts]
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}

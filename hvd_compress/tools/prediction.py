@@ -171,7 +171,7 @@ def noise_lost(compressor: Format) -> float:
 
 def expected_progress(compressor: Format) -> float:
     """The progress of a step, relative to an uncompressed one, where nothing was measured."""
-    return float(usual(np, noise_lost(compressor), compressor.name))
+    return usual(noise_lost(compressor), compressor.name)
 
 
 def _sustained(cost: Prediction) -> Prediction:

@@ -114,7 +114,7 @@ def loses_progress(run: Run) -> str | None:
     if run.num_steps < ENOUGH or not (is_fixed and link and lost and np.nanmax(residual, initial=0.0) > 0.0):
         return None
     share = float(np.average([each for each, _ in lost], weights=[size for _, size in lost]))
-    progress = max(float(usual(np, share)), _LEAST_PROGRESS)
+    progress = max(usual(share), _LEAST_PROGRESS)
     step, sent, plain = (median(run, "step_ms"), median(run, "bytes"), median(run, "bytes") * median(run, "ratio"))
     coding = median(run, "encode_ms") + median(run, "decode_ms")
 

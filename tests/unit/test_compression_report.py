@@ -27,7 +27,7 @@ def auto_report():
         age=tf.constant([200.0, 0.0, 17.0]),
     )  # fmt: skip
     prior = policy.Value(tf.constant(PROGRESS), tf.constant(LOST))
-    return report.of_steps(AUTO, NBYTES, costs(SECONDS), {"fp16": costs(HALF)}, prior, state, 50)
+    return report.of_steps(report.Known(AUTO, NBYTES, costs(SECONDS), {"fp16": costs(HALF)}, prior, state), 50)
 
 
 def test_steps_of_auto_by_hand():
