@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import flat_or_hierarchical
+from hvd_compress.auto import comparisons, flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.common import tracing
 from hvd_compress.compressors import Compressor
@@ -250,8 +250,8 @@ def row_paths(plan: Any) -> list[str]:
 
 
 def row_compressors(plan: Any) -> list[str]:
-    """Their compressors' spec strings."""
-    return [table.compressor.spec for table in plan.layout.embeddings]
+    """The spec strings of their compressors in steps that are traced now."""
+    return [table.compressor.spec for table in plan.embeddings]
 
 
 def row_residual_variables(plan: Any) -> list[tf.Variable]:
@@ -266,7 +266,7 @@ def rows_of_last_step(plan: Any) -> np.ndarray:
 
 def row_bytes_sent(plan: Any, table: int) -> int:
     """What the rows of a table took on the wire in the last step."""
-    return int(plan.layout.embeddings[table].bytes_sent(*rows_of_last_step(plan)[table])[0])
+    return int(plan.embeddings[table].bytes_sent(*rows_of_last_step(plan)[table])[0])
 
 
 # Collectives
@@ -338,8 +338,12 @@ def selector_state(plan: Any) -> Any:
 
 
 def trace_all_candidates(monkeypatch: Any, always: bool) -> None:
-    """Whether the first steps of auto are traced with all candidates, so that a test may choose any of them."""
+    """Whether the first steps of auto are traced with all candidates, so that a test may choose any of them.
+
+    If not, candidates are compared in step 8 even if no trace with others could pay.
+    """
     monkeypatch.setattr(tracing, "can_forget_traces", lambda: not always)
+    monkeypatch.setattr(comparisons, "_LEAST_TRACE", 0.0)
 
 
 def traced_candidates(plan: Any) -> list[int]:
@@ -348,7 +352,10 @@ def traced_candidates(plan: Any) -> list[int]:
 
 
 def want_traced(plan: Any, candidates: Sequence[int]) -> None:
-    """As if these candidates were worth a trace, when candidates are compared next."""
+    """As if these candidates were worth a trace, when candidates are compared next.
+
+    The position after that of the last candidate stands for compressed rows of embeddings.
+    """
     plan.auto._worth_tracing = lambda state, step, running: set(candidates)
 
 

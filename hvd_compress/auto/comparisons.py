@@ -12,6 +12,8 @@ _KEPT = 8
 _FIRST = 8
 # So many steps in a row whose exchange takes so many times as long as usual are a reason to compare earlier.
 _IN_A_ROW, _SLOW = 3, 3.0
+# Seconds. No trace takes less: kernels take about so long to compile.
+_LEAST_TRACE = 1.0
 
 
 class Comparisons:
@@ -19,28 +21,35 @@ class Comparisons:
 
     These are the steps 8, 32, 128 and so on, counted from where this process began. When the exchange takes three times
     as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50
-    to 100 ms, which would be too much in each step. All ranks come to the same result, from numbers that are the same.
+    to 150 ms, which would be too much in each step. None is made before a trace could pay at all. All ranks come to the
+    same result, from numbers that are the same.
     """
 
     def __init__(self) -> None:
         self._numbers: collections.deque[np.ndarray] = collections.deque(maxlen=_KEPT)
         self._spans: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self._savings: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self._usual = 0.0  # the median of spans; 0 before the first comparison
         self._steps = -1  # before this one
         self._slow = 0  # steps in a row
 
-    def add(self, numbers: np.ndarray, span: float) -> bool:
-        """Adds the numbers of a step, whose exchange took `span` seconds. Returns whether to compare now."""
+    def add(self, numbers: np.ndarray, span: float, saving: float) -> bool:
+        """Adds the numbers of a step, and returns whether to compare now.
+
+        The exchange took `span` seconds. Other candidates might have saved `saving` seconds at most.
+        """
         self._steps += 1
         self._numbers.append(numbers)
         self._spans.append(span)
+        self._savings.append(saving)
         is_slow = 0.0 < self._usual < span / _SLOW
         self._slow = self._slow + 1 if is_slow else 0
         is_due = self._steps % _FIRST == 0 and _is_power(self._steps // _FIRST, 4)
         if is_due and not is_slow:
             self._usual = float(np.median(self._spans))
         times, rest = divmod(self._slow, _IN_A_ROW)
-        return is_due or (rest == 0 and _is_power(times, 2))
+        might_pay = float(np.median(self._savings)) * self._steps >= _LEAST_TRACE
+        return might_pay and (is_due or (rest == 0 and _is_power(times, 2)))
 
     def take(self) -> list[np.ndarray]:
         """The numbers that were kept since the last call, oldest first."""

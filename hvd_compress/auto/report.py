@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..compressors import Auto, Compressor
+from ..compressors import Auto
 from ..engine.compression_report import OF_ALL, AutoReport, BucketReport, Candidate, StepForecast, milliseconds
 from . import choices, policy, trials
 
@@ -138,10 +138,9 @@ def log_start(reports: Sequence[BucketReport]) -> None:
     print(f"hvd_compress: auto begins with {'; '.join(parts)}", file=sys.stderr, flush=True)
 
 
-def log_trace(candidates: Sequence[Compressor]) -> None:
-    """Prints that the next step is traced with more candidates."""
-    specs = ", ".join(candidate.spec for candidate in candidates)
-    print(f"hvd_compress: auto traces the step again, with {specs}", file=sys.stderr, flush=True)
+def log_trace(names: Sequence[str]) -> None:
+    """Prints that the next step is traced again, with more candidates or compressed rows."""
+    print(f"hvd_compress: auto traces the step again, with {', '.join(names)}", file=sys.stderr, flush=True)
 
 
 def log_switches(

@@ -31,6 +31,7 @@ from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
 from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
+from .rows import RowSavings
 from .usual_progress import usual
 
 _NAME = "hvdc_auto"  # of variables
@@ -51,6 +52,8 @@ class AutoSelector(ModelSelector):
         costs: Predicted costs of each bucket and candidate.
         prior: What candidates are taken to be worth until that is measured.
         choice: The first choice: the position of each bucket's candidate, int32 [B].
+        savings: What compressing the rows of embeddings saves.
+        compresses_rows: Whether they are compressed in the first step; the same on all ranks.
         others: Costs [B, 1] of compressors that reports compare with, by their spec strings.
 
     Attributes:
@@ -65,12 +68,15 @@ class AutoSelector(ModelSelector):
         costs: policy.Costs,
         prior: policy.Value,
         choice: tf.Tensor,
+        savings: RowSavings,
+        compresses_rows: bool,
         others: Mapping[str, policy.Costs],
     ) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
-        self._others = others
+        self._others, self._savings = others, savings
+        self.compresses_rows = compresses_rows
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
         self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
@@ -89,9 +95,9 @@ class AutoSelector(ModelSelector):
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
             "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "exchange": (b,), "waits": (b,),
-            "rest": (), "span": (), "wanted": (c,),
+            "rest": (), "span": (), "wanted": (c + 1,),
         }  # fmt: skip
-        self._span_at = -1 - c
+        self._span_at = -2 - c
         self._follows = len(self._traced) == 1  # whether `_watch` follows the measurements, or the graph does
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
@@ -169,7 +175,8 @@ class AutoSelector(ModelSelector):
                 before = self._uncompressed.index(False)
                 self.state.before.assign(tf.fill([len(self.nbytes)], before))
                 used.add(before)
-            self._trace(used)
+            # The rows' residuals may be restored, too.
+            self._trace([*used, len(self.auto.candidates)])
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
@@ -195,11 +202,11 @@ class AutoSelector(ModelSelector):
         assert measurement.agreed is not None
         with tf.device("CPU"):
             numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
-            wanted = tf.constant(self._mask(self._traced))
-            if len(self._traced) < len(self.auto.candidates):
+            wanted = tf.constant(self._mask())
+            if not all(self._mask()):
                 watch = functools.partial(self._watch, tuple(self._traced))
                 wanted = tf.numpy_function(watch, [measurement.step, numbers], tf.float32)
-                wanted = tf.ensure_shape(wanted, [len(self.auto.candidates)])
+                wanted = tf.ensure_shape(wanted, [len(self.auto.candidates) + 1])
             votes = self.state.choice.read_value(), tf.constant(-1)
             if len(self._traced) > 1:
                 votes = self._propose(measurement, numbers)
@@ -235,15 +242,16 @@ class AutoSelector(ModelSelector):
     def _watch(self, running: Sequence[int], step: np.int64, numbers: np.ndarray) -> np.ndarray:
         """Gets the numbers of each step, of which the candidates `running` are traced.
 
-        They may be fewer than those in `_traced`, until the function that runs now is called again. Returns which
-        candidates this rank wants to be traced, 0 or 1, [C].
+        They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
+        rank wants to be traced, see `_mask`.
         """
         self._follows = len(running) == 1
-        missing = np.flatnonzero(numbers[-len(self.auto.candidates) :] > 0.0)  # rank 0 wants these
-        missing = np.setdiff1d(missing, self._traced)
-        due = self._comparisons.add(numbers, float(numbers[self._span_at]))
+        wanted = numbers[-len(self.auto.candidates) - 1 :] > 0.0  # by rank 0
+        missing = np.flatnonzero(wanted & (self._mask() == 0.0))
+        rest, span = map(float, numbers[self._span_at - 1 : self._span_at + 1])
+        due = self._comparisons.add(numbers, span, self._most_saved(rest, span))
         if not due and not missing.size:
-            return self._mask(self._traced)
+            return self._mask()
         with tf.init_scope(), tf.device("CPU"):
             state = self._followed(self._comparisons.take())
             if self._follows:
@@ -253,9 +261,10 @@ class AutoSelector(ModelSelector):
                 self._timed_from.assign(step + 1 + _UNTIMED)
                 self._trace(missing)
                 if self._rank == 0:
-                    report.log_trace([self.auto.candidates[int(c)] for c in missing])
+                    names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
+                    report.log_trace([names[i] for i in missing])
             more = self._worth_tracing(state, int(step), running) if self._rank == 0 else set()
-        return self._mask([*self._traced, *more])
+        return self._mask(more)
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
         """The state after some steps with their numbers, which the graph has not taken into account."""
@@ -265,8 +274,19 @@ class AutoSelector(ModelSelector):
             state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
         return state
 
+    def _most_saved(self, rest: float, span: float) -> float:
+        """Seconds of a step that others might save: a bound that is quick to compute, the same on all ranks."""
+        rows = 0.0 if self.compresses_rows else self._savings.now(float(self.state.link[1]))
+        if not self._follows:
+            return math.inf
+        # No exchange takes less than no time, and no candidate makes more progress than no compression.
+        (now,) = self._traced
+        progress = max(float(self._prior.progress[now]), float(self._usual[now]))
+        worth = (1.0 + self.auto.max_slowdown * float(self._prior.lost[now])) / progress
+        return max((rest + span) * worth - rest, rows)
+
     def _worth_tracing(self, state: policy.State, step: int, running: Sequence[int]) -> set[int]:
-        """Candidates that might save more time than a trace with them takes, in as many steps as so far."""
+        """Positions in `_mask` of what might save more time than a trace with it takes, in as many steps as so far."""
         measured = running if len(running) > 1 else []
         value = policy.value_of(state, self._prior)
         picks, saved = policy.possible_saving(
@@ -276,16 +296,26 @@ class AutoSelector(ModelSelector):
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, float(self._trace_seconds) - float(state.rest))
         seconds = once * _TRACE_FACTOR * (len(self._traced) + len(more))
-        return more if float(state.rest) > 0.0 and float(saved) * step > seconds else set()
+        if not float(state.rest) > 0.0:
+            return set()
+        worth = more if float(saved) * step > seconds else set()
+        rows = self._savings.now(float(state.link[1]))
+        return worth | {len(self.auto.candidates)} if rows * step > once * _TRACE_FACTOR else worth
 
-    def _mask(self, candidates: Iterable[int]) -> np.ndarray:
-        return np.isin(np.arange(len(self.auto.candidates)), list(candidates)).astype(np.float32)
+    def _mask(self, more: Iterable[int] = ()) -> np.ndarray:
+        """What is traced, and `more`: 1 for each traced candidate, then 1 for compressed rows; float32 [C + 1]."""
+        count = len(self.auto.candidates)
+        traced = [*self._traced, *more, *([count] if self.compresses_rows else [])]
+        return np.isin(np.arange(count + 1), traced).astype(np.float32)
 
     def _trace(self, more: Iterable[int]) -> None:
-        """Lets the next step be traced again, with more candidates."""
-        traced = sorted({*self._traced, *map(int, more)})
-        if traced != self._traced:
-            self._traced, self._sample = traced, self._new_sample(traced)
+        """Lets the next step be traced again, with more positions in `_mask`."""
+        *candidates, rows = self._mask(more).tolist()
+        traced = np.flatnonzero(candidates).tolist()
+        if (traced, rows) != (self._traced, self.compresses_rows):
+            if traced != self._traced:
+                self._traced, self._sample = traced, self._new_sample(traced)
+            self.compresses_rows = bool(rows)
             # What runs now may have another trace than the one that `_functions` had last.
             tracing.forget_traces(tracing.running_functions() | set(self._functions))
 
@@ -307,7 +337,7 @@ class AutoSelector(ModelSelector):
     def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], wanted: tf.Tensor) -> tf.Tensor:
         """This step's numbers, in the order of `_fields`.
 
-        The votes are the proposed choice, and the candidate to try. `wanted` is 1 for candidates that should be traced.
+        The votes are the proposed choice, and the candidate to try. `wanted` is 1 for what should be traced.
         """
         committed = measurement.committed
         buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]

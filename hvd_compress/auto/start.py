@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
-from ..cost import Calibration
+from ..cost import Calibration, CostModel
 from ..cost.calibrate import estimate
 from ..cost.defaults import KERNELS
 from ..engine import agreement
@@ -21,6 +21,7 @@ from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import volume
 from . import policy, report
+from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
@@ -58,13 +59,17 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
             (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
             first = tf.where(cost - least < _LEAST_GAIN, plain, first)
-        first = hvd.broadcast(first, group.ranks[0], name="hvdc_first_choice", process_set=group)
+        savings = RowSavings(layout.embeddings, _model(calibrated), plan.state.embedding_counts)
+        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN)], tf.int32)
+        both = tf.concat([first, rows], 0)
+        both = hvd.broadcast(both, group.ranks[0], name="hvdc_first_choice", process_set=group)
+        first, compresses_rows = both[:-1], not savings.any or bool(both[-1])
         others = {
             compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
             for compressor in map(resolve, _COMPARED)
             if compressor not in auto.candidates
         }
-    chosen = AutoSelector(plan, costs, prior, first, others)
+    chosen = AutoSelector(plan, costs, prior, first, savings, compresses_rows, others)
     if group.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
@@ -113,10 +118,16 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     return calibration
 
 
+def _model(calibration: Calibration) -> CostModel:
+    """The cost model; a calibration holds the candidates, but not all of `_COMPARED` nor all compressors of rows."""
+    model = calibration.model()
+    model.kernels = {**KERNELS, **model.kernels}
+    return model
+
+
 def _costs(plan: Plan, calibration: Calibration, compressors: Sequence[Compressor]) -> policy.Costs:
     """The predicted costs of each bucket with each compressor; those of model-wide ones stand with the last bucket."""
-    model, layout = calibration.model(), plan.layout
-    model.kernels = {**KERNELS, **model.kernels}  # a calibration holds the candidates, but not all of `_COMPARED`
+    model, layout = _model(calibration), plan.layout
 
     def cost(b: int, candidate: Compressor) -> tuple[float, ...]:
         shapes = plan.shapes_of(b, candidate)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..compressors import Compressor
+from ..compressors import Compressor, NoCompression
 from ..compressors.rows import Rows
 from ..exchange import choice, uncompressed
 from .grouping import Shape, TensorGroup
@@ -25,11 +25,18 @@ class EmbeddingTable:
     compressor: Compressor  # of the rows, see `Compressor.for_rows`
     ranks: int  # the world size
     limit: int  # the largest size of a bucket of the dense gradient, in bytes of float32
+    max_rows: int  # rows of a gradient at most, each counted once
+    automatic: bool = False  # whether `auto` decides if rows are sent with `compressor` or uncompressed
 
     @property
     def columns(self) -> int:
         """The elements of a row."""
         return math.prod(self.shape[1:])
+
+    @functools.cached_property
+    def uncompressed(self) -> EmbeddingTable:
+        """The same, with uncompressed rows."""
+        return dataclasses.replace(self, compressor=NoCompression(), automatic=False)
 
     @functools.cached_property
     def rows(self) -> Rows:

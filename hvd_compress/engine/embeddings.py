@@ -176,10 +176,14 @@ class Embeddings:
     def __init__(self, plan: Plan, slices: Sequence[tf.IndexedSlices], group: Group) -> None:
         """Sums the values of each row."""
         self._plan, self._slices, self._group = plan, slices, group
+        self._tables = plan.embeddings
+        # Rows that `auto` does not compress yet have residuals, but nothing is in them.
+        states = zip(self._tables, plan.state.embeddings)
+        self._residuals = [None if t.compressor.uncompressed else next(iter(s.residuals), None) for t, s in states]
         self._embeddings: list[_Embedding] = []
         self._reductions: list[RowsReduction] = []
         with tf.device(plan.settings.device_sparse):
-            self._merged = [merge(*pair) for pair in zip(plan.layout.embeddings, slices)]
+            self._merged = [merge(*pair) for pair in zip(self._tables, slices)]
             self.counts = [pack_counts(self._merged, group)] if slices else []
         self.bytes_sent = tf.zeros([0, 2], tf.float64)
 
@@ -188,10 +192,10 @@ class Embeddings:
         if not counts:
             return []
         plan, settings, first = self._plan, self._plan.settings, len(self._plan.layout.buckets)
-        rows = zip(plan.layout.embeddings, self._slices, self._merged, plan.state.embeddings)
+        rows = zip(self._tables, self._slices, self._merged, self._residuals)
         self._embeddings = [
-            _Embedding(table, slices, merged, next(iter(state.residuals), None), plan.seeds(first + i), settings)
-            for i, (table, slices, merged, state) in enumerate(rows)
+            _Embedding(table, slices, merged, residual, plan.seeds(first + i), settings)
+            for i, (table, slices, merged, residual) in enumerate(rows)
         ]
         with tf.device(settings.device_sparse):
             with tf.device("CPU"):  # sizes, which TensorFlow needs there
@@ -215,7 +219,7 @@ class Embeddings:
     @property
     def has_residuals(self) -> bool:
         """Whether `assign_residuals` has anything to do."""
-        return any(state.residuals for state in self._plan.state.embeddings)
+        return any(residual is not None for residual in self._residuals)
 
     def assign_residuals(self) -> None:
         """Assigns the new residuals of the rows that were sent."""

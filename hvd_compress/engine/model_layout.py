@@ -128,7 +128,11 @@ def model_layout(
 
     def table_of(i: int) -> EmbeddingTable:
         compressor = compressors[i].for_rows() if is_sent_compressed(i) else NoCompression()
-        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit_of(math.prod(shapes[i])))
+        automatic = compressors[i].automatic and not compressor.uncompressed
+        given = gradients[i].indices.shape[0]
+        max_rows = shapes[i][0] if given is None else min(shapes[i][0], given)
+        limit = limit_of(math.prod(shapes[i]))
+        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit, max_rows, automatic)
 
     sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]

@@ -17,6 +17,7 @@ from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
 from .compression_report import BucketReport
+from .embedding_table import EmbeddingTable
 from .model_layout import ModelLayout
 from .observer import Observer
 from .selector import ModelSelector, Selector
@@ -66,6 +67,12 @@ class Plan:
         return [selector.current(b) for b, selector in enumerate(self.selectors)]
 
     @property
+    def embeddings(self) -> list[EmbeddingTable]:
+        """Those of the layout, with the compressors of steps that are traced now."""
+        compresses = self.auto is None or self.auto.compresses_rows
+        return [t if compresses or not t.automatic else t.uncompressed for t in self.layout.embeddings]
+
+    @property
     def is_recorded(self) -> bool:
         """Whether an observer records its steps."""
         return any(observer.records_steps for observer in self.observers)
@@ -80,7 +87,7 @@ class Plan:
         if self.auto is not None:
             for b, chosen in zip(layout.auto_buckets, self.auto.report(int(self.state.step))):
                 reports[b] = chosen
-        for i, table in zip(layout.sparse, layout.embeddings):
+        for i, table in zip(layout.sparse, self.embeddings):
             reports.append(BucketReport(4 * math.prod(table.shape), table.compressor.spec, rows_of=layout.paths[i]))
         return reports
 
@@ -116,7 +123,7 @@ class Plan:
             else:
                 sent += collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
         counts = self.state.embedding_counts
-        for table, last in zip(layout.embeddings, [] if counts is None else counts.numpy().tolist()):
+        for table, last in zip(self.embeddings, [] if counts is None else counts.numpy().tolist()):
             rows = table.bytes_sent(*last)
             sent, stock = sent + rows[0], stock + rows[1]
         return sent, stock

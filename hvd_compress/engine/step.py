@@ -302,16 +302,20 @@ class Step:
         self, dense: Sequence[uncompressed.Dense], own: Sequence[tf.IndexedSlices], reduced: Sequence[tf.IndexedSlices]
     ) -> list[BucketMeasurement]:
         """The measurements of uncompressed gradients, then of embeddings."""
+        plan = self._plan
         norms_of_all = [self._lossless() for _ in dense]
         norms_of_all += [()] * len(own) if self._sample_norms is None else self._embeddings.norms(self._sample_norms)
         sent_and_received = [(result.outgoing, result.incoming) for result in dense]
         sent_and_received += [([before.values], [after.values]) for before, after in zip(own, reduced)]
         measurements = []
-        for (outgoing, incoming), of_both in zip(sent_and_received, norms_of_all):
+        choices = [False] * len(dense) + [
+            now is not table for now, table in zip(plan.embeddings, plan.layout.embeddings)
+        ]
+        for (outgoing, incoming), of_both, choice in zip(sent_and_received, norms_of_all, choices):
             ready = clock.stamp(outgoing)
             received = clock.stamp(incoming, ready)
             times = clock.Timestamps(ready, ready, received, received)
-            measurements.append(BucketMeasurement(times, of_both, tf.constant(0)))
+            measurements.append(BucketMeasurement(times, of_both, tf.constant(int(choice))))
         return measurements
 
     def _lossless(self) -> Any:

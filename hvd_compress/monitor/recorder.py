@@ -192,5 +192,7 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         plain = uncompressed.bytes_sent(nbytes, ranks)
         buckets.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
     for s, table in enumerate(layout.embeddings):
-        buckets.append(WatchedBucket(f"sparse-{s}", 0, 0, (table.compressor.spec,), (0,)))
+        compressors = (table, table.uncompressed) if table.automatic else (table,)
+        specs = tuple(t.compressor.spec for t in compressors)
+        buckets.append(WatchedBucket(f"sparse-{s}", 0, 0, specs, (0,) * len(specs)))
     return buckets

@@ -324,3 +324,87 @@ def test_rows_of_another_length_are_refused(rank):
     slices = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([1, 2]))
     with pytest.raises(ValueError, match=r"the gradient of table has shape \(None, 8\), the variable \(40, 16\)"):
         reducer([slices], [tf.Variable(tf.zeros([40, 16]), name="table")])
+
+
+class Mixed:
+    """Reduces a dense gradient and slices with `auto`, whose steps are traced with one candidate at first."""
+
+    def __init__(self, rank, monkeypatch):
+        introspect.trace_all_candidates(monkeypatch, False)
+        self.reducer = introspect.new_reducer("auto:candidates=(none|int8)", min_compress_size=0)
+        self.table, self.dense = tf.Variable(tf.zeros([ROWS, COLUMNS])), tf.Variable(tf.zeros([100, 30]))
+        self.steps, self.traces = 0, 0
+        self._rank = rank
+
+        slices = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, COLUMNS])
+
+        @tf.function(input_signature=[*slices, tf.TensorSpec([100, 30])], autograph=False)
+        def reduce(indices, values, dense):
+            self.traces += 1
+            gradient = tf.IndexedSlices(values, indices, tf.constant([ROWS, COLUMNS], tf.int64))
+            rows, _ = self.reducer([gradient, dense], [self.table, self.dense])
+            return rows.indices, rows.values
+
+        self._reduce = reduce
+
+    def step(self):
+        """The reduced gradient of the table as a dense array."""
+        indices, values = draw(self._rank, self.steps)
+        dense = np.random.default_rng([self._rank, self.steps]).standard_normal((100, 30)).astype(np.float32)
+        self.steps += 1
+        rows, values = (t.numpy() for t in self._reduce(tf.constant(indices, tf.int64), values, dense))
+        return dense_of(rows, values)
+
+    @property
+    def plan(self):
+        return introspect.plan_of(self.reducer)
+
+    @property
+    def residual(self):
+        (variable,) = introspect.row_residual_variables(self.plan)
+        return variable.numpy().astype(np.float64)
+
+
+def mean_of(step, size):
+    return sum(dense_of(*draw(r, step)) for r in range(size)) / size
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_auto_compresses_rows_once_that_is_worth_it(rank, size, gather, monkeypatch):
+    training = Mixed(rank, monkeypatch)
+    for step in range(8):
+        np.testing.assert_allclose(training.step(), mean_of(step, size), atol=1e-6)
+    assert introspect.row_compressors(training.plan) == ["none"] and training.traces == 1
+    assert training.reducer.report().buckets[-1].chosen == "none"
+    sent = introspect.row_bytes_sent(training.plan, 0)
+    counts = introspect.rows_of_last_step(training.plan)[0]
+    assert sent == (size - 1) * counts[0] * (4 * COLUMNS + 1) // size  # a row's number takes one byte
+    if rank == 0:  # which decides
+        introspect.want_traced(training.plan, [2])
+    for step in range(8, 10):
+        np.testing.assert_allclose(training.step(), mean_of(step, size), atol=1e-6)
+        assert not training.residual.any()
+    assert introspect.row_compressors(training.plan) == ["int8"]
+    old = np.zeros((ROWS, COLUMNS))
+    for step in range(10, 15):
+        found, left = training.step(), gather(training.residual).mean(0)
+        np.testing.assert_allclose(found + left, mean_of(step, size) + old, atol=2e-5)
+        old = left
+    assert np.abs(old).max() > 0.0 and training.traces == 2
+    assert training.reducer.report().buckets[-1].chosen == "int8"
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_restored_residuals_of_rows_are_sent(rank, size, gather, monkeypatch):
+    first = Mixed(rank, monkeypatch)
+    first.step()
+    introspect.row_residual_variables(first.plan)[0].assign(tf.fill([ROWS, COLUMNS], 1.0 + rank))
+    second = Mixed(rank, monkeypatch)
+    introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])
+    second.steps = first.steps
+    found = second.step()
+    assert introspect.row_compressors(second.plan) == ["int8"]
+    touched = np.unique(draw(rank, 1)[0])
+    expected = mean_of(1, size) + gather(np.full((ROWS, COLUMNS), 1.0 + rank)).mean(0)
+    np.testing.assert_allclose(found + gather(second.residual).mean(0), expected, atol=2e-5)
+    assert not np.allclose(second.residual[touched], 1.0 + rank)

@@ -5,8 +5,8 @@ import numpy as np
 from hvd_compress.auto.comparisons import Comparisons
 
 
-def due_steps(comparisons, spans):
-    return [step for step, span in enumerate(spans) if comparisons.add(np.array([step], np.float32), span)]
+def due_steps(comparisons, spans, saving=1.0):
+    return [step for step, span in enumerate(spans) if comparisons.add(np.array([step], np.float32), span, saving)]
 
 
 def test_candidates_are_compared_in_the_eighth_step_and_after_four_times_as_many():
@@ -32,7 +32,13 @@ def test_steps_without_times_are_no_slow_ones():
 def test_the_newest_numbers_are_kept_until_they_are_taken():
     comparisons = Comparisons()
     for step in range(20):
-        comparisons.add(np.array([step], np.float32), 0.01)
+        comparisons.add(np.array([step], np.float32), 0.01, 1.0)
     assert [int(numbers[0]) for numbers in comparisons.seen()] == list(range(12, 20))
     assert [int(numbers[0]) for numbers in comparisons.take()] == list(range(12, 20))
     assert comparisons.take() == []
+
+
+def test_no_comparison_before_a_trace_could_pay():
+    # A trace takes a second or more: 100 steps have to go by if each might save 10 ms.
+    assert due_steps(Comparisons(), [0.01] * 600, saving=0.01) == [128, 512]
+    assert due_steps(Comparisons(), [0.01] * 40 + [0.1] * 20, saving=0.0) == []
