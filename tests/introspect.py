@@ -356,7 +356,12 @@ def want_traced(plan: Any, candidates: Sequence[int]) -> None:
 
     The position after that of the last candidate stands for compressed rows of embeddings.
     """
-    plan.auto._worth_tracing = lambda state, step, running: set(candidates)
+    plan.auto._worth_tracing = lambda state, step, running, counts: frozenset(candidates)
+
+
+def compress_rows(plan: Any) -> None:
+    """Compresses the rows of embeddings from the next step on."""
+    plan.auto._trace([len(plan.auto.auto.candidates)])
 
 
 def selector_bytes(plan: Any) -> list[int]:

@@ -21,8 +21,9 @@ class Comparisons:
 
     These are the steps 8, 32, 128 and so on, counted from where this process began. When the exchange takes three times
     as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50
-    to 150 ms, which would be too much in each step. None is made before a trace could pay at all. All ranks come to the
-    same result, from numbers that are the same.
+    to 150 ms, which would be too much in each step. None is made before a trace could pay at all: when the seconds that
+    each step might save come to the least that a trace takes, in as many steps as so far. All ranks come to the same
+    result, from numbers that are the same.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,10 @@ class Comparisons:
         self._steps = -1  # before this one
         self._slow = 0  # steps in a row
 
+    def slowdown(self, span: float) -> float:
+        """How many times as long as usual an exchange of `span` seconds takes; 1 before the first comparison."""
+        return span / self._usual if self._usual > 0.0 else 1.0
+
     def add(self, numbers: np.ndarray, span: float, saving: float) -> bool:
         """Adds the numbers of a step, and returns whether to compare now.
 
@@ -42,14 +47,18 @@ class Comparisons:
         self._numbers.append(numbers)
         self._spans.append(span)
         self._savings.append(saving)
-        is_slow = 0.0 < self._usual < span / _SLOW
+        is_slow = self.slowdown(span) > _SLOW
         self._slow = self._slow + 1 if is_slow else 0
         is_due = self._steps % _FIRST == 0 and _is_power(self._steps // _FIRST, 4)
         if is_due and not is_slow:
             self._usual = float(np.median(self._spans))
         times, rest = divmod(self._slow, _IN_A_ROW)
-        might_pay = float(np.median(self._savings)) * self._steps >= _LEAST_TRACE
-        return might_pay and (is_due or (rest == 0 and _is_power(times, 2)))
+        has_slowed = rest == 0 and _is_power(times, 2)
+        if not is_due and not has_slowed:
+            return False
+        # If the link has become slower, the savings of the steps before say nothing.
+        newest = list(self._savings)[-_IN_A_ROW:] if has_slowed else self._savings
+        return float(np.median(newest)) * self._steps >= _LEAST_TRACE
 
     def take(self) -> list[np.ndarray]:
         """The numbers that were kept since the last call, oldest first."""

@@ -6,9 +6,10 @@ they begin uncompressed: kernels would take longer to compile, and to run, than 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import tensorflow as tf
+import numpy as np
 
 from ..cost import CostModel
 from ..engine.embedding_table import EmbeddingTable
@@ -20,11 +21,10 @@ class RowSavings:
     Args:
         tables: All embeddings of the plan. Those that `auto` does not decide on save nothing.
         model: The calibrated cost model.
-        counts: `State.embedding_counts`; None if there are no embeddings.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingTable], model: CostModel, counts: tf.Variable | None) -> None:
-        self._tables, self._model, self._counts = tables, model, counts
+    def __init__(self, tables: Sequence[EmbeddingTable], model: CostModel) -> None:
+        self._tables, self._model = tables, model
 
     @property
     def any(self) -> bool:
@@ -35,21 +35,30 @@ class RowSavings:
         """Seconds, if each gradient has as many rows as it may have."""
         return self._seconds([table.max_rows for table in self._tables], 1.0)
 
-    def now(self, link: float) -> float:
-        """Seconds, with the rows of the last step. Bytes take `link` times as long as when `model` was calibrated."""
-        if self._counts is None:
-            return 0.0
-        ranks = self._model.ranks
-        return self._seconds([rows / ranks for rows in self._counts.numpy()[:, 0].tolist()], link)
+    def now(self, counts: np.ndarray, link: float) -> float:
+        """Seconds, with as many rows as in a step.
+
+        Args:
+            counts: `State.embedding_counts` after that step, int64 [embeddings, 3].
+            link: Bytes take so many times as long as when `model` was calibrated.
+        """
+        return self._seconds([rows / self._model.ranks for rows in counts[:, 0].tolist()], link)
 
     def _seconds(self, rows: Sequence[float], link: float) -> float:
         """With so many rows of each rank, on average."""
-        gather, ranks = self._model.topology.allgather, self._model.ranks
-        saved = 0.0
+        ranks, saved = self._model.ranks, 0.0
         for table, count in zip(self._tables, rows):
             if table.automatic:
+                try:
+                    kernels = self._model.cost_of(table.compressor)
+                except ValueError:
+                    return math.inf  # a compressor of the user, which was not measured for rows
                 gradient = 4.0 * count * table.columns
-                kernels = self._model.cost_of(table.compressor)
-                saved += link * (gather(count * table.uncompressed.rows.nbytes) - gather(count * table.rows.nbytes))
+                saved += link * (self._exchange(table.uncompressed, count) - self._exchange(table, count))
                 saved -= kernels.encoding(gradient) + kernels.decoding(ranks * gradient, 1)
         return saved
+
+    def _exchange(self, table: EmbeddingTable, rows: float) -> float:
+        """Seconds on the link. With more rows than `most_rows`, the dense gradient is sent, of about that size."""
+        rows = min(rows, table.most_rows / self._model.ranks)
+        return self._model.topology.allgather(rows * table.rows.nbytes)

@@ -76,7 +76,7 @@ class AutoSelector(ModelSelector):
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
         self._others, self._savings = others, savings
-        self.compresses_rows = compresses_rows
+        self._counts = plan.state.embedding_counts
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
         self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
@@ -106,6 +106,8 @@ class AutoSelector(ModelSelector):
             self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
             self._trace_seconds = tracing.variable(tf.constant(0.0), _NAME)  # from here to the first exchange
             self._timed_from = tracing.variable(tf.constant(_UNTIMED, tf.int64), _NAME)  # the step
+            self._rows = tracing.variable(tf.constant(compresses_rows), _NAME)  # `compresses_rows`, for checkpoints
+        self.compresses_rows = compresses_rows
         settings = plan.settings
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in self.auto.candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
@@ -175,12 +177,14 @@ class AutoSelector(ModelSelector):
                 before = self._uncompressed.index(False)
                 self.state.before.assign(tf.fill([len(self.nbytes)], before))
                 used.add(before)
-            # The rows' residuals may be restored, too.
-            self._trace([*used, len(self.auto.candidates)])
+            # Rows that were not compressed have no residuals.
+            compressed_rows = {len(self.auto.candidates)} if self._rows.numpy() else set()
+            self._rows.assign(self.compresses_rows)
+            self._trace(used | compressed_rows)
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
-        return {f"auto_{name}": variable for name, variable in self.state._asdict().items()}
+        return {f"auto_{name}": variable for name, variable in self.state._asdict().items()} | {"auto_rows": self._rows}
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
@@ -205,7 +209,8 @@ class AutoSelector(ModelSelector):
             wanted = tf.constant(self._mask())
             if not all(self._mask()):
                 watch = functools.partial(self._watch, tuple(self._traced))
-                wanted = tf.numpy_function(watch, [measurement.step, numbers], tf.float32)
+                counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
+                wanted = tf.numpy_function(watch, [measurement.step, numbers, counts], tf.float32)
                 wanted = tf.ensure_shape(wanted, [len(self.auto.candidates) + 1])
             votes = self.state.choice.read_value(), tf.constant(-1)
             if len(self._traced) > 1:
@@ -239,8 +244,8 @@ class AutoSelector(ModelSelector):
         """The other traced candidates."""
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
-    def _watch(self, running: Sequence[int], step: np.int64, numbers: np.ndarray) -> np.ndarray:
-        """Gets the numbers of each step, of which the candidates `running` are traced.
+    def _watch(self, running: Sequence[int], step: np.int64, numbers: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Gets the numbers of each step, of which the candidates `running` are traced, and its `embedding_counts`.
 
         They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
         rank wants to be traced, see `_mask`.
@@ -249,7 +254,8 @@ class AutoSelector(ModelSelector):
         wanted = numbers[-len(self.auto.candidates) - 1 :] > 0.0  # by rank 0
         missing = np.flatnonzero(wanted & (self._mask() == 0.0))
         rest, span = map(float, numbers[self._span_at - 1 : self._span_at + 1])
-        due = self._comparisons.add(numbers, span, self._most_saved(rest, span))
+        most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
+        due = self._comparisons.add(numbers, span, most)
         if not due and not missing.size:
             return self._mask()
         with tf.init_scope(), tf.device("CPU"):
@@ -263,7 +269,7 @@ class AutoSelector(ModelSelector):
                 if self._rank == 0:
                     names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
                     report.log_trace([names[i] for i in missing])
-            more = self._worth_tracing(state, int(step), running) if self._rank == 0 else set()
+            more = self._worth_tracing(state, int(step), running, counts) if self._rank == 0 else frozenset()
         return self._mask(more)
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
@@ -274,33 +280,42 @@ class AutoSelector(ModelSelector):
             state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._costs)
         return state
 
-    def _most_saved(self, rest: float, span: float) -> float:
-        """Seconds of a step that others might save: a bound that is quick to compute, the same on all ranks."""
-        rows = 0.0 if self.compresses_rows else self._savings.now(float(self.state.link[1]))
-        if not self._follows:
-            return math.inf
+    def _most_saved(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
+        """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
+
+        This is a bound that is quick to compute.
+        """
+        link = float(self.state.link[1]) * max(1.0, self._comparisons.slowdown(span))
+        rows = 0.0 if self.compresses_rows else self._savings.now(counts, link)
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
-        (now,) = self._traced
         progress = max(float(self._prior.progress[now]), float(self._usual[now]))
         worth = (1.0 + self.auto.max_slowdown * float(self._prior.lost[now])) / progress
         return max((rest + span) * worth - rest, rows)
 
-    def _worth_tracing(self, state: policy.State, step: int, running: Sequence[int]) -> set[int]:
-        """Positions in `_mask` of what might save more time than a trace with it takes, in as many steps as so far."""
+    def _worth_tracing(
+        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
+    ) -> frozenset[int]:
+        """Positions in `_mask` of what might save most beyond the trace that it takes, in as many steps as so far."""
         measured = running if len(running) > 1 else []
         value = policy.value_of(state, self._prior)
         picks, saved = policy.possible_saving(
             self._rules, state, self._costs, value, self._sizes, self._usual, measured
         )
-        more = {int(c) for c in picks} - set(self._traced)
+        if not float(state.rest) > 0.0:
+            return frozenset()
+        more = frozenset(int(c) for c in picks) - frozenset(self._traced)
+        rows = frozenset([len(self.auto.candidates)] if not self.compresses_rows else [])
+        saved_by_more = float(saved) if more else 0.0
+        saved_by_rows = self._savings.now(counts, float(state.link[1])) if rows else 0.0
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, float(self._trace_seconds) - float(state.rest))
-        seconds = once * _TRACE_FACTOR * (len(self._traced) + len(more))
-        if not float(state.rest) > 0.0:
-            return set()
-        worth = more if float(saved) * step > seconds else set()
-        rows = self._savings.now(float(state.link[1]))
-        return worth | {len(self.auto.candidates)} if rows * step > once * _TRACE_FACTOR else worth
+        saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
+        gains = {
+            new: seconds * step - once * _TRACE_FACTOR * (len(self._traced) + len(new & more))
+            for new, seconds in saved_by.items()
+            if new
+        }
+        return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
 
     def _mask(self, more: Iterable[int] = ()) -> np.ndarray:
         """What is traced, and `more`: 1 for each traced candidate, then 1 for compressed rows; float32 [C + 1]."""
@@ -316,6 +331,7 @@ class AutoSelector(ModelSelector):
             if traced != self._traced:
                 self._traced, self._sample = traced, self._new_sample(traced)
             self.compresses_rows = bool(rows)
+            self._rows.assign(self.compresses_rows)
             # What runs now may have another trace than the one that `_functions` had last.
             tracing.forget_traces(tracing.running_functions() | set(self._functions))
 

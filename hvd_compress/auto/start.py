@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..common import tracing
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
 from ..cost import Calibration, CostModel
@@ -59,11 +60,11 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
             (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
             first = tf.where(cost - least < _LEAST_GAIN, plain, first)
-        savings = RowSavings(layout.embeddings, _model(calibrated), plan.state.embedding_counts)
+        savings = RowSavings(layout.embeddings, _model(calibrated))
         rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN)], tf.int32)
         both = tf.concat([first, rows], 0)
         both = hvd.broadcast(both, group.ranks[0], name="hvdc_first_choice", process_set=group)
-        first, compresses_rows = both[:-1], not savings.any or bool(both[-1])
+        first, compresses_rows = both[:-1], not tracing.can_forget_traces() or not savings.any or bool(both[-1])
         others = {
             compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
             for compressor in map(resolve, _COMPARED)

@@ -105,12 +105,15 @@ class PlanState:
         """The inverse of `packed`."""
         fields = metadata["tensors"]
         layouts = range(len(metadata["pieces"]))
+        replicated = {name: arrays[f"{prefix}.named.{name}"] for name in metadata["named"]}
+        if "auto_choice" in replicated:  # before there was `auto_rows`, `auto` compressed all rows
+            replicated.setdefault("auto_rows", np.array(True))
         return PlanState(
             [Member(path, tuple(shape), kind) for path, shape, kind in metadata["members"]],
             {f: {i: arrays[f"{prefix}.{f}.{i}"] for i in positions} for f, positions in fields.items()},
             {f: [arrays[f"{prefix}.padding.{f}.{i}"] for i in layouts] for f in fields},
             metadata["pieces"],
-            {name: arrays[f"{prefix}.named.{name}"] for name in metadata["named"]},
+            replicated,
         )
 
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod
@@ -69,6 +69,11 @@ class Session:
     def buckets(self) -> list[WatchedBucket]:
         """The buckets of the plan; empty before the first step."""
         return [] if self._recorder is None else self._recorder.buckets
+
+    @property
+    def auto_buckets(self) -> Sequence[int]:
+        """The positions in `buckets` of those that `auto` decides on."""
+        return () if self._plan is None or self._plan.auto is None else self._plan.layout.auto_buckets
 
     @property
     def has_steps(self) -> bool:
@@ -139,8 +144,7 @@ class Session:
         if not watched:
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
-        of_auto = () if self._plan.auto is None else self._plan.layout.auto_buckets
-        self._reader = Reader(self.buckets, of_auto)
+        self._reader = Reader(self.buckets, self.auto_buckets)
         self._describe()
         return True
 

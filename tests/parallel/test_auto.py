@@ -164,12 +164,13 @@ def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypa
         np.testing.assert_allclose(out + gather(new).mean(0), total + gather(old).mean(0), atol=1e-4)
 
 
-def test_fit_traces_all_candidates_once_they_are_worth_it(rank, gather, monkeypatch):
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_fit_traces_all_candidates_once_they_are_worth_it(steps_per_execution, rank, gather, monkeypatch):
     introspect.trace_all_candidates(monkeypatch, False)
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([40]), keras.layers.Dense(50), keras.layers.Dense(10)])
     optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=SPEC, min_compress_size=200)
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps_per_execution)
     traced = []
 
     class NoCost(keras.callbacks.Callback):
@@ -180,7 +181,7 @@ def test_fit_traces_all_candidates_once_they_are_worth_it(rank, gather, monkeypa
                 introspect.want_traced(plan, [0, 1, 2])
 
     random = np.random.default_rng(rank)
-    x, y = random.standard_normal((120, 40)).astype("float32"), random.standard_normal((120, 10)).astype("float32")
+    x, y = random.standard_normal((160, 40)).astype("float32"), random.standard_normal((160, 10)).astype("float32")
     model.fit(x, y, batch_size=8, callbacks=[NoCost()], verbose=0)
     assert traced[0] == 1 and traced[-1] == 3
     for weights in model.get_weights():

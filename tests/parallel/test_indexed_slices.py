@@ -398,6 +398,7 @@ def test_auto_compresses_rows_once_that_is_worth_it(rank, size, gather, monkeypa
 def test_restored_residuals_of_rows_are_sent(rank, size, gather, monkeypatch):
     first = Mixed(rank, monkeypatch)
     first.step()
+    introspect.compress_rows(first.plan)
     introspect.row_residual_variables(first.plan)[0].assign(tf.fill([ROWS, COLUMNS], 1.0 + rank))
     second = Mixed(rank, monkeypatch)
     introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])

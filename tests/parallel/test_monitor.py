@@ -1,6 +1,7 @@
 """What is watched is what happens, and watching changes nothing."""
 
 import csv
+import dataclasses
 import json
 import struct
 
@@ -12,6 +13,7 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.common import gradient_file
+from hvd_compress.frontends.keras import compression_monitor
 from hvd_compress.monitor.gradients import MAX_STEPS, GradientRecorder
 from hvd_compress.tools import run_log
 
@@ -112,7 +114,7 @@ def test_a_nan_on_one_rank_is_seen_on_all(rank):
     assert np.isnan(steps.error[1]) and np.isfinite(steps.error[[0, 2]]).all()
 
 
-def test_auto_and_indexed_slices_are_watched(rank, fixed_costs):
+def test_auto_and_indexed_slices_are_watched(rank, fixed_costs, capfd):
     reducer = introspect.new_reducer("auto:candidates=(none|int8),warmup_steps=0", watched=True)
     variables = [tf.Variable(tf.zeros([100, 8])), tf.Variable(tf.zeros([300, 100]))]
 
@@ -131,6 +133,10 @@ def test_auto_and_indexed_slices_are_watched(rank, fixed_costs):
     assert steps.buckets.compressor[2, 0] == 1
     assert steps.buckets.bytes[2, 0] == recorded[0].sent[1]
     assert 0.0 < steps.error[2] < 0.05
+    # Rows of embeddings are not tried, though they may be compressed or not.
+    tried = dataclasses.replace(steps, trial=np.array([False, False, True, False]))
+    compression_monitor._log_trials(0, [tried], recorded, [0])
+    assert ("auto tried int8 in 1 of 4 steps" in capfd.readouterr().err) == (rank == 0)
 
 
 def test_what_auto_chooses_from_is_written(rank, tmp_path, fixed_costs, capfd):

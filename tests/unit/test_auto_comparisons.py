@@ -38,6 +38,14 @@ def test_the_newest_numbers_are_kept_until_they_are_taken():
     assert comparisons.take() == []
 
 
+def test_a_slower_link_counts_with_what_may_be_saved_now():
+    # Before, each step could save 1 ms, and now 90.
+    comparisons, spans = Comparisons(), [0.01] * 40 + [0.1] * 20
+    due = [s for s, span in enumerate(spans) if comparisons.add(np.zeros(1, np.float32), span, span - 0.009)]
+    assert due == [42, 45, 51]
+    assert comparisons.slowdown(0.02) == 2.0 and Comparisons().slowdown(0.02) == 1.0
+
+
 def test_no_comparison_before_a_trace_could_pay():
     # A trace takes a second or more: 100 steps have to go by if each might save 10 ms.
     assert due_steps(Comparisons(), [0.01] * 600, saving=0.01) == [128, 512]

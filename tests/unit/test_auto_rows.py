@@ -1,5 +1,9 @@
 """What `auto` predicts to save by compressing the rows of embeddings."""
 
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -25,19 +29,35 @@ def seconds(rows, link=1.0):
     return link * 2 * rows * (PLAIN - CODED) * BETA - kernels
 
 
-def savings(tables, counts=None):
+def savings(tables):
     model = CostModel(Link(1e-4, BETA), RANKS, kernels={"quantize": KERNEL})
-    return RowSavings(tables, model, None if counts is None else tf.Variable(tf.constant(counts, tf.int64)))
+    return RowSavings(tables, model)
+
+
+def counts(*rows):
+    return np.array([[n, 0, n] for n in rows], np.int64).reshape(-1, 3)
 
 
 def test_savings_are_those_of_the_link_without_the_kernels():
-    found = savings([table(), table(max_rows=10)], [[300, 0, 400], [6, 0, 7]])
+    found = savings([table(max_rows=300), table(max_rows=10)])
     assert found.any
-    assert found.at_most() == pytest.approx(seconds(ROWS) + seconds(10))
-    assert found.now(2.0) == pytest.approx(seconds(100, 2.0) + seconds(2, 2.0))
+    assert found.at_most() == pytest.approx(seconds(300) + seconds(10))
+    assert found.now(counts(300, 6), 2.0) == pytest.approx(seconds(100, 2.0) + seconds(2, 2.0))
 
 
 def test_tables_of_other_compressors_save_nothing():
-    found = savings([table(automatic=False)], [[300, 0, 400]])
-    assert not found.any and found.at_most() == 0.0 and found.now(1.0) == 0.0
-    assert savings([]).now(1.0) == 0.0
+    found = savings([table(automatic=False)])
+    assert not found.any and found.at_most() == 0.0 and found.now(counts(300), 1.0) == 0.0
+    assert savings([]).now(counts(), 1.0) == 0.0
+
+
+def test_a_table_that_is_sent_as_a_dense_gradient_saves_what_that_saves():
+    # Of 3,000 rows on all ranks, 1,000 different ones at most: both forms are sent as dense gradients.
+    sent = [dense * BETA for dense in (table().uncompressed.dense_bytes, table().dense_bytes)]
+    kernels = seconds(ROWS, 0.0)
+    assert savings([table()]).now(counts(3000), 5.0) == pytest.approx(5 * (sent[0] - sent[1]) + kernels, rel=1e-3)
+
+
+def test_rows_of_an_unknown_compressor_are_always_compressed():
+    unknown = dataclasses.replace(table(), compressor=resolve("onebit"))
+    assert savings([unknown]).at_most() == math.inf

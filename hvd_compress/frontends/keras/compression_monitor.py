@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -127,7 +128,7 @@ class CompressionMonitor(CountingCallback):
         else:
             self._keep(self._session.read())
         if self._epoch:
-            _log_trials(epoch, self._epoch, self._session.buckets)
+            _log_trials(epoch, self._epoch, self._session.buckets, self._session.auto_buckets)
         if logs is not None and self._epoch:
             logs.update(_logs_of(self._epoch))
         self._epoch = []
@@ -178,17 +179,16 @@ class CompressionMonitor(CountingCallback):
         self._writer.flush()
 
 
-def _log_trials(epoch: int, steps: list[Steps], buckets: list[WatchedBucket]) -> None:
+def _log_trials(epoch: int, steps: list[Steps], buckets: list[WatchedBucket], of_auto: Sequence[int]) -> None:
     """Rank 0 prints which candidates `auto` tried in an epoch."""
     count = sum(int(part.trial.sum()) for part in steps)
     if not count or hvd.rank() != 0:
         return
     tried = {
-        buckets[b].compressors[c]: None
+        buckets[b].compressors[row[b]]: None
         for part in steps
         for row in part.buckets.compressor[part.trial]
-        for b, c in enumerate(row)
-        if len(buckets[b].compressors) > 1
+        for b in of_auto
     }
     text = (
         f"hvd_compress: epoch {epoch + 1}: auto tried {', '.join(tried)} in {count} of {sum(map(len, steps))} steps, "
