@@ -50,6 +50,7 @@ class Reducer:
         self._build = build
         self.plans: dict[Any, Plan] = {}  # by the variables' identities and the gradients' kinds
         self._functions: dict[Any, Any] = {}  # each plan's step, for calls outside of a graph
+        self._agreed: set[tuple[int, ...]] = set()  # see `agree_once`
         self.pending: list[Any] = []  # loaded states of plans that are not made yet
         # The prefix of its collectives' names. Horovod matches collectives by name: two reducers must not share theirs.
         # All ranks make their reducers in the same order.
@@ -151,6 +152,13 @@ class Reducer:
                 watched = agreement.check(name, self.settings, gradients, variables, watched, first=not self.plans)
         return name, watched
 
+    def agree_once(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """As `agree`, for gradients that are reduced without a plan; only the first call with these variables."""
+        key = tuple(map(id, variables))
+        if key not in self._agreed:
+            self.agree(gradients, variables)
+            self._agreed.add(key)
+
     def begin_epoch(self, epoch: int, epochs: int | None = None, steps: float | None = None) -> None:
         """Sets the progress at the beginning of an epoch. All ranks call it: they agree on the largest numbers.
 
@@ -184,6 +192,7 @@ class Reducer:
     def replan(self, states: Sequence[SavedState]) -> None:
         """Deletes the plans after the ranks changed; new plans restore `states`. Graphs must be traced again."""
         self.plans.clear()
+        self._agreed.clear()
         self._functions.clear()
         self.pending = list(states)
 

@@ -620,3 +620,57 @@ def test_a_copy_is_distributed_too(keras, copied, rank, size):
     assert other._hvdc.reducer is not optimizer._hvdc.reducer
     assert type(copied(optimizer)) is type(optimizer)  # after a step
     np.testing.assert_allclose(step(optimizer, variables[0]), -(size - 1), atol=0.02)
+
+
+def float8_model(keras, dtype=None):
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.Dense(8, name="first", dtype=dtype)
+    model = keras.Sequential([keras.Input((24,)), layer, keras.layers.Dense(4)])
+    layer.quantize("float8")
+    return model, layer
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has no float8")
+@pytest.mark.parametrize("way", ["plain", "on_nonfinite", "LossScaleOptimizer", "gradient_accumulation_steps"])
+def test_all_ranks_have_the_statistics_of_float8(way, rank, size, gather):
+    keras = tf_dot_keras
+    model, layer = float8_model(keras)
+    inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2 if way == "gradient_accumulation_steps" else None)
+    options = {"on_nonfinite": "skip"} if way == "on_nonfinite" else {}
+    optimizer = hvdc.DistributedOptimizer(inner, compression="int8", min_compress_size=100, **options)
+    if way == "LossScaleOptimizer":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(optimizer, "mse", jit_compile=False)
+    batches = [[make_data(10 * r + b, 16) for b in range(4)] for r in range(size)]
+    for x, y in batches[rank]:
+        model.train_on_batch(x, y)
+    # Keras keeps the largest value of an update's passes. The newest stands first, and the others stand at the end.
+    passes = 2 if way == "gradient_accumulation_steps" else 1
+    largest = np.reshape([max(np.abs(of_rank[b][0]).max() for of_rank in batches) for b in range(4)], [-1, passes])
+    *before, newest = largest.max(1)
+    history = np.asarray(layer.inputs_amax_history)
+    np.testing.assert_allclose(history[[0, *range(-len(before), 0)]], [newest, *before], rtol=1e-6)
+    everyone = gather(flat_weights(model))
+    assert (everyone == everyone[0]).all()
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has no float8")
+def test_float8_is_not_summed_over_passes(rank):
+    model, _ = float8_model(tf_dot_keras)
+    optimizer = hvdc.DistributedOptimizer(tf_dot_keras.optimizers.SGD(0.01), backward_passes_per_step=2)
+    model.compile(optimizer, "mse", jit_compile=False)
+    with pytest.raises(
+        ValueError, match="is overwritten with its gradient, and backward_passes_per_step > 1"
+    ):
+        model.train_on_batch(*make_data(rank, 16))
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has no float8")
+def test_ranks_with_other_float8_layers_are_told_so(rank):
+    keras = tf_dot_keras
+    model, _ = float8_model(keras)
+    if rank == 1:
+        model.layers[-1].quantize("float8")
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="ranks disagree on the number of gradients"):
+        model.train_on_batch(*make_data(rank, 16))

@@ -15,6 +15,7 @@ from ...engine.settings import Settings
 from ..build import new_reducer
 from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
+from .overwritten import OverwrittenVariables, is_overwritten
 
 
 class Distribution:
@@ -36,18 +37,55 @@ class Distribution:
         if settings.backward_passes_per_step > 1:
             self.aggregation = LocalGradientAggregation(settings, self.reduce)
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
+        self._overwritten = OverwrittenVariables(self.reducer)
 
     def register_local_var(self, variable: Any) -> None:
         """Keeps the gradient of `variable` local to this rank."""
         self._local.add(id(variable))
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
-        """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`."""
-        return reduce_shared(self.reducer, gradients, variables, self._local, so_far)
+        """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`.
+
+        Of variables that Keras overwrites with their gradients, all ranks get the largest values.
+        """
+        result = self.reduce_overwritten(gradients, variables)
+        others = [i for i, variable in enumerate(variables) if not is_overwritten(variable)]
+        reduced = reduce_shared(
+            self.reducer, [gradients[i] for i in others], [variables[i] for i in others], self._local, so_far
+        )
+        for i, gradient in zip(others, reduced):
+            result[i] = gradient
+        return result
+
+    @checks.plain_errors
+    def reduce_overwritten(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces only the gradients of variables that Keras overwrites with them."""
+        shared = [
+            i
+            for i, (gradient, variable) in enumerate(zip(gradients, variables))
+            if gradient is not None and is_overwritten(variable) and id(variable) not in self._local
+        ]
+        result = list(gradients)
+        reduced = self._overwritten.reduce([gradients[i] for i in shared], [variables[i] for i in shared])
+        for i, gradient in zip(shared, reduced):
+            result[i] = gradient
+        return result
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Adds the gradients of one pass, and reduces the sum if this pass completes a step."""
-        return (self.reduce if self.aggregation is None else self.aggregation.add)(gradients, variables)
+        """Adds the gradients of one pass, and reduces the sum if this pass completes a step.
+
+        Raises:
+            ValueError: With several passes, for variables that Keras overwrites with their gradients.
+        """
+        if self.aggregation is None:
+            return self.reduce(gradients, variables)
+        overwritten = [path_of(variable) for variable in variables if is_overwritten(variable)]
+        if overwritten:
+            raise ValueError(
+                f"{overwritten[0]} of a float8 layer is overwritten with its gradient, and backward_passes_per_step > "
+                "1 would sum it: use the optimizer's own gradient_accumulation_steps"
+            )
+        return self.aggregation.add(gradients, variables)
 
     def update_if_complete(
         self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None

@@ -2,7 +2,8 @@
 
 Keras's `apply` filters the gradients, unscales them, accumulates them (`gradient_accumulation_steps`), clips them
 and updates the variables, in this order. It calls `_clip_gradients` exactly once per update. Gradients are reduced
-there: no micro-batch is ever sent, and averaged gradients are clipped.
+there: no micro-batch is ever sent, and averaged gradients are clipped. Only the statistics of float8 layers, a few
+numbers that Keras overwrites in each micro-batch, are reduced each time (`overwritten`).
 
 Keras's LossScaleOptimizer checks the gradients of its own process, and calls its inner optimizer only if they are
 finite. If one rank overflowed, the others would wait for it for ever. So gradients are unscaled, reduced and scaled
@@ -81,6 +82,11 @@ class Keras3Mixin(DistributedMixin):
         # `_clip_gradients` does not get the variables, but needs them.
         self.__dict__["_hvdc_variables"] = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:  # Keras's argument names
+        if not self._is_reduced:
+            grads = self._hvdc.reduce_overwritten(list(grads), list(vars))
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
         if not self._is_reduced:
