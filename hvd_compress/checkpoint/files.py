@@ -33,6 +33,10 @@ _OURS = re.compile(r"(manifest\.json|rank-\d+-of-\d+\.npz)(\.tmp)?")
 _METADATA = "metadata"
 
 
+class FormatError(ValueError):
+    """A file is of another kind or version."""
+
+
 def save_path(directory: str, number: int) -> str:
     """The path of the folder of a save."""
     return os.path.join(directory, f"save-{number:08d}")
@@ -105,23 +109,29 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
     return manifest
 
 
-def read_rank(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads the metadata and the arrays that `write_rank` wrote.
+def read_rank(
+    path: str, names: Callable[[dict[str, Any]], Collection[str]]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Reads the metadata that `write_rank` wrote, and of the arrays those that `names(metadata)` returns.
+
+    Arrays that the file does not have are left out.
 
     Raises:
         ValueError: The file is missing, damaged, or of another format version.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # also checks the CRC
-        metadata = json.loads(arrays.pop(_METADATA).tobytes())
+            metadata = _checked(json.loads(file[_METADATA].tobytes()), path)
+            expected = names(metadata)
+            arrays = {name: file[name] for name in expected if name in file.files}  # also checks the CRC
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except PermissionError:
         raise ValueError(f"{path} cannot be read: permission denied") from None
+    except FormatError:
+        raise
     except Exception as error:  # for damaged files, zipfile and NumPy raise many types of errors
         raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
-    metadata = _checked(metadata, path)
     for name in metadata["bfloat16"]:
         arrays[name] = arrays[name].view(tf.bfloat16.as_numpy_dtype)
     return metadata, arrays
@@ -147,9 +157,9 @@ def prune(directory: str, keep: Collection[int]) -> None:
 
 def _checked(metadata: Any, path: str) -> dict[str, Any]:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is no file of {FORMAT}")
+        raise FormatError(f"{path} is no file of {FORMAT}")
     if metadata.get("version") != VERSION:
-        raise ValueError(
+        raise FormatError(
             f"{path} is of format version {metadata.get('version')}, and this hvd_compress reads {VERSION}"
         )
     return metadata

@@ -101,6 +101,19 @@ class PlanState:
             raise ValueError(f"the number of steps is {step.tolist()!r}")
 
     @staticmethod
+    def names(plans: Sequence[dict[str, Any]]) -> list[str]:
+        """The names of the arrays that `packed` returned with these metadata; the prefixes were 0, 1 and so on."""
+        return [
+            f"{prefix}.{name}"
+            for prefix, plan in enumerate(plans)
+            for name in (
+                *(f"named.{name}" for name in plan["named"]),
+                *(f"{field}.{i}" for field, positions in plan["tensors"].items() for i in positions),
+                *(f"padding.{field}.{i}" for field in plan["tensors"] for i in range(len(plan["pieces"]))),
+            )
+        ]
+
+    @staticmethod
     def unpacked(prefix: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> PlanState:
         """The inverse of `packed`."""
         fields = metadata["tensors"]

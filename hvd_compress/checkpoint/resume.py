@@ -62,7 +62,7 @@ def read(
         path = files.rank_path(directory, number, source, saved_ranks)
         if not os.path.exists(path):
             raise ValueError(f"{path} is missing: {needs}, or start without residuals (resume=False)")
-        metadata, arrays = files.read_rank(path)
+        metadata, arrays = files.read_rank(path, lambda metadata: PlanState.names(metadata["plans"]))
         expected = {**manifest, "rank": source}
         if {name: metadata.get(name) for name in expected} != expected:
             raise ValueError(f"{path} belongs to another save than its manifest.json: files were mixed up or changed")

@@ -117,12 +117,22 @@ def test_a_pickle_is_never_loaded(directory, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
+def test_only_the_expected_arrays_are_read(directory):
+    written = state(0)
+    save(directory, 7, [written])
+    with zipfile.ZipFile(files.rank_path(directory, 1, 0, 1), "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("0.residuals.1.npy", b"no array: reading it is an error")
+        archive.writestr("more.npy", bytes(10**7))
+    _, (read,) = load(directory, 1)
+    assert_same(read, written)
+
+
 def test_a_missing_file_says_what_is_needed(directory):
     save(directory, 7, [state(0), state(1)])
     os.unlink(files.rank_path(directory, 1, 1, 2))
     refused("rank-1-of-2.npz is missing: each rank needs the file that it wrote", load, directory, 2)
     refused("is missing: 1 ranks instead of 2 need a file system that all", load, directory, 1)
-    refused("rank-1-of-2.npz is missing$", files.read_rank, files.rank_path(directory, 1, 1, 2))
+    refused("rank-1-of-2.npz is missing$", files.read_rank, files.rank_path(directory, 1, 1, 2), dict)
     os.unlink(files.save_path(directory, 1) + "/manifest.json")
     assert resume.find(directory, None) is None
     assert resume.find(directory + "/nowhere", None) is None
