@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 from .. import formats
-from ..exchange import choice
+from ..exchange import choice, volume
 from ..exchange.collective import Collective
 from ..exchange.hierarchical import HostCounts
 from ..formats.base import Format
@@ -98,7 +98,7 @@ class CostModel:
 
     def _collectives(self, compressor: Any) -> list[Collective]:
         """The collectives that can carry chunks of one shape, if there are as many as ranks."""
-        shapes = [(1,)] * self.ranks
+        shapes = volume.Alike((1,), self.ranks)
         return [c for c in choice.collectives(_hosts(self.topology)) if c.fits(compressor, shapes, self.ranks)]
 
     def predict(

@@ -23,7 +23,7 @@ class TensorGroup:
         """The elements of each member."""
         return [math.prod(shape) for shape in self.shapes]
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """The elements of all members."""
         return sum(self.sizes)

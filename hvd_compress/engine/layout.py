@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Union
 
-from ..exchange import choice
+from ..exchange import choice, volume
 from ..exchange.volume import LARGEST as LARGEST
 from ..formats.quantize import BLOCK
 from .grouping import Shape, TensorGroup, runs
@@ -62,9 +62,9 @@ class PerTensorLayout:
     tensors: TensorGroup
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> Sequence[Shape]:
         """The shape of each chunk."""
-        return list(self.tensors.shapes)
+        return self.tensors.shapes
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
         """The chunks of each bucket: consecutive ones of up to `bucket_bytes`, but at least one."""
@@ -118,9 +118,9 @@ class FlatLayout:
         return next((candidate for candidate in aligned if candidate <= (1 + _ADDED) * size), size)
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> Sequence[Shape]:
         """The shape of each chunk."""
-        return [(self.size,)] * self.count
+        return volume.Alike((self.size,), self.count)
 
     def in_buckets(self, bucket_bytes: int) -> list[range]:
         """The chunks of each bucket: consecutive ones of up to `bucket_bytes`, but at least `multiple`.

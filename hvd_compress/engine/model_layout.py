@@ -57,7 +57,7 @@ class ModelLayout:
         """The parameter group of a bucket."""
         return self.param_groups[self.buckets[b].group]
 
-    def shapes_of(self, b: int) -> list[Shape]:
+    def shapes_of(self, b: int) -> Sequence[Shape]:
         """The shapes of a bucket's chunks."""
         chunks = self.buckets[b].chunks
         return self.group_of(b).layout.shapes[chunks.start : chunks.stop]

@@ -53,7 +53,7 @@ class Plan:
         hosts = None if compressor in self.flat else self.hosts
         return choice.choose(compressor, shapes, self.settings.process_set.size(), hosts)
 
-    def shapes_of(self, b: int, compressor: Compressor) -> list[Shape]:
+    def shapes_of(self, b: int, compressor: Compressor) -> Sequence[Shape]:
         """The shapes of the tensors that are exchanged with a bucket.
 
         A model-wide candidate of `auto` exchanges all gradients with the last bucket, and nothing with the others.

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..engine import grouping
 from ..engine import layout as geometry
 from ..engine.grouping import Shape
 from ..engine.layout import BUCKET_BYTES, MIN_COMPRESS_SIZE
+from ..exchange import volume
 from ..formats import Format
 
 
@@ -48,7 +50,7 @@ class Bucket:
     """Gradients that cross together. Buckets are equal if their exchanges are."""
 
     nbytes: int  # of gradient, as float32
-    shapes: tuple[Shape, ...]  # of its chunks
+    shapes: Sequence[Shape]  # of its chunks
     ready: float = dataclasses.field(compare=False)  # the share of the backward pass after which it is complete
     dense: bool = False  # whether it is never compressed
 
@@ -76,15 +78,14 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
         limit = sys.maxsize if candidates[0].model_wide else limit
     else:
         layout = geometry.flat_layout(gradients, candidates, limit, ranks, workers)
-    chunk_sizes = [math.prod(shape) for shape in layout.shapes]
-    chunk_ends = np.minimum(np.cumsum(chunk_sizes), gradients.numel)
     gradient_ends = np.cumsum(gradients.sizes)
-    compressed = []
+    compressed, end = list[Bucket](), 0
     for chunks in layout.in_buckets(limit):
-        last = int(np.searchsorted(gradient_ends, chunk_ends[chunks[-1]]))  # the gradient in which the bucket ends
-        shapes = tuple(layout.shapes[chunks.start : chunks.stop])
-        nbytes = 4 * sum(chunk_sizes[chunks.start : chunks.stop])
-        compressed.append(Bucket(nbytes, shapes, work.ready(gradients.members[last])))
+        shapes = layout.shapes[chunks.start : chunks.stop]
+        numel = sum(count * math.prod(shape) for shape, count in volume.counts(shapes).items())
+        end = min(end + numel, gradients.numel)
+        last = int(np.searchsorted(gradient_ends, end))  # the gradient in which the bucket ends
+        compressed.append(Bucket(4 * numel, shapes, work.ready(gradients.members[last])))
     # Dense buckets go before the last compressed one.
     return [*compressed[:-1], *dense, compressed[-1]]
 

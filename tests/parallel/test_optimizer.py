@@ -659,9 +659,7 @@ def test_float8_is_not_summed_over_passes(rank):
     model, _ = float8_model(tf_dot_keras)
     optimizer = hvdc.DistributedOptimizer(tf_dot_keras.optimizers.SGD(0.01), backward_passes_per_step=2)
     model.compile(optimizer, "mse", jit_compile=False)
-    with pytest.raises(
-        ValueError, match="is overwritten with its gradient, and backward_passes_per_step > 1"
-    ):
+    with pytest.raises(ValueError, match="is overwritten with its gradient, and backward_passes_per_step > 1"):
         model.train_on_batch(*make_data(rank, 16))
 
 

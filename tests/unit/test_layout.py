@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvd_compress as hvdc
+from hvd_compress import formats
 from hvd_compress.engine import layout as geometry
 from hvd_compress.engine.grouping import TensorGroup
 from hvd_compress.engine.layout import FlatLayout, PerTensorLayout
 from hvd_compress.engine.packing import pack, unpack
+from hvd_compress.exchange import volume
 
 SHAPES = [(10, 10), (5,), (20, 10), (), (3, 3, 2, 2), (300, 2), (0, 3)]
 DTYPES = [tf.float32, tf.float16, tf.float64, tf.bfloat16, tf.float32, tf.float32, tf.float32]
@@ -144,3 +146,15 @@ def test_pieces_in_buckets():
     assert whole.in_buckets(1) == [range(0, 1), range(1, 2), range(2, 3)]
     assert whole.in_buckets(120) == [range(0, 2), range(2, 3)]
     assert whole.in_buckets(10**9) == [range(3)]
+
+
+def test_shapes_that_are_alike_count_as_a_list_of_them_does():
+    alike, listed = volume.Alike((8, 4), 6), [(8, 4)] * 6
+    assert list(alike) == listed and len(alike) == 6 and alike[-1] == (8, 4)
+    assert list(alike[1:4]) == listed[1:4] and list(alike[4:99]) == listed[4:]
+    assert volume.counts(alike) == volume.counts(listed) == {(8, 4): 6}
+    assert not volume.counts(alike[:0]) and not volume.are_alike(alike[:0])
+    assert volume.are_alike(alike) and not volume.are_alike([(8, 4), (4, 8)])
+    int8 = formats.parse("int8")
+    assert volume.payload_bytes(int8, alike) == volume.payload_bytes(int8, listed)
+    assert hash(alike[:3]) == hash(volume.Alike((8, 4), 3)) and alike[:3] == volume.Alike((8, 4), 3)

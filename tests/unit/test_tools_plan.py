@@ -467,3 +467,9 @@ def test_models():
     assert of_size(10) == [(10,)]
     assert sum(math.prod(shape) for shape in MODELS["resnet50"]()) == 25_557_032
     assert abs(sum(math.prod(shape) for shape in of_size(25_600_000)) - 25_600_000) < 1024
+
+
+def test_a_hundred_billion_parameters_between_a_million_ranks():
+    # One shape of all chunks, however many: no list of a million of them, for each of a thousand predictions.
+    result = invoke("plan", "--params", "100G", "--ranks", "1M", "--bandwidth", "10gbit", "--json")
+    assert result.exit_code == 0, result.output
