@@ -87,7 +87,7 @@ def test_each_step_is_that_of_the_simulation(compressor, lossy, two_hosts, rank,
         np.testing.assert_allclose(mine[rank % 2], kept[rank // 2, rank % 2], atol=1e-5)
         assert not mine[1 - rank % 2].any()
     (group,) = introspect.groups(introspect.plan_of(reducer))
-    assert group.shapes == [(half,)] * 2
+    assert list(group.shapes) == [(half,)] * 2
 
 
 @pytest.fixture(params=["allgather", "scatter_reduce"])
