@@ -135,14 +135,19 @@ def prune(directory: str, keep: Collection[int]) -> None:
     for number in numbers(directory):
         if number in keep or number > max(keep):
             continue
-        folder = save_path(directory, number)
-        # The manifest first: without it, the remaining files are an incomplete save.
-        with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
-                if _OURS.fullmatch(name):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
+        discard(directory, number)
+
+
+def discard(directory: str, number: int) -> None:
+    """Deletes one save, complete or not. Files that cannot be deleted are ignored, as in `prune`."""
+    folder = save_path(directory, number)
+    # The manifest first: without it, the remaining files are an incomplete save.
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
+            if _OURS.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _checked(metadata: Any, path: str) -> dict[str, Any]:
