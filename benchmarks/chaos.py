@@ -242,8 +242,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def show(args: argparse.Namespace, training: dict[str, Any], goodputs: dict[str, float | None]) -> None:
     """Prints the table of faults and the totals."""
     columns = ["fault", "number", "pause s, median", "longest", "steps lost", "restarts"]
-    title = f"{args.hosts} hosts {args.rate}, {args.spec}, mean time between faults {args.mtbf:g} s, seed {args.seed}"
-    common.print_table(title, columns, report.table(training["faults"], training["restarts"]))
+    print(f"{args.hosts} hosts {args.rate}, {args.spec}, mean time between faults {args.mtbf:g} s, seed {args.seed}")
+    common.print_table("", columns, report.table(training["faults"], training["restarts"]))
     for restart in training["restarts"]:
         print(f"restart {restart['t']:.0f} s after the start, after {restart['after']}: {restart['why']}")
     done = training["progress"]

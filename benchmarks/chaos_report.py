@@ -44,39 +44,42 @@ def goodput(run: Mapping[str, float], undisturbed: Sequence[Mapping[str, float]]
 
 
 def pauses(times: Sequence[float], done: Sequence[float], end: float) -> list[float]:
-    """For each fault, done at these times, the longest time between two commits until the next fault."""
+    """For each fault, done at these times: the longest time without a commit that it began or that it was part of.
+
+    Only what follows the fault counts, until the next fault or the first commit after that.
+    """
     found = []
     for start, stop in zip(done, [*done[1:], end]):
-        gaps = [(a, b) for a, b in zip(times, times[1:]) if b > start and a < max(stop, start + 1e-9)]
+        gaps = [(max(a, start), b) for a, b in zip(times, times[1:]) if b > start and a <= max(stop, start)]
         found.append(max((b - a for a, b in gaps), default=0.0))
     return found
 
 
 def losses_of_steps(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """When training went back, and by how many steps that were trained already."""
+    """How often training went back: when it had trained its last step, and how many steps it trained again."""
     found = []
     highest, base, when = 0, None, 0.0
     for event in sorted(events, key=lambda event: event["t"]):
         if event["event"] in ("synced", "loaded"):
-            base, when = event["step"], event["t"]
+            base = event["step"]
         elif event["event"] == "step":
             if base is not None and highest > base:
                 found.append((when, highest - base))
                 highest = base
             base = None
-            highest = max(highest, event["step"])
+            highest, when = max(highest, event["step"]), event["t"]
     return found
 
 
 def costs(events: Sequence[Event], faults: Sequence[Mapping[str, Any]], end: float) -> list[dict[str, Any]]:
-    """For each fault that was done, its longest pause and the steps lost until the next one."""
+    """For each fault its longest pause, and the steps lost. A loss counts for the fault that is nearest in time."""
     done = [fault["t"] for fault in faults]
-    lost = losses_of_steps(events)
-    rows = []
-    for fault, stop, pause in zip(faults, [*done[1:], end], pauses(commit_times(events), done, end)):
-        steps = sum(number for when, number in lost if fault["t"] < when <= stop)
-        rows.append({**fault, "pause": round(pause, 2), "lost_steps": steps})
-    return rows
+    lost = [0 for _ in done]
+    for when, steps in losses_of_steps(events):
+        if done:
+            lost[min(range(len(done)), key=lambda i: abs(done[i] - when))] += steps
+    waits = pauses(commit_times(events), done, end)
+    return [{**f, "pause": round(wait, 2), "lost_steps": n} for f, wait, n in zip(faults, waits, lost)]
 
 
 def table(rows: Sequence[Mapping[str, Any]], restarts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
