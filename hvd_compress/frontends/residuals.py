@@ -159,9 +159,13 @@ def load_residuals(
 
 
 def has_steps(optimizer: Any) -> bool:
-    """Whether this distributed optimizer has reduced gradients in this process, or has restored residuals."""
+    """Whether this distributed optimizer has reduced gradients in this process, or has restored residuals.
+
+    In an elastic job, also whether the job has trained before its last reset, be it on a single rank, which reduces
+    nothing.
+    """
     reducer = owner(optimizer)[0]
-    return bool(reducer.plans or reducer.pending)
+    return bool(reducer.plans or reducer.pending or reducer.continues)
 
 
 def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) -> list[PlanState]:
