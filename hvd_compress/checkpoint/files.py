@@ -112,8 +112,9 @@ def read_rank(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         ValueError: The file is missing, damaged, or of another format version.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}  # also checks the CRC
+        # NumPy leaves a damaged file open that it has opened itself.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+            arrays = {name: saved[name] for name in saved.files}  # also checks the CRC
         metadata = json.loads(arrays.pop(_METADATA).tobytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
