@@ -23,17 +23,23 @@ def start_of(events: Iterable[Event]) -> float | None:
 
 
 def progress(events: Iterable[Event]) -> dict[str, float]:
-    """Committed steps, and steps times workers, from the start of training to its last commit, and the seconds."""
-    last: dict[int, Event] = {e["step"]: e for e in of_kind(events, "commit") if e["loss"] is not None}
-    if len(last) < 2:
+    """Committed steps, and steps times workers, from the start of training to its last commit, and the seconds.
+
+    A step counts if it is part of the training at the end. So steps that were lost do not count.
+    """
+    commits = [event for event in of_kind(events, "commit") if event["loss"] is not None]
+    sizes: dict[int, int] = {}
+    for event in commits:
+        for step in [step for step in sizes if step > event["step"]]:
+            del sizes[step]  # training went back
+        sizes[event["step"]] = event["size"]
+    if len(sizes) < 2:
         return {"steps": 0, "worker_steps": 0, "seconds": 0.0}
-    steps = sorted(last)
-    pairs = list(zip(steps, steps[1:]))
-    first = min(e["t"] for e in of_kind(events, "commit") if e["loss"] is not None)
+    steps = sorted(sizes)
     return {
         "steps": steps[-1] - steps[0],
-        "worker_steps": sum((b - a) * last[b]["size"] for a, b in pairs),
-        "seconds": last[steps[-1]]["t"] - first,
+        "worker_steps": sum((b - a) * sizes[b] for a, b in zip(steps, steps[1:])),
+        "seconds": commits[-1]["t"] - commits[0]["t"],
     }
 
 

@@ -273,9 +273,9 @@ def main() -> None:
     lost: list[str] = []
 
     def heard(message: Any, *_: Any, **__: Any) -> None:
-        if "residuals" in str(message):
+        if str(message).startswith(("elastic:", "residual checkpoint:")):
             EVENTS("warning", text=str(message))
-            lost.append(str(message))
+            lost.extend([str(message)] * (" are lost: " in str(message)))
 
     warnings.simplefilter("always")
     warnings.showwarning = heard

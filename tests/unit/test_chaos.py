@@ -171,6 +171,12 @@ def test_goodput_counts_committed_steps():
     assert report.goodput(b, [], "steps") is None
 
 
+def test_steps_that_were_lost_do_not_count():
+    events = [commit(step, 1, t=step * 0.1) for step in range(5, 105, 5)]
+    events += [commit(step, 1, t=20 + step * 0.1, round=2, size=1) for step in (45, 50)]
+    assert report.progress(events) == {"steps": 45, "worker_steps": 35 * 2 + 10, "seconds": pytest.approx(24.5)}
+
+
 def step(number, t, pid=1):
     return {"event": "step", "step": number, "t": t, "pid": pid}
 
