@@ -20,12 +20,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 NETWORK = "10.77.0"
 UNSHAPED = "unshaped"
+NOBODY = "02:00:00:00:00:01"  # no network card has this address
 # Replaces ssh: ignores the options, and runs the command in the namespace that has the address.
 SSH = """#!/bin/sh
 host=
@@ -83,9 +84,9 @@ class Netlab:
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
 
-    def set_rate(self, rate: str) -> None:
-        """Changes the rate of all links, also while a command runs."""
-        for i in range(self.hosts):
+    def set_rate(self, rate: str, hosts: Sequence[int] | None = None) -> None:
+        """Changes the rate of the links of some hosts (None: of all), also while a command runs."""
+        for i in range(self.hosts) if hosts is None else hosts:
             for namespace, device in ((self._host(i), "eth0"), (self._switch, f"port{i}")):
                 where = ("tc", "-n", namespace, "qdisc")
                 if rate == UNSHAPED:
@@ -93,18 +94,47 @@ class Netlab:
                 else:
                     limits = ("burst", "256kb", "latency", "100ms")
                     _run(*where, "replace", "dev", device, "root", "tbf", "rate", rate, *limits)
-        self.rate = rate
+        if hosts is None:
+            self.rate = rate
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Takes the link of a host down, or up again."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
+
+    def set_reachable(self, host: int, others: Sequence[int], reachable: bool) -> None:
+        """Cuts a host off from others, or connects them again: what it sends to them reaches nobody."""
+        where = ("ip", "-n", self._host(host), "neighbor")
+        for address in (self.addresses[other] for other in others if other != host):
+            if reachable:
+                _run(*where, "delete", address, "dev", "eth0", check=False)
+            else:
+                _run(*where, "replace", address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+
+    def pids(self, host: int) -> list[int]:
+        """The processes of a host."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self._host(host), check=False).stdout.split()]
 
     def run(self, command: Sequence[str], **keywords: Any) -> subprocess.CompletedProcess[Any]:
         """Runs `command` on every host under horovodrun; keywords are those of `subprocess.run`."""
+        hosts = ",".join(f"{address}:{self.workers}" for address in self.addresses)
+        options = ["-np", str(self.hosts * self.workers), "-H", hosts]
+        environment = self._environment(keywords.pop("env", {}))
+        return subprocess.run([*self._horovodrun(), *options, *command], env=environment, **keywords)
+
+    def start(self, options: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
+        """Starts horovodrun on the first host, with these options and command; keywords are those of `Popen`."""
+        environment = self._environment(keywords.pop("env", {}))
+        return subprocess.Popen([*self._horovodrun(), *options], env=environment, **keywords)
+
+    def _horovodrun(self) -> list[str]:
         horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent)) or "horovodrun"
         # One core per host; horovodrun itself starts the workers of the first host.
         inside = ["ip", "netns", "exec", self._host(0), "taskset", "-c", "0", horovodrun, "--gloo"]
-        inside += ["-np", str(self.hosts * self.workers), "--network-interfaces", "eth0"]
-        inside += ["-H", ",".join(f"{address}:{self.workers}" for address in self.addresses)]
+        return [*inside, "--network-interfaces", "eth0"]
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         path = os.pathsep.join([self._bin, str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **keywords.pop("env", {}), "PATH": path}
-        return subprocess.run([*inside, *command], env=environment, **keywords)
+        return {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **more, "PATH": path}
 
     @property
     def _switch(self) -> str:

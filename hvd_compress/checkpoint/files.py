@@ -120,10 +120,11 @@ def read_rank(
         ValueError: The file is missing, damaged, or of another format version.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            metadata = _checked(json.loads(file[_METADATA].tobytes()), path)
+        # NumPy leaves a damaged file open that it has opened itself.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+            metadata = _checked(json.loads(saved[_METADATA].tobytes()), path)
             expected = names(metadata)
-            arrays = {name: file[name] for name in expected if name in file.files}  # also checks the CRC
+            arrays = {name: saved[name] for name in expected if name in saved.files}  # also checks the CRC
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except PermissionError:
@@ -145,14 +146,19 @@ def prune(directory: str, keep: Collection[int]) -> None:
     for number in numbers(directory):
         if number in keep or number > max(keep):
             continue
-        folder = save_path(directory, number)
-        # The manifest first: without it, the remaining files are an incomplete save.
-        with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
-                if _OURS.fullmatch(name):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
+        discard(directory, number)
+
+
+def discard(directory: str, number: int) -> None:
+    """Deletes one save, complete or not. Files that cannot be deleted are ignored, as in `prune`."""
+    folder = save_path(directory, number)
+    # The manifest first: without it, the remaining files are an incomplete save.
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder), key=lambda name: name != _MANIFEST):
+            if _OURS.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _checked(metadata: Any, path: str) -> dict[str, Any]:

@@ -25,15 +25,26 @@ def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> Non
 def find(directory: str, step: int | None) -> tuple[int, dict[str, Any]] | None:
     """The number and the manifest of the newest complete save of a step (None: of any step); None if there is no save.
 
+    A damaged manifest hides only its own save: the saves of other steps can still be found.
+
     Raises:
-        ValueError: There are saves, but none of this step, or a manifest is damaged.
+        ValueError: There are saves, but none of this step, or the manifest of one that may be of this step is damaged.
     """
-    steps = []
+    steps: list[int] = []
+    damaged: ValueError | None = None
     for number in reversed(files.complete(directory)):
-        manifest = files.read_manifest(directory, number)
+        try:
+            manifest = files.read_manifest(directory, number)
+        except ValueError as error:
+            if step is None:  # an older save would not be the newest
+                raise
+            damaged = damaged or error
+            continue
         if step in (None, manifest["step"]):
             return number, manifest
         steps.append(manifest["step"])
+    if damaged is not None:
+        raise damaged
     if not steps:
         return None
     raise ValueError(

@@ -58,6 +58,7 @@ class Reducer:
         Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
+        self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
 

@@ -19,7 +19,7 @@ class ResidualCheckpoint(CountingCallback):
 
     Args:
         directory: The directory of the saves. All ranks may share it, or each rank may have one of its own.
-        save_freq: "epoch", or a number of batches, counted across epochs.
+        save_freq: "epoch", or a number of batches, counted across epochs; in an elastic job, from 0 after each reset.
         max_to_keep: The number of complete saves to keep, at least 1.
         resume: Whether to restore an existing save.
 
@@ -43,6 +43,8 @@ class ResidualCheckpoint(CountingCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores a save, if there is one."""
+        if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has counted no batches
+            self._batches = 0
         # The residuals of an optimizer that has trained in this process are newer than any file.
         if self.resume and not residuals.has_steps(self.model.optimizer):
             variables = self.model.trainable_variables if self.model.built else None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 from ..checkpoint import files, plan_state, resume
 from ..checkpoint.plan_state import PlanState
@@ -80,8 +81,14 @@ def save_residuals(
             files.write_manifest(directory, number, manifest)
         return files.complete(directory)[-max_to_keep:] if rank == 0 else []
 
-    _on_all(group, write, RuntimeError)
-    saves_to_keep = _on_all(group, commit, RuntimeError)[0]
+    try:
+        _on_all(group, write, RuntimeError)
+        saves_to_keep = _on_all(group, commit, RuntimeError)[0]
+    except HorovodInternalError:  # a rank is gone, and another one may have completed the save
+        raise
+    except RuntimeError:  # A full disk would have less room with each attempt.
+        files.discard(directory, number)
+        raise
     files.prune(directory, saves_to_keep)
 
 
@@ -152,9 +159,13 @@ def load_residuals(
 
 
 def has_steps(optimizer: Any) -> bool:
-    """Whether this distributed optimizer has reduced gradients in this process, or has restored residuals."""
+    """Whether this distributed optimizer has reduced gradients in this process, or has restored residuals.
+
+    In an elastic job, also whether the job has trained before its last reset, be it on a single rank, which reduces
+    nothing.
+    """
     reducer = owner(optimizer)[0]
-    return bool(reducer.plans or reducer.pending)
+    return bool(reducer.plans or reducer.pending or reducer.continues)
 
 
 def states_of(reducer: Reducer, aggregation: LocalGradientAggregation | None) -> list[PlanState]:

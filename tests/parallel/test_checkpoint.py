@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import zipfile
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import introspect
@@ -372,18 +373,25 @@ def test_ranks_at_different_steps_are_found_by_all(copied, rank):
     fails(model, directory, rank, "the ranks are at different steps")
 
 
-def test_a_rank_that_cannot_write_stops_all_and_the_last_save_stays(copied, rank, monkeypatch):
+@pytest.mark.parametrize("victim, file", [(1, "rank-1-of-2.npz"), (0, "manifest.json")])
+def test_a_rank_that_cannot_write_stops_all_and_the_last_save_stays(victim, file, copied, rank, monkeypatch):
     model, directory = copied
+    before, write = files.numbers(directory), files._write
 
-    def full(*arguments, **keywords):
-        raise OSError(28, "No space left on device")
+    def full(path, function):
+        if path.endswith(file):
+            Path(path + ".tmp").write_bytes(b"the part for which there was room")
+            raise OSError(28, "No space left on device")
+        write(path, function)
 
-    if rank == 1:
-        monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(RuntimeError, match="rank 1: .*No space left on device") as error:
+    if rank == victim:
+        monkeypatch.setattr(files, "_write", full)
+    with pytest.raises(RuntimeError, match=f"rank {victim}: .*No space left on device") as error:
         hvdc.save_residuals(model.optimizer, directory, step=100)
     one_line(error)
     monkeypatch.undo()
+    hvd.allgather_object(0)
+    assert files.numbers(directory) == before  # the failed save takes no room
     assert hvdc.load_residuals(model.optimizer, directory) == STEPS
 
 

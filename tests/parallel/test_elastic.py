@@ -39,6 +39,12 @@ def job(make):
     return make(seed=3)
 
 
+@pytest.fixture
+def shared(tmp_path):
+    """One directory for all ranks: that of rank 0."""
+    return hvd.broadcast_object(str(tmp_path / "residuals"), 0)
+
+
 def make_job(package, options, seed):
     package = KERASES.get(package, keras)
     package.utils.set_random_seed(seed)
@@ -157,6 +163,29 @@ def test_a_rank_that_joins(make, job, rank, gather):
     np.testing.assert_array_equal(*gather(np.concatenate([w.ravel() for w in model.get_weights()])))
     made = introspect.reducers_made()
     assert made == int(gather(np.asarray(made))[0])
+
+
+def test_a_rank_joins_one_that_was_alone(make, rank, shared):
+    # A single rank makes no plan. When another one joins, an old save is not what training continues from.
+    model, optimizer, _ = make(seed=3)
+    fit(model, rank, 2)
+    hvdc.save_residuals(optimizer, shared)
+    model, optimizer, state = make(seed=3)
+    state.sync()
+    if rank == 0:
+        optimizer.iterations.assign(7)
+    state.commit()
+    if rank == 1:
+        model, optimizer, state = make(seed=4)
+    else:
+        state.reset()
+        state._commits[-1].ranks = 1
+    state.sync()
+    assert int(optimizer.iterations) == 7
+    callback = hvdc.callbacks.ResidualCheckpoint(shared)
+    callback.set_model(model)
+    callback.on_train_begin()
+    fit(model, rank, 2)
 
 
 ALGORITHMS = {

@@ -249,6 +249,15 @@ def test_the_save_of_the_models_step_is_found(directory):
     refused(r"has residuals of steps \[10, 20, 20, 30\], and the model is at step 15", resume.find, directory, 15)
 
 
+def test_a_damaged_manifest_hides_only_its_own_save(directory):
+    for step in (10, 20, 30):
+        save(directory, step, [state(step)], keep=9)
+    os.truncate(files.save_path(directory, 3) + "/manifest.json", 20)
+    assert resume.find(directory, 20)[0] == 2
+    refused("save-00000003/manifest.json is missing or damaged", resume.find, directory, 30)
+    refused("save-00000003/manifest.json is missing or damaged", resume.find, directory, None)
+
+
 def variables(*specs):
     return [tf.Variable(tf.zeros(shape), name=name) for name, shape in specs]
 

@@ -173,6 +173,17 @@ def test_batches_per_commit(batches):
         hvdc.elastic.CommitStateCallback(None, batches)
 
 
+@pytest.mark.parametrize("elastic, batches", [("1", 0), ("0", 2)])
+def test_checkpoints_are_counted_from_a_reset_on(elastic, batches, tmp_path, monkeypatch):
+    # A rank that has joined has counted none. All ranks must save in the same step.
+    monkeypatch.setenv("HOROVOD_ELASTIC", elastic)
+    callback = hvdc.callbacks.ResidualCheckpoint(tmp_path, save_freq=5, resume=False)
+    for batch in range(2):
+        callback.on_train_batch_end(batch)
+    callback.on_train_begin()
+    assert callback._batches == batches
+
+
 def test_what_a_state_needs():
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="Model must be built first"):

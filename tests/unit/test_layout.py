@@ -27,7 +27,7 @@ def gradients(shapes, dtypes):
 
 def assert_round_trip(layout, tensors, dtypes):
     chunks = [chunk for bucket in layout.in_buckets(1) for chunk in pack(layout, tensors, bucket)]
-    assert [tuple(chunk.shape) for chunk in chunks] == layout.shapes
+    assert [tuple(chunk.shape) for chunk in chunks] == list(layout.shapes)
     assert all(chunk.dtype == tf.float32 for chunk in chunks)
     for tensor, again in zip(tensors, unpack(layout, chunks, dtypes)):
         assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)

@@ -193,6 +193,7 @@ class KerasState(ObjectState):
                 stacklevel=2,
             )
         self._reducer.replan([])
+        self._reducer.continues = True
         residuals.put(self._reducer, self._aggregation, states)
 
     def _snapshot(self, number: int) -> _Commit:
