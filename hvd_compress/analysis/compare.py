@@ -196,7 +196,7 @@ def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
         shard = coding.encode(compressor, local)
         _wait([shard.payload, *shard.residuals])
         encoded = time.perf_counter()
-        decoded = coding.decode(compressor, layout.shapes, [shard.payload], shard.contexts, tf.constant(1.0))
+        decoded = coding.decode(compressor, list(layout.shapes), [shard.payload], shard.contexts, tf.constant(1.0))
         _wait(decoded)
         seconds.append((encoded - start, time.perf_counter() - encoded))
         sums, energy = _add_errors(sums, decoded, chunks)
