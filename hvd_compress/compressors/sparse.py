@@ -156,12 +156,14 @@ def encode_rows(
 def scatter_sum(ranks: Sequence[Sequence[tf.Tensor]], n: int, scale: tf.Tensor) -> tf.Tensor:
     """The scaled sum, [n, ...], of the parts that `encode_rows` made of `n` rows on each rank.
 
-    All elements are NaN if any indices are damaged. Ranks are added one after another: the indices of each are
-    distinct, so that the order of additions is fixed.
+    All elements are NaN if any indices are damaged, unless all their values are 0, as those of a rank that has called
+    `hvd.join()`. Ranks are added one after another: the indices of each are distinct, so that the order of additions is
+    fixed.
     """
     values = ranks[0][0]
     unpacked = [indices.unpack(packed, n, values.shape[0]) for _, *packed in ranks]
-    scale = tf.where(tf.reduce_all(tf.stack([valid for _, valid in unpacked])), scale, math.nan)
+    harmless = [valid | tf.reduce_all(part[0] == 0.0) for part, (_, valid) in zip(ranks, unpacked)]
+    scale = tf.where(tf.reduce_all(tf.stack(harmless)), scale, math.nan)
     # Not just zeros: a NaN must reach every element. Not 0.0 * scale: TensorFlow's optimizer makes that zero.
     initial = tf.where(tf.math.is_nan(scale), scale, tf.zeros_like(scale))
     total = tf.fill([n, *values.shape[1:]], initial)

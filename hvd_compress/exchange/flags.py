@@ -1,4 +1,7 @@
-"""Flags that travel with the payloads: whether the gradients of a rank are finite."""
+"""Flags that travel with the payloads: whether the gradients of a rank are finite.
+
+A flag is 0 if they are. A rank that has called `hvd.join()` sends zeros, which then count as finite gradients.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ def join(encoded: Sequence[Encoded]) -> tf.Tensor:
 def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
     """Joins the parts and their flag into one payload, uint8 [`flagged_bytes`]."""
     length = _payload.nbytes(parts)
-    flag = tf.fill([flagged_bytes(length) - length], tf.cast(finite, tf.uint8))
+    flag = tf.fill([flagged_bytes(length) - length], tf.cast(~finite, tf.uint8))
     return _payload.join([*parts, flag])
 
 
 def flag_of(payload: tf.Tensor) -> tf.Tensor:
-    """Whether the flag of a payload is up."""
-    return payload[-1] == 1
+    """Whether the flag of a payload says that the gradients are finite."""
+    return payload[-1] == 0
 
 
 def all_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -167,3 +167,52 @@ def test_one_rank_alone_trains_other_variables(horovodrun):
     ]  # fmt: skip
     assert "rank 1 has waited for 1 s to agree with the other ranks" in result.stderr
     assert "rank 1 has waited for 3 s: Horovod is shut down" in result.stderr
+
+
+JOINING = """
+import sys
+import horovod.tensorflow as hvd, numpy as np, tensorflow as tf
+import hvd_compress as hvdc
+
+spec = sys.argv[1]
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+variable = tf.Variable(tf.zeros([64, 100]))
+
+
+def gradient(rank, step):
+    return np.random.default_rng([rank, step]).normal(size=[64, 100]).astype(np.float32)
+
+
+@tf.function
+def step(x):
+    with hvdc.DistributedGradientTape(tf.GradientTape(), compression=spec) as tape:
+        loss = tf.reduce_sum(variable * x)
+    return tape.gradient(loss, [variable])[0]
+
+
+sums = np.zeros([2, 64, 100])  # of what was reduced, and of what it should be
+for t in range(4 if rank else 40):
+    sums[0] += step(tf.constant(gradient(rank, t))).numpy()
+    sums[1] += sum(gradient(r, t) for r in range(size) if r == 0 or t < 4) / size
+hvd.join()
+# The sums differ by the residuals of the last steps only.
+difference = np.linalg.norm(sums[0] - sums[1]) / np.linalg.norm(sums[1])
+print("rank", rank, "differs by", difference, flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spec, most", [("none", 1e-6), ("int8", 0.01), ("topk:ratio=0.3", 0.5)])
+def test_a_rank_that_joins_counts_as_zeros(horovodrun, spec, most):
+    result = horovodrun(2, ["-c", JOINING, spec], timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (difference,) = [float(line.split()[-1]) for line in result.stdout.splitlines() if "rank 0 differs by" in line]
+    assert difference < most
+
+
+@pytest.mark.timeout(300)
+def test_more_than_two_ranks_cannot_join_what_is_gathered(horovodrun):
+    result = horovodrun(3, ["-c", JOINING, "int8"], timeout=200)
+    assert result.returncode != 0
+    assert "UnknownError" in result.stdout + result.stderr  # of Horovod, and no rank waits for ever
