@@ -33,8 +33,8 @@ def test_training_survives_its_faults(tmp_path):
     assert process.returncode == 0 and training["violations"] == [], (output[-3000:], training["hangs"])
     assert sorted(fault["kind"] for fault in training["faults"]) == KINDS
     assert [fault["kind"] for fault in found["plan"]] == [fault["kind"] for fault in training["faults"]]
-    # They really happened: all workers were killed and resumed. Whether a worker still finds the order to kill itself in
-    # a commit, and how many workers were there at once, depends on the speed of the machine.
+    # They really happened: all workers were killed and resumed. Whether a worker still finds the order to kill itself
+    # in a commit, and how many workers were there at once, depends on the speed of the machine.
     assert any(restart["after"] == "truncate" for restart in training["restarts"])
     assert training["counts"]["refused"] + training["counts"]["loaded"] > 0
     assert training["progress"]["steps"] > 0
