@@ -280,7 +280,7 @@ def prefer_scatter_reduce(monkeypatch: Any, between_two: bool = False) -> None:
         monkeypatch.setattr(
             ScatterReduce,
             "fits",
-            lambda self, c, s, n: usual(self, c, s * 2, 4) if n == 2 else usual(self, c, s, n),
+            lambda self, c, s, n: usual(self, c, [*s, *s], 4) if n == 2 else usual(self, c, s, n),
         )
     monkeypatch.setattr(choice, "_WORTH_A_COLLECTIVE", -(10**9))
 
