@@ -171,6 +171,9 @@ def _waiting(first: bool) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
+        for timer in timers:
+            # Horovod's own shutdown at exit would wait for ever beside one that has not returned yet.
+            timer.join()
 
 
 def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]) -> Facts:
