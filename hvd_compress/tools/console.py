@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..common.verbosity import set_verbosity
 from . import units
 
 _PIPE_WIDTH = 160  # Rich would assume 80
@@ -104,7 +105,11 @@ class Steps(Progress):
 
 
 def under_horovodrun(example: str) -> None:
-    """Refuses to go on, showing an example, if this process is not one of several that horovodrun has started."""
+    """Refuses to go on, showing an example, if this process is not one of several that horovodrun has started.
+
+    From then on the package says only what goes wrong: the subcommand shows its own progress.
+    """
+    set_verbosity("warning")
     if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
         raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
 

@@ -17,7 +17,7 @@ from tensorflow import keras
 
 from ...common import checks
 from ...engine.reducer import alive
-from ...monitor import tuning
+from ...monitor import environment, tuning
 from . import optimizer_state
 
 
@@ -111,6 +111,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Broadcasts if the models of all ranks are built."""
+        environment.train_begins(self.model)
         if not self.broadcast_done:
             self._broadcast(stepped=False)
 
@@ -124,6 +125,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        environment.epoch_begins(epoch)
         self._begin_epoch(epoch, (self.params or {}).get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
