@@ -1,4 +1,4 @@
-"""What the examples share: arguments, devices, and the report at the end."""
+"""What the examples share: arguments, devices, and the report at the end. It is no example itself."""
 
 from __future__ import annotations
 
@@ -102,3 +102,10 @@ def report(
         lines |= end_summary.exchange_lines(report, sent, steps, seconds)
         end_summary.leave_out_exchange()
     print("\n" + "\n".join(f"{name + ':':<15} {value}" for name, value in lines.items()), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "common.py holds what the examples share: run one of them, such as "
+        "`horovodrun -np 2 python examples/keras_mnist.py --help`"
+    )
