@@ -33,7 +33,19 @@ class _Trained(NamedTuple):
     report: CompressionReport
 
 
-_ended: list[_Trained] = []  # of reducers that were deleted
+class _Ended:
+    """What the plans of deleted reducers did: the largest one, and the number of all."""
+
+    def __init__(self) -> None:
+        self.largest: list[_Trained] = []
+        self.count = 0
+
+    def add(self, trained: list[_Trained]) -> None:
+        self.count += len(trained)
+        self.largest = sorted(self.largest + trained, key=lambda one: one.steps * one.bytes_sent[1])[-1:]
+
+
+_ended = _Ended()
 
 
 def exchange_lines(
@@ -111,7 +123,7 @@ def watch(reducer: Reducer) -> None:
     if reducer not in _watched:
         _watched.add(reducer)
         # The plans are kept until then, and not the reducer.
-        weakref.finalize(reducer, lambda plans: _ended.extend(_trained(plans)), reducer.plans).atexit = False
+        weakref.finalize(reducer, lambda plans: _ended.add(_trained(plans)), reducer.plans).atexit = False
 
 
 _watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -144,9 +156,10 @@ def _at_exit() -> None:
         function()
     if not shows("info"):
         return
-    every = _ended + [one for reducer in alive() for one in _trained(reducer.plans)]
-    if every:
-        for line in lines(max(every, key=lambda one: one.steps * one.bytes_sent[1]), len(every) - 1):
+    for reducer in alive():
+        _ended.add(_trained(reducer.plans))
+    for trained in _ended.largest:
+        for line in lines(trained, _ended.count - 1):
             say(line)
 
 

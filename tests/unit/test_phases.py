@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.common import phases, verbosity
 from hvd_compress.common.phases import Phase
+from hvd_compress.kernels import compile
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,16 @@ def test_the_level_says_which_lines_are_printed(level, shown, capfd):
     for name in verbosity.LEVELS:
         verbosity.say(name, name)
     assert capfd.readouterr().err == "".join(f"hvd_compress: {name}\n" for name in shown.split())
+
+
+def test_kernels_of_many_sizes_cause_no_warnings(caplog):
+    @compile.compiled
+    def doubled(x):
+        return 2.0 * x
+
+    for size in range(1, 9):  # TensorFlow warns from the fifth on
+        assert float(tf.reduce_sum(doubled(tf.ones([size])))) == 2.0 * size
+    assert not [record for record in caplog.records if "retracing" in record.getMessage()]
 
 
 @pytest.mark.parametrize("level", ["loud", 15, None, True, 2.5])
