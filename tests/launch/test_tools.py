@@ -83,7 +83,7 @@ def test_bench(python, tmp_path):
         "-o",
         str(output),
     ]
-    result = python([*command, *SPECS, "--json"], timeout=200)
+    result = python([*command, *SPECS, "--json"], timeout=290)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert not [line for line in result.stderr.splitlines() if line.startswith("[0]")]
