@@ -17,7 +17,8 @@ VERSION = re.search(r'__version__ = "(.+?)"', VERSION_FILE.read_text(encoding="u
 EXAMPLES = ["scikit-learn", "matplotlib"]
 TOPOLOGY = ["networkx"]
 # The command hvd-compress. psutil: Horovod needs it, too.
-TOOLS = ["click>=8.1", "rich", "matplotlib", "jinja2>=3", "optuna>=4", "psutil"]
+# TensorFlow 2.21 does not bring tensorboard along, and Keras's callback of this name needs it.
+TOOLS = ["click>=8.1", "rich", "matplotlib", "jinja2>=3", "optuna>=4", "psutil", "tensorboard"]
 TEST = [*TOPOLOGY, *TOOLS, "pytest>=7", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn"]
 BENCH = ["rich", "tqdm", "matplotlib", "scikit-learn", "psutil"]
 # The pages of docs/ as a site: make docs.

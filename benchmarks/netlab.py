@@ -1,6 +1,8 @@
 """Emulated hosts with shaped links on one Linux machine, and horovodrun across them.
 
-    sudo python benchmarks/netlab.py --hosts 4 --rate 1gbit -- python benchmarks/exchange.py
+    sudo .venv/bin/python benchmarks/netlab.py --hosts 4 --rate 1gbit -- .venv/bin/python benchmarks/exchange.py
+
+sudo has a PATH of its own, without the environment: name its programs, as here, or keep yours (`sudo env PATH=$PATH`).
 
 Each host is a network namespace with a link to a common switch, shaped in both directions with tc. The command runs on
 every host under horovodrun. Needs root and iproute2 (apt-get install iproute2). Everything is removed at the end, even

@@ -1,16 +1,16 @@
-"""What the examples share: arguments, devices, and the report at the end."""
+"""What the examples share: arguments, devices, and the report at the end. It is no example itself."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections import Counter
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.monitor import end_summary
 
 
 def arguments(
@@ -98,41 +98,14 @@ def report(
     if hvd.size() == 1:
         lines["sent per step"] = "0 bytes: there is only one worker"
     else:
-        buckets = distributed.compression_report(*sources).buckets
-        sent, stock = distributed.bytes_sent(*sources)
-        extra = extra_seconds(buckets)
-        if any(bucket.candidates for bucket in buckets):
-            lines["chosen"] = chosen(buckets)
-        lines["sent per step"] = f"{sent:,} bytes by each worker"
-        lines["stock Horovod"] = f"{stock:,} bytes"
-        if extra is not None and steps:
-            run = seconds + steps * extra
-            lines["stock Horovod"] += f"; predicted {run / steps:.3g} s per step, {run:.1f} s in all"
-        lines["ratio"] = f"{stock / sent:.1f}"
+        report, sent = distributed.compression_report(*sources), distributed.bytes_sent(*sources)
+        lines |= end_summary.exchange_lines(report, sent, steps, seconds)
+        end_summary.leave_out_exchange()
     print("\n" + "\n".join(f"{name + ':':<15} {value}" for name, value in lines.items()), flush=True)
 
 
-def chosen(buckets: Any) -> str:
-    """What `auto` chose last, such as "int8 for 3 of 4 buckets, none for 1"; `buckets` of a CompressionReport."""
-    counts = Counter(bucket.chosen for bucket in buckets if not bucket.rows_of).most_common()
-    total = sum(count for _, count in counts)
-    parts = [f"{spec} for {count}" for spec, count in counts]
-    if len(counts) == 1:
-        parts = [f"{counts[0][0]} for {'all ' if total > 1 else ''}{total} bucket{'s' if total > 1 else ''}"]
-    elif counts:
-        parts[0] += f" of {total} buckets"
-    return ", ".join(parts + [f"{bucket.chosen} for rows of {bucket.rows_of}" for bucket in buckets if bucket.rows_of])
-
-
-def extra_seconds(buckets: Any) -> float | None:
-    """The predicted seconds by which each step would be longer without compression; None if nothing predicts them.
-
-    Both times are those of `auto`'s cost model. They count as if no gradients were sent during the backward pass.
-    """
-    automatic = [bucket for bucket in buckets if bucket.candidates]
-    plain = [c.predicted for bucket in automatic for c in bucket.candidates if c.compressor == "none"]
-    if not automatic or len(plain) < len(automatic):
-        return None
-    # With a model-wide compressor, each bucket has the time of all of them.
-    now = automatic[:1] if automatic[0].together else automatic
-    return sum(plain) - sum(bucket.predicted for bucket in now)
+if __name__ == "__main__":
+    raise SystemExit(
+        "common.py holds what the examples share: run one of them, such as "
+        "`horovodrun -np 2 python examples/keras_mnist.py --help`"
+    )

@@ -16,10 +16,11 @@ from .version import __version__
 # What type checkers and editors see. ruff cannot evaluate `__all__`.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from . import callbacks, cost, elastic, optimizers
+    from . import callbacks, cost, elastic, loggers, optimizers
     from .analysis.compare import compare
     from .analysis.record_gradients import record_gradients
     from .analysis.sensitivity import sensitivity
+    from .common.verbosity import set_verbosity
     from .compressors import Compressor
     from .compressors.namespace import Compression
     from .compressors.payload import Payload
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # The modules that define the public names. A module is imported when one of its names is first used (PEP 562):
 # importing hvd_compress and predicting with the cost model need neither TensorFlow nor Horovod.
-_WITHOUT_TENSORFLOW = {"CostModel": "cost", "Link": "cost"}
+_WITHOUT_TENSORFLOW = {"CostModel": "cost", "Link": "cost", "set_verbosity": "common.verbosity"}
 _WITH_TENSORFLOW = {
     "Compression": "compressors.namespace",
     "Compressor": "compressors",
@@ -52,7 +53,7 @@ _WITH_TENSORFLOW = {
     "save_residuals": "frontends.residuals",
     "sensitivity": "analysis.sensitivity",
 }
-_MODULES = ("callbacks", "cost", "elastic", "optimizers")
+_MODULES = ("callbacks", "cost", "elastic", "loggers", "optimizers")
 __all__ = ["__version__", *_MODULES, *_WITHOUT_TENSORFLOW, *_WITH_TENSORFLOW]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..common.verbosity import say
 from ..compressors import Compressor
 from ..cost import Calibration, CostModel
 from ..cost.calibrate import calibrate
@@ -44,7 +44,7 @@ def flat_compressors(
         group = settings.process_set
         agreed = hvd.broadcast(tf.constant(seconds), group.ranks[0], name="hvdc_levels", process_set=group).numpy()
     if hvd.rank() == 0:
-        print(_line([c.spec for c, _ in comparable], agreed, hosts), file=sys.stderr, flush=True)
+        say(_line([c.spec for c, _ in comparable], agreed, hosts))
     return [c for (c, _), (flat, hierarchical) in zip(comparable, agreed) if not hierarchical < flat]
 
 
@@ -84,7 +84,7 @@ def _predicted(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: 
 
 
 def _line(specs: Sequence[str], seconds: Any, hosts: Hosts) -> str:
-    prefix = f"hvd_compress: between {hosts.count} hosts of {hosts.workers} workers"
+    prefix = f"between {hosts.count} hosts of {hosts.workers} workers"
     if not np.isfinite(seconds).all():
         reason = "the calibration knows no links inside and between hosts, make it anew"
         return f"{prefix} the exchange stays flat: {reason}"

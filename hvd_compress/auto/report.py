@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..common.verbosity import say, shows
 from ..compressors import Auto
 from ..engine.compression_report import OF_ALL, AutoReport, BucketReport, Candidate, StepForecast, milliseconds
 from . import choices, policy, trials
@@ -135,12 +136,12 @@ def log_start(reports: Sequence[BucketReport]) -> None:
         f"{OF_ALL if bucket.together else ''}"
         for b, bucket in enumerate(reports)
     ]
-    print(f"hvd_compress: auto begins with {'; '.join(parts)}", file=sys.stderr, flush=True)
+    say(f"auto begins with {'; '.join(parts)}")
 
 
 def log_trace(names: Sequence[str]) -> None:
     """Prints that the next step is traced again, with more candidates or compressed rows."""
-    print(f"hvd_compress: auto traces the step again, with {', '.join(names)}", file=sys.stderr, flush=True)
+    say(f"auto traces the step again, with {', '.join(names)}")
 
 
 def log_switches(
@@ -172,7 +173,7 @@ def log_switches(
         tf.print(tf.strings.reduce_join(text, separator="\n"), output_stream=sys.stderr)
         return tf.constant(True)
 
-    tf.cond(tf.reduce_any(chosen != state.choice) & show, lines, lambda: tf.constant(False))
+    tf.cond(tf.reduce_any(chosen != state.choice) & (show and shows("info")), lines, lambda: tf.constant(False))
 
 
 def _text(seconds: tf.Tensor) -> tf.Tensor:

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
+from ..common.phases import Phase
 from ..compressors import Auto, Compressor, Seeds
 from ..engine import clock
 from ..engine.compression_report import BucketReport
@@ -76,7 +77,7 @@ class AutoSelector(ModelSelector):
         self._settings = plan.settings
         self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
         self._others, self._savings = others, savings
-        self._counts = plan.state.embedding_counts
+        self._counts, self._step = plan.state.embedding_counts, plan.state.step
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
         self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
@@ -269,8 +270,19 @@ class AutoSelector(ModelSelector):
                 if self._rank == 0:
                     names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
                     report.log_trace([names[i] for i in missing])
+                    self._say_if_slow(int(step))
             more = self._worth_tracing(state, int(step), running, counts) if self._rank == 0 else frozenset()
         return self._mask(more)
+
+    def _say_if_slow(self, step: int) -> None:
+        """Says that the next step is being traced again, if that takes long."""
+        counter, functions = self._step, self._functions
+
+        def is_over() -> bool:
+            return int(counter) > step + 1 or tracing.running_functions().isdisjoint(functions)
+
+        usual = f"the first trace took {float(self._trace_seconds):.0f} s"
+        Phase("tracing the step again", usual, is_over=is_over).begin()
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
         """The state after some steps with their numbers, which the graph has not taken into account."""

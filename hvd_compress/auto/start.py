@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
+from ..common.phases import Phase
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
 from ..cost import Calibration, CostModel
@@ -98,7 +99,11 @@ def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:
         raise ValueError(
             f"auto: link={auto.link} and {variable} say both how fast the network is: leave one of them out"
         )
-    return loaded[0] or estimate(auto.candidates, group, chunk[0], auto.known_link)
+    if loaded[0] is not None:
+        return loaded[0]
+    what = "the kernels" if auto.link is not None else "the link and the kernels"
+    with Phase(f"timing {what} for auto", "usually less than a second", group.rank() == 0):
+        return estimate(auto.candidates, group, chunk[0], auto.known_link)
 
 
 def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:

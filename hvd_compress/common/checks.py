@@ -116,10 +116,10 @@ def text(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a string, got {error_text(value)}")
 
 
-def path(name: str, value: Any) -> str:
-    """The path of a directory, a string or an object with a path, as a string."""
+def path(name: str, value: Any, kind: str = "directory") -> str:
+    """The path of a directory or file, a string or an object with a path, as a string."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be the path of a directory, got {error_text(value)}")
+        raise TypeError(f"{name} must be the path of a {kind}, got {error_text(value)}")
     return os.fsdecode(value)
 
 

@@ -53,6 +53,17 @@ def running_functions() -> set[Any]:
     return functions
 
 
+def is_tracing() -> bool:
+    """Whether a function is being traced now, on any thread."""
+    for innermost in sys._current_frames().values():
+        frame: Any = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "func_graph_from_py_func":
+                return True
+            frame = frame.f_back
+    return False
+
+
 def can_forget_traces() -> bool:
     """Whether `forget_traces` works with this version of TensorFlow: it has no public interface for it."""
     cache = getattr(tf.function(lambda: None), "_function_cache", None)

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 
 from ..common import host_memory
+from ..common.phases import Phase
 from ..compressors import Compressor
 from ..compressors.resolve import CompressionLike, resolve
 from ..exchange import hosts
@@ -51,6 +52,20 @@ def calibrate(
     hvd.size()  # raises Horovod's own error where hvd.init() was not called
     if not process_set.included():
         raise ValueError("calibrate: this rank is not in the process set")
+    now = ""
+
+    def begin(what: str) -> None:
+        nonlocal now
+        now = what
+        watch(what)
+
+    with Phase(lambda: f"calibrating: {now}", "usually some seconds in all", process_set.rank() == 0):
+        return _calibrate([resolve(compressor) for compressor in compressors], process_set, elements, begin)
+
+
+def _calibrate(
+    compressors: Sequence[Compressor], process_set: Any, elements: int, watch: Callable[[str], None]
+) -> Calibration:
     group = Group(process_set, "hvdc_calibrate")
     links, errors = {}, {}
     for name in COLLECTIVES:
@@ -60,16 +75,15 @@ def calibrate(
     if placed is not None:
         watch("inside and across hosts")
         levels = _measure_levels(group, placed)
-    chosen = [resolve(compressor) for compressor in compressors]
     host_memory.keep_freed_memory()
     call = call_time()
     times = []
-    for compressor in chosen:
+    for compressor in compressors:
         watch(compressor.spec)
         times.append(measure_kernels(compressor, elements, group.size, call))
     # Those of the slowest rank, so that all ranks predict the same.
     agreed = slowest(np.array(times, np.float64), group, "_kernels")
-    kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(chosen, agreed)}
+    kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(compressors, agreed)}
     return Calibration(group.size, links, kernels, errors, levels)
 
 

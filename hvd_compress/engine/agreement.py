@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..common import verbosity
 from ..common.names import path_of
 from ..version import __version__
 from .grouping import positions
@@ -152,7 +152,7 @@ def _waiting(first: bool) -> Iterator[None]:
     """
 
     def say(text: str) -> None:
-        print(f"hvd_compress: rank {hvd.rank()} {text}", file=sys.stderr, flush=True)
+        verbosity.say(f"rank {hvd.rank()} {text}", "error")
 
     def end() -> None:
         say(f"has waited for {_LONGEST:g} s: Horovod is shut down, on all ranks")

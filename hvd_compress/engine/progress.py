@@ -8,11 +8,11 @@ steps need neither: `State.step` counts them.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..common.verbosity import say
 from .plan import Plan
 from .settings import Settings
 from .state import State
@@ -93,7 +93,7 @@ def start(plan: Plan, epoch: Epoch | None) -> None:
     lines += [_schedule_line(c, plan) for c in compressors if c.stages_in_words]
     if plan.settings.process_set.rank() == 0:
         for line in dict.fromkeys(lines):
-            print(f"hvd_compress: {line}", file=sys.stderr, flush=True)
+            say(line)
 
 
 def follows_keras(settings: Settings) -> bool:

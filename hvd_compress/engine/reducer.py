@@ -11,9 +11,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..common import checks, host_memory
+from ..common import checks, host_memory, tracing
 from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
+from ..common.phases import Phase
 from . import agreement, progress
 from .compression_report import CompressionReport
 from .observer import Observer
@@ -110,6 +111,7 @@ class Reducer:
             name, watched = self.agree(gradients, variables)
             progress.check(self.settings, self.epoch)
             self.plans[key] = self._build(self, name, gradients, variables, watched)
+            _say_if_slow(self.plans[key])
         plan = self.plans[key]
         make_observer = self._watcher or next(iter(watch_all), None)
         if make_observer is not None and not plan.is_recorded:
@@ -224,6 +226,26 @@ def _tensor(gradient: Any, variable: Any) -> Any:
     except (TypeError, ValueError):
         path = path_of(variable)
         raise TypeError(f"the gradient of {path} must be a tensor, got {error_text(gradient)}") from None
+
+
+def _say_if_slow(plan: Plan) -> None:
+    """Rank 0 says what it does until the first step is done, if that takes long."""
+    step = plan.state.step
+    with tf.init_scope():
+        if not tf.executing_eagerly():  # graphs of TensorFlow 1
+            return
+        before = int(step)
+    count, buckets = len(plan.layout.shapes), len(plan.layout.buckets)
+
+    def what() -> str:
+        return f"{'tracing' if tracing.is_tracing() else 'compiling and running'} the first step"
+
+    Phase(
+        what,
+        f"once; {count} gradients in {buckets} bucket{'s' if buckets != 1 else ''}",
+        plan.settings.process_set.rank() == 0,
+        lambda: int(step) != before or not tracing.running_functions(),
+    ).begin()
 
 
 def alive() -> list[Reducer]:

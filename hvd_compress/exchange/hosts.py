@@ -17,6 +17,8 @@ import tensorflow as tf
 from horovod.runner.http import http_client
 from horovod.tensorflow.mpi_ops import _basics
 
+from ..common.verbosity import say
+
 T = TypeVar("T")
 
 # The values of `hierarchical=`.
@@ -216,7 +218,7 @@ def _obstacle(hosts: Sequence[Sequence[int]]) -> str:
 
 def _say(why: str) -> None:
     if hvd.rank() == 0:
-        print(f"hvd_compress: the exchange stays flat: {why}", file=sys.stderr, flush=True)
+        say(f"the exchange stays flat: {why}")
 
 
 def current() -> Hosts | None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ..auto import flat_or_hierarchical, start
 from ..checkpoint import plan_state
+from ..common.phases import Phase
 from ..compressors import Compressor
 from ..engine import progress
 from ..engine.model_layout import ModelLayout, model_layout
@@ -24,11 +25,12 @@ from ..engine.state import new_state
 from ..engine.transforms import transforms_for
 from ..exchange import hosts
 from ..exchange.hosts import Hosts
-from ..monitor import recorder, tuning
+from ..monitor import end_summary, environment, recorder, tuning
 
 
 def new_reducer(settings: Settings) -> Reducer:
     """The object that reduces gradients with these settings."""
+    environment.install()
     return Reducer(settings, new_plan)
 
 
@@ -59,11 +61,14 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             _add_auto(plan)
         if tuning.is_on():
             plan.observers.append(tuning.StepClock(name))
-        plan.link = recorder.measure_link(settings.process_set) if watched else None
+        if watched:
+            with Phase("timing the link", "usually less than a second", settings.process_set.rank() == 0):
+                plan.link = recorder.measure_link(settings.process_set)
     plan_state.take_pending(reducer, plan)
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
     tuning.settings(settings)
+    end_summary.watch(reducer)
     return plan
 
 

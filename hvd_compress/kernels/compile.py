@@ -37,6 +37,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     `tf.function`; a call costs about 50 microseconds.
     """
     in_xla = tf.function(function, jit_compile=True, autograph=False)
+    in_xla._omit_frequent_tracing_warning = True  # each size is traced once, and of many sizes TensorFlow would warn
 
     @functools.wraps(function)
     def called(*args: Any, **keywords: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from ..common.verbosity import say
 from ..engine.compression_report import AutoReport
 from .recorder import WatchedBucket
 from .steps import Steps
@@ -70,7 +70,7 @@ class RunFiles:
                 file.flush()
         except OSError as error:
             text = f"rank {self.rank} stops writing {self.directory} ({error}); training goes on"
-            print(f"hvd_compress: {text}", file=sys.stderr, flush=True)
+            say(text, "warning")
             self.close()
 
     def describe(self, run: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class RunFiles:
             temporary.write_text(json.dumps({"format": FORMAT, **run}, indent=2) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
-            print(f"hvd_compress: cannot write {path} ({error})", file=sys.stderr, flush=True)
+            say(f"cannot write {path} ({error})", "warning")
 
     def close(self) -> None:
         """Closes the files; later calls of `write` do nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import checks, gradient_file, tracing
+from ..common.verbosity import say
 from ..engine.observer import Observer, StepMeasurement
 from ..engine.plan import Plan
 from .recorder import Loss, Recorder
@@ -85,7 +85,7 @@ class GradientRecorder(Recorder):
             gradient_file.append(self._path, int(step), self._names, gradients)
         except OSError as error:
             text = f"cannot write {self._path} ({error}); training goes on"
-            print(f"hvd_compress: {text}", file=sys.stderr, flush=True)
+            say(text, "warning")
             return np.int32(self._max_steps)
         return np.int32(1)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
+import horovod.tensorflow as hvd
+
 from ..common import checks
+from ..common.verbosity import say
 from ..engine.reducer import alive, watch_all
-from . import summary
+from . import chrome_trace, clocks, summary
 from .gradients import checked_every, make_recorder, stop_recording
 from .session import Session
 from .steps import Steps
@@ -28,19 +33,31 @@ class profile:
     most gradients. A `tf.function` must be traced, that is called for the first time, inside the `with` block.
     The profile does not communicate: it may be used on some ranks only, and does not change the training.
 
+    With `trace`, the profile compares the clocks of all ranks when it begins and when it ends, and rank 0 writes the
+    steps of all ranks on one time line. Then all ranks must enter and leave it together.
+
     Args:
         log_dir: Directory for the files that `hvd-compress doctor` and `hvd-compress report` read (see
             docs/monitor.md). None writes no files.
         gradients: As in `hvdc.callbacks.CompressionMonitor`: of every so many steps, rank 0 writes its gradients to
             `gradients.npz` in `log_dir`.
+        trace: File for Perfetto or chrome://tracing, in Chrome's JSON format: when each bucket was encoded, sent and
+            decoded on each rank. Rank 0 says by how much two ranks' clocks may be apart in it. It holds the last steps
+            if there are too many to look at. Call `step` after each step, or it holds the last 512 at most.
 
     Raises:
-        TypeError: `log_dir` is not a path.
+        TypeError: `log_dir` or `trace` is not a path.
         ValueError: `gradients` is not valid, or `log_dir` is missing for it.
-        OSError: `log_dir` cannot be written to.
+        OSError: `log_dir` or `trace` cannot be written to.
     """
 
-    def __init__(self, log_dir: str | os.PathLike | None = None, gradients: int | None = None) -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike | None = None,
+        gradients: int | None = None,
+        trace: str | os.PathLike | None = None,
+    ) -> None:
+        self._trace = None if trace is None else Path(checks.path("trace", trace, "file"))
         self._log_dir = None if log_dir is None else checks.path("log_dir", log_dir)
         self._gradients = checked_every("gradients", gradients)
         if gradients is not None and log_dir is None:
@@ -58,16 +75,32 @@ class profile:
         self._session = Session(alive, self._log_dir, "profile")
         self._make_recorder = make_recorder(self._log_dir, self._gradients)
         watch_all.append(self._make_recorder)
+        if self._trace is not None:
+            if hvd.rank() == 0:
+                self._trace.touch()  # an error now is better than one at the end
+            self._clocks = clocks.compare()
         self._start = time.perf_counter()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         watch_all.remove(self._make_recorder)
         if self._gradients is not None:
             stop_recording([plan for reducer in alive() for plan in reducer.plans.values()])
         assert self._session is not None
         self._keep(self._session.read())
         self._session.finish()
+        if self._trace is not None and error is None:  # after an error, other ranks may be elsewhere
+            self._write_trace(self._trace, self._session)
+
+    def _write_trace(self, path: Path, session: Session) -> None:
+        last = clocks.compare()
+        own = chrome_trace.rank_steps(socket.gethostname(), session.buckets, self._steps, hvd.size())
+        ranks = hvd.allgather_object(own, name="hvdc_trace")
+        if hvd.rank() == 0:
+            error = chrome_trace.write(path, ranks, self._clocks, last)
+            steps = f"the last {len(own.step)} of " if len(own.step) < sum(map(len, self._steps)) else ""
+            text = f"{steps}{sum(map(len, self._steps))} steps, clocks aligned within {1e3 * error:.2g} ms"
+            say(f"{path} is written: {text}")
 
     def step(self, loss: Any = None) -> None:
         """Call it after each training step.

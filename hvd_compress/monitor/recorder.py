@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -61,7 +61,7 @@ class Recorder(Observer):
         self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
-        self._num_read = 0
+        self._num_read: dict[Any, int] = {}  # by reader
         self._column_order = _column_order(len(self.buckets))
         with tf.init_scope(), tf.device("CPU"):
             rows = tf.zeros([ROWS, len(self._column_order)], tf.float64)
@@ -104,21 +104,24 @@ class Recorder(Observer):
 
     # On the host
 
-    def pending(self) -> int:
-        """The number of steps since the last `read`."""
-        return int(self._count) - self._num_read
+    def pending(self, reader: Hashable = None) -> int:
+        """The number of steps since the last `read` of this reader."""
+        return int(self._count) - self._num_read.get(reader, 0)
 
-    def skip(self) -> None:
+    def skip(self, reader: Hashable = None) -> None:
         """Steps taken so far are not read."""
         with self._lock:
-            self._num_read = int(self._count)
+            self._num_read[reader] = int(self._count)
 
-    def read(self) -> np.ndarray:
-        """The steps since the last call, at most 512: float64 [steps, HEADER + COLUMNS of each bucket]."""
+    def read(self, reader: Hashable = None) -> np.ndarray:
+        """The steps since the reader's last call, at most 512: float64 [steps, HEADER + COLUMNS of each bucket].
+
+        Several readers may each read all steps.
+        """
         with self._lock:
             count = int(self._count)
-            new = np.arange(max(self._num_read, count - ROWS), count)
-            self._num_read = count
+            new = np.arange(max(self._num_read.get(reader, 0), count - ROWS), count)
+            self._num_read[reader] = count
             if not len(new):
                 return np.empty([0, len(self._column_order)])
             with tf.device("CPU"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +19,17 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..common.verbosity import say
 from ..engine.compression_report import AutoReport
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
 from ..engine.settings import Settings
 from ..version import __version__
+from . import totals
 from .files import RunFiles
 from .recorder import ROWS, Recorder, WatchedBucket, recorder_of
 from .steps import Reader, Steps
+from .totals import Totals
 
 # Seconds between two reads, unless the numbers are needed at once, and between two checks of how many steps there are.
 # Rows are read when half of them are used: that is enough for 1280 steps a second.
@@ -34,6 +37,7 @@ _READ_EVERY = 1.0
 _CHECK_EVERY = 0.2
 # Seconds between two looks at what `auto` predicts, which take some milliseconds each; also at the end of an epoch.
 _AUTO_EVERY = 5.0
+_numbers = itertools.count()  # of sessions
 
 
 class Session:
@@ -51,7 +55,9 @@ class Session:
         self.losses: list[Any] = []
         self.epoch: int | None = None  # of the steps; None if there are no epochs
         self.auto: AutoReport | None = None  # what `auto` chooses from, as last seen; None without `auto`
+        self.totals = Totals()
         self._auto_at = -math.inf
+        self._name = f"session {next(_numbers)}"
         self._reducers = reducers
         self._rank = hvd.rank()
         self._files = None if directory is None else RunFiles(directory, self._rank)
@@ -63,7 +69,7 @@ class Session:
         self._read_at = self._check_at = time.monotonic()
         self._started = _now()
         for _, recorder in self._recorded_plans():
-            recorder.skip()  # steps of an earlier session
+            recorder.skip(self._name)  # steps of an earlier session
 
     @property
     def buckets(self) -> list[WatchedBucket]:
@@ -90,7 +96,7 @@ class Session:
             self._check_at = now + _CHECK_EVERY
             if first:
                 self.first_step_seconds = seconds
-            full = self._recorder is not None and self._recorder.pending() >= ROWS // 2
+            full = self._recorder is not None and self._recorder.pending(self._name) >= ROWS // 2
             return self.read() if first or full or now - self._read_at > _READ_EVERY else None
 
     def read(self) -> Steps | None:
@@ -100,10 +106,11 @@ class Session:
             if self._plan is None and not self._start():
                 return None
             assert self._recorder is not None and self._reader is not None
-            rows = self._recorder.read()
+            rows = self._recorder.read(self._name)
             if not len(rows):
                 return None
             steps = self._with_losses(self._reader.steps(rows))
+            self.totals.add(steps)
             if self._files is not None:
                 self._files.write(steps, self.buckets, self.epoch, _memory_mb())
             if self._read_at - self._auto_at > _AUTO_EVERY:
@@ -140,7 +147,7 @@ class Session:
 
     def _start(self) -> bool:
         """Selects the plan; returns whether there is one."""
-        watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending()]
+        watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending(self._name)]
         if not watched:
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
@@ -188,13 +195,14 @@ class Session:
             self._describe(finished=_now())
             if self._files is not None:
                 self._files.close()
+            if self._plan is not None:
+                totals.measured[self._plan.name] = self.totals
 
     def log_first_step(self) -> None:
         """Rank 0 prints how long the first step took."""
         self._describe()
         if self._rank == 0 and self.first_step_seconds is not None:
-            text = f"the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)"
-            print(f"hvd_compress: {text}", file=sys.stderr, flush=True)
+            say(f"the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)")
 
 
 def _now() -> str:

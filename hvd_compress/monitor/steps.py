@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .recorder import COLUMNS, HEADER, WatchedBucket
+from .recorder import COLUMNS, HEADER, TIMES, WatchedBucket
 from .trials import TRIAL_STEPS, trial_steps
 
 Array = np.ndarray
@@ -29,6 +29,7 @@ class Buckets:
     gradient_norm: Array
     norm: Array  # of x
     residual_norm: Array  # after the step
+    times: Array  # [T, B, 4]: when it was ready, encoded, received and decoded, in seconds since 1970
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Reader:
             columns["gradient_norm"],
             norm,
             np.where(finite[:, None], columns["residual_norm"], np.nan),
+            np.stack([columns[name] for name in TIMES], 2),
         )
 
     def _losses(self, total: Array, count: Array) -> Array:

@@ -12,21 +12,21 @@ from rich.table import Table
 
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
-from . import console, options, plots, timing, units
+from . import console, launch, options, plots, timing, units
 from .advice import LEAST_SPEEDUP
 from .models import MODELS, of_size
 from .network import calibrated
 from .prediction import forecast, forecast_auto, per_progress
 from .workload import Workload
 
-EXAMPLE = "horovodrun -np 2 hvd-compress bench --model resnet50"
+EXAMPLE = "hvd-compress bench -np 2 --model resnet50"
 
 
 @click.command(
     epilog=f"""\b
 Examples:
   {EXAMPLE} --plot bench.png
-  horovodrun -np 4 -H one:1,two:1,three:1,four:1 hvd-compress bench --params 110M -c none -c int8 --json"""
+  hvd-compress bench -np 4 -H one:1,two:1,three:1,four:1 --params 110M -c none -c int8 --json"""
 )
 @click.option("--model", type=click.Choice(sorted(MODELS)), help="Whose gradients cross.  [default: resnet50]")
 @click.option("--params", type=units.PARAMETERS, help="A model of so many parameters, such as 25.6M, instead.")
@@ -38,13 +38,15 @@ Examples:
 @options.output("Write it there as JSON.")
 @click.option("--plot", type=plots.PLOT_FILE, help="Draw the times.")
 @console.json_option
+@launch.workers
 def bench(
     model: str | None, params: int | None, specs: tuple[str, ...], rounds: int, backward: float, forward: float,
     bucket_bytes: int, output: Path | None, plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time the exchange of a model's gradients with every compressor.
 
-    Runs under horovodrun; rank 0 prints. The values are recorded gradients of a small transformer and of ResNet-20,
+    -np starts the workers, and so does horovodrun in front of the command; rank 0 prints. The values are recorded
+    gradients of a small transformer and of ResNet-20,
     repeated until they fill the model's shapes. All take turns in each round; medians, of the slowest worker. The
     total is one step's exchange with residuals, without a backward pass that would hide some of it. Encode and
     decode are the kernels' times by themselves; wire is the rest of the total. The error is that of one step alone,

@@ -12,9 +12,9 @@ from rich.table import Table
 from ..cost import Calibration, Link
 from ..cost.calibration import COLLECTIVES
 from ..engine.layout import LARGEST
-from . import console, options, units
+from . import console, launch, options, units
 
-EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
+EXAMPLE = "hvd-compress calibrate -np 2 -o link.json"
 
 
 @click.command(epilog=f"\b\nExample:\n  {EXAMPLE} --rate 1gbit\n  HVD_COMPRESS_CALIBRATION=link.json horovodrun ...")
@@ -23,11 +23,13 @@ EXAMPLE = "horovodrun -np 2 hvd-compress calibrate -o link.json"
 @options.compressors
 @click.option("--elements", type=units.COUNT, default=LARGEST, help="Of a chunk of gradient.  [default: 1M]")
 @console.json_option
+@launch.workers
 def calibrate(output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int, as_json: bool) -> None:
     """Measure the link between the workers and the compressors' kernels.
 
-    Runs under horovodrun; rank 0 prints and writes. `hvd-compress plan --calibration` reads the file, and so does
-    `compression="auto"` where the environment variable HVD_COMPRESS_CALIBRATION names it.
+    -np starts the workers, and so does horovodrun in front of the command; rank 0 prints and writes.
+    `hvd-compress plan --calibration` reads the file, and so does `compression="auto"` where the environment variable
+    HVD_COMPRESS_CALIBRATION names it.
     """
     console.under_horovodrun(EXAMPLE)
     import horovod.tensorflow as hvd

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..common.verbosity import set_verbosity
 from . import units
 
 _PIPE_WIDTH = 160  # Rich would assume 80
@@ -44,9 +45,10 @@ OUTPUT_FILE = units.Parsed("path", output_file)
 
 
 def output() -> Console:
-    """The console on standard output; if that is a pipe, it is wide enough for tables."""
+    """The console on standard output; if that is a pipe, it is wide enough for tables, or as wide as COLUMNS says."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    width = os.environ.get("COLUMNS", "")
+    return console if console.is_terminal or width.isdecimal() else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def errors() -> Console:
@@ -104,9 +106,13 @@ class Steps(Progress):
 
 
 def under_horovodrun(example: str) -> None:
-    """Refuses to go on, showing an example, if this process is not one of several that horovodrun has started."""
+    """Refuses to go on, showing an example, if this process is not one of several that horovodrun has started.
+
+    From then on the package says only what goes wrong: the subcommand shows its own progress.
+    """
     if int(os.environ.get("HOROVOD_SIZE", "1")) < 2:
         raise click.UsageError(f"This measures between workers: start at least two, such as `{example}`.")
+    set_verbosity("warning")
 
 
 @contextlib.contextmanager

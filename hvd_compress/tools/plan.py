@@ -66,13 +66,11 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     progress: a compressed step makes less of it. The advice is the compressor with which training is the fastest, by
     the rule of `auto`.
     """
-    if (params is None) == (model is None):
-        raise click.UsageError("Give either --params, such as --params 25.6M, or --model.")
+    _check_given(params, model, ranks, network_options["bandwidth"], network_options["calibration"])
     shapes = MODELS[model]() if model else of_size(params or 0)
     network, calibration = network_of(**network_options)
     if ranks is None:
-        if calibration is None:
-            raise click.UsageError("Give --ranks, such as --ranks 8,16,64, or --calibration.")
+        assert calibration is not None
         ranks = (calibration.ranks,)
     work = Workload(tuple(shapes), backward, forward, bucket_bytes)
     is_choice, specs = specs != options.SPECS, options.with_none(specs)
@@ -109,6 +107,21 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
         out.print(f"plot: {plot}")
 
 
+def _check_given(
+    params: int | None, model: str | None, ranks: object, bandwidth: float | None, calibration: Path | None
+) -> None:
+    """Raises a UsageError that names all missing options at once."""
+    if params is not None and model is not None:
+        raise click.UsageError("Give either --params or --model.")
+    missing = [] if params is not None or model is not None else ["--params (25.6M) or --model (resnet50)"]
+    if calibration is None:
+        needed = {"--ranks (8,16,64)": ranks, "--bandwidth (10gbit)": bandwidth}
+        names = [name for name, value in needed.items() if value is None]
+        missing += [f"{' and '.join(names)}, or --calibration (link.json)"] if names else []
+    if missing:
+        raise click.UsageError(f"Give {', and '.join(missing)}.")
+
+
 def network_of(
     bandwidth: float | None, latency: float, topology: str, oversubscription: float | None, ranks_per_leaf: int,
     workers_per_host: int | None, hierarchical: bool, local_bandwidth: float, local_latency: float,
@@ -127,8 +140,7 @@ def network_of(
     with console.usage("--calibration"):
         measured = Calibration.load(calibration) if calibration else None
         if bandwidth is None:
-            if measured is None:
-                raise click.UsageError("Give --bandwidth, such as --bandwidth 10gbit, or --calibration.")
+            assert measured is not None  # see `_check_given`
             if topology != "ring":
                 raise click.UsageError(
                     "--topology needs --bandwidth: a calibration holds what was measured, as a ring."

@@ -1,4 +1,4 @@
-"""The plots of `plan` and `bench`."""
+"""The plots of `plan`, `bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from . import console, units
 from .network import Network
 from .prediction import forecast
+from .search import BASELINE, Outcome
 from .workload import Workload
 
 _MOST_RANKS = 4096
@@ -93,5 +94,30 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("ms per exchange, median and quartiles")
     axes.set_title(f"{units.show_count(result['params'])} parameters, {result['ranks']} ranks")
+    with console.writing(path):
+        figure.savefig(path, dpi=_DPI)
+
+
+def tune(path: Path, tried: Sequence[Outcome], best: Outcome, metric: str) -> None:
+    """The time of a step and the metric of each setting that made its steps, by verdict; names where there is room."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    shown = [outcome for outcome in tried if outcome.metric is not None and np.isfinite(outcome.step)]
+    for verdict in dict.fromkeys(outcome.verdict for outcome in shown):
+        some = [outcome for outcome in shown if outcome.verdict == verdict]
+        axes.plot([1e3 * one.step for one in some], [one.metric or 0.0 for one in some], "o", label=verdict)
+    for outcome in shown:
+        if outcome.verdict == "ok":
+            where = (1e3 * outcome.step, outcome.metric)
+            axes.annotate(
+                outcome.setting.compression, where, (4, 4), textcoords="offset points", fontsize="x-small",
+                fontweight="bold" if outcome is best or outcome.setting == BASELINE else "normal",
+            )  # fmt: skip
+    axes.set(xscale="log", xlabel="ms per step", ylabel=metric)
+    axes.set_title(f"{len(tried)} settings, best: {best.setting.compression}")
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend()
     with console.writing(path):
         figure.savefig(path, dpi=_DPI)

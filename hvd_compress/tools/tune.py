@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-import shlex
-import shutil
 import signal
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from . import console, search, units
+from . import console, launch, plots, search, units
 from .search import BASELINE, Outcome
 from .tuner import Tuner
 
@@ -33,17 +33,6 @@ def _pattern(text: str) -> re.Pattern[str]:
     return pattern
 
 
-def _launcher(text: str) -> list[str]:
-    words = shlex.split(text)
-    if not words:
-        raise ValueError("it is empty: leave it out, or name the program, such as horovodrun")
-    # The program of this environment comes first, also where the environment is not activated.
-    program = shutil.which(words[0], path=str(Path(sys.executable).parent)) or shutil.which(words[0])
-    if program is None:
-        raise click.ClickException(f"{words[0]} was not found: install Horovod, or name it with --launcher")
-    return [program, *words[1:]]
-
-
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="""\b
@@ -52,11 +41,8 @@ Examples:
   hvd-compress tune -np 4 -H one:2,two:2 --metric val_accuracy --trials 40 train.py""",
 )
 @click.option("-np", "ranks", type=click.IntRange(2), required=True, help="Workers, as horovodrun's.")
-@click.option("-H", "hosts", help="Hosts and their slots, as horovodrun's.")
-@click.option(
-    "--launcher", type=units.Parsed("text", _launcher), default="horovodrun", show_default=True,
-    help="With other options of its, such as --gloo.",
-)  # fmt: skip
+@launch.hosts
+@launch.launcher
 @click.option(
     "--trials", type=click.IntRange(2), default=20, show_default=True, help="Runs, those in the study included."
 )
@@ -81,11 +67,13 @@ Examples:
 @click.option(
     "--study", "path", type=console.OUTPUT_FILE, help="What is found is kept there.  [default: tune-SCRIPT.log]"
 )
+@click.option("--plot", type=plots.PLOT_FILE, help="Draw what was tried: the time of a step and the metric.")
 @console.json_option
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None, launcher: list[str], trials: int,
-         allowed: float, kinds: tuple[str, ...], path: Path | None, as_json: bool, **options: Any) -> None:  # fmt: skip
+         allowed: float, kinds: tuple[str, ...], path: Path | None, plot: Path | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Find the fastest compressor, its settings and the bucket size for SCRIPT, by short runs of it.
 
     The script stays as it is, as long as it leaves `compression` and `bucket_bytes` of
@@ -96,8 +84,7 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     """
     # The run ends when this process is ended: the exception passes through `trial.run`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    on_hosts = ["-H", hosts] if hosts else []
-    command = [*launcher, "-np", str(ranks), *on_hosts, sys.executable, str(script), *arguments]
+    command = [*launch.command(launcher, ranks, hosts), sys.executable, str(script), *arguments]
     with console.usage("--study"):
         path = path or console.output_file(f"tune-{script.stem}.log")
         study = search.open_study(path, allowed)
@@ -107,12 +94,15 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     with console.Steps("tuning", trials) as steps:
         for number in range(trials):
             steps.step()
+            outlook = _outlook(study, allowed, trials - number)
             is_last = trials >= _FEWEST_RUNS and number >= trials - _LAST_RUNS
-            if number >= done and not tuner.run_next(is_last, steps.say):
+            if number >= done and not tuner.run_next(is_last, functools.partial(_say, steps, outlook)):
                 break
     tried = search.outcomes(study, allowed)
     best = search.good_outcomes(tried)[0]
     baseline = next(outcome for outcome in tried if outcome.setting == BASELINE)
+    if plot is not None:
+        plots.tune(plot, tried, best, tuner.metric_name)
     if as_json:
         console.print_json({
             "baseline": _json_outcome(baseline),
@@ -131,6 +121,24 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
         out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
+    if plot is not None:
+        out.print(f"plot: {plot}")
+
+
+def _say(steps: console.Steps, outlook: str, text: str) -> None:
+    steps.say(f"{text}{outlook}")
+
+
+def _outlook(study: Any, allowed: float, left: int) -> str:
+    """How long the remaining runs take if they are like those so far, and the best setting so far; "" before these."""
+    runs = search.runs(study)
+    if not runs:
+        return ""
+    seconds = left * statistics.mean(run.user_attrs["seconds"] for run in runs)
+    about = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+    tried = search.outcomes(study, allowed)
+    best, baseline = search.good_outcomes(tried)[0], next(one for one in tried if one.setting == BASELINE)
+    return f"; about {about} left; best so far {best.setting.compression}, {baseline.step / best.step:.2f}x"
 
 
 def _json_outcome(outcome: Outcome) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Types of options whose values have units (see `common.units`), and such values as text: 12.3 ms."""
+"""Types of options whose values have units, see `common.units`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -10,6 +10,10 @@ from click.shell_completion import CompletionItem
 
 from .. import formats
 from ..common.units import parse_bytes, parse_count, parse_rate, parse_seconds
+from ..common.units import show_bytes as show_bytes
+from ..common.units import show_count as show_count
+from ..common.units import show_rate as show_rate
+from ..common.units import show_seconds as show_seconds
 
 # Larger values are typing errors, and a prediction would take very long.
 _MOST_PARAMETERS, _MOST_RANKS = 10**11, 10**6
@@ -76,33 +80,3 @@ BYTES = Parsed("bytes", parse_bytes)
 DURATION = Parsed("time", _parse_duration)
 RANKS = Parsed("ranks", _parse_ranks)
 SPEC = Parsed("spec", _parse_spec)
-
-
-def show_rate(bits_per_second: float) -> str:
-    """Bits per second as text: 10 Gbit/s."""
-    return _show(bits_per_second, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 1.0})
-
-
-def show_bytes(nbytes: float) -> str:
-    """Bytes as text: 102 MB."""
-    return _show(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
-
-
-def show_seconds(seconds: float) -> str:
-    """Seconds as text: 12.3 ms."""
-    return _show(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6}) if seconds else "0 s"
-
-
-def show_count(count: float) -> str:
-    """A number as text: 25.6M."""
-    return _show(count, {"G": 1e9, "M": 1e6, "K": 1e3, "": 1.0}).replace(" ", "")
-
-
-def _show(value: float, units: Mapping[str, float]) -> str:
-    """The value in the largest of the units, which come in falling order, that is not larger than it."""
-    *_, smallest = units
-    name = next((name for name, size in units.items() if value >= 0.9995 * size), smallest)
-    number = f"{value / units[name]:.3g}"
-    if "e" in number:
-        number = f"{value / units[name]:.0f}"
-    return f"{number} {name}".rstrip()

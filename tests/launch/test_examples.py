@@ -90,11 +90,9 @@ def test_the_default_is_auto(python, script):
     assert "topk:ratio=0.01, ... (default: auto)" in text
 
 
-def test_the_report_says_what_auto_chose_and_what_stock_horovod_would_take(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import common
-
+def test_the_report_says_what_auto_chose_and_what_stock_horovod_would_take():
     from hvd_compress.engine.compression_report import BucketReport, Candidate
+    from hvd_compress.monitor import end_summary
 
     def bucket(chosen, together=False, **seconds):
         candidates = tuple(Candidate(spec, predicted, 1.0, 1.0, "") for spec, predicted in seconds.items())
@@ -102,15 +100,17 @@ def test_the_report_says_what_auto_chose_and_what_stock_horovod_would_take(monke
 
     buckets = [bucket("int8", none=2.0, int8=0.5), bucket("none", none=0.25, int8=0.5)]
     rows = BucketReport(1000, "int4", rows_of="model/items")
-    assert common.chosen(buckets) == "int8 for 1 of 2 buckets, none for 1"
-    assert common.chosen([buckets[0], *buckets]) == "int8 for 2 of 3 buckets, none for 1"
-    assert common.chosen(buckets[:1] * 2) == "int8 for all 2 buckets"
-    assert common.chosen([buckets[0], rows]) == "int8 for 1 bucket, int4 for rows of model/items"
-    assert common.chosen([rows]) == "int4 for rows of model/items"
-    assert common.extra_seconds([*buckets, rows]) == 1.5
-    assert common.extra_seconds([bucket("powersgd", True, none=2.0, powersgd=1.0)] * 2) == 3.0  # 1 s for both buckets
-    assert common.extra_seconds([bucket("int8", int8=0.5)]) is None
-    assert common.extra_seconds([BucketReport(1000, "int8"), rows]) is None
+    assert end_summary.chosen(buckets) == "int8 for 1 of 2 buckets, none for 1"
+    assert end_summary.chosen([buckets[0], *buckets]) == "int8 for 2 of 3 buckets, none for 1"
+    assert end_summary.chosen(buckets[:1] * 2) == "int8 for all 2 buckets"
+    assert end_summary.chosen([buckets[0], rows]) == "int8 for 1 bucket, int4 for rows of model/items"
+    assert end_summary.chosen([rows]) == "int4 for rows of model/items"
+    assert end_summary.extra_seconds([*buckets, rows]) == 1.5
+    assert (
+        end_summary.extra_seconds([bucket("powersgd", True, none=2.0, powersgd=1.0)] * 2) == 3.0
+    )  # 1 s for both buckets
+    assert end_summary.extra_seconds([bucket("int8", int8=0.5)]) is None
+    assert end_summary.extra_seconds([BucketReport(1000, "int8"), rows]) is None
 
 
 def test_keras_resnet20(horovodrun):

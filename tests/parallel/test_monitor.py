@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import struct
+from types import SimpleNamespace
 
 import introspect
 import numpy as np
@@ -14,6 +15,7 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress.common import gradient_file
 from hvd_compress.frontends.keras import compression_monitor
+from hvd_compress.monitor import chrome_trace, clocks
 from hvd_compress.monitor.gradients import MAX_STEPS, GradientRecorder
 from hvd_compress.tools import run_log
 
@@ -206,12 +208,20 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
         return model.get_weights(), history.history, np.array(losses)
 
     plain, _, running = fit([])
-    weights, history, _ = fit([hvdc.callbacks.CompressionMonitor(directory, update_freq=2)])
+    logged = []
+
+    def log(step, values):
+        logged.append((step, dict(values)))
+        if step == 6:
+            raise OSError("the service is gone")
+
+    weights, history, _ = fit([hvdc.callbacks.CompressionMonitor(directory, update_freq=2, log=log)])
     for a, b in zip(plain, weights):
         np.testing.assert_array_equal(a, b)
     assert set(history) == {"loss", "ratio", "comm_ms"}
     assert all(ratio > 3 for ratio in history["ratio"]) and all(ms > 0 for ms in history["comm_ms"])
 
+    assert rank == 0 or not logged
     with open(directory / f"rank-{rank}.csv") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, 9))
@@ -229,11 +239,16 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
         run = json.loads((directory / "run.json").read_text())
         assert run["ranks"] == size and run["model"]["parameters"] == 41 * 50 + 51
         assert run["first_step_seconds"] > 0 and run["finished"] and run["settings"]["compression"] == "int8"
-        assert f"the first step took {run['first_step_seconds']:.1f} s" in capfd.readouterr().err
+        err = capfd.readouterr().err
+        assert f"the first step took {run['first_step_seconds']:.1f} s" in err
+        assert err.count("CompressionMonitor: log failed at step 6 (OSError('the service is gone'))") == 1
+        assert [step for step, _ in logged] == [2, 4, 6]
         events = scalars(directory / "tensorboard")
         assert sorted(events["hvd_compress/loss"]) == [2, 4, 6, 8]
         assert events["hvd_compress/loss"][2] == pytest.approx(expected[:2].mean(), rel=1e-4)
         assert events["hvd_compress/bucket_0/compressor"] == {2: "int8"}
+        for step, values in logged:  # the same as TensorBoard's
+            assert values == pytest.approx({tag: found[step] for tag, found in events.items() if tag in values})
         assert {
             "ratio",
             "exchange_ms",
@@ -301,6 +316,49 @@ def test_profile_of_a_custom_loop(rank, tmp_path):
     assert any(line.startswith("wire_ms") for line in lines)
     rows = (tmp_path / "run" / f"rank-{rank}.csv").read_text().splitlines()
     assert len(rows) == 13
+
+
+def test_a_trace_has_all_ranks_on_one_time_line(rank, size, tmp_path, monkeypatch):
+    ahead = 50.0 * rank  # of this rank's clock, and of the timestamps in the graph
+    clock = clocks.time.time
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(time=lambda: clock() + ahead, sleep=clocks.time.sleep))
+    own = chrome_trace.rank_steps
+
+    def rank_steps(*arguments):
+        found = own(*arguments)
+        return found._replace(begin=found.begin + ahead, ready=found.ready + ahead, times=found.times + ahead)
+
+    monkeypatch.setattr(chrome_trace, "rank_steps", rank_steps)
+    weights = tf.Variable(tf.ones([300, 200]))
+
+    @tf.function
+    def train_step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ weights) ** 2)
+        tape = hvdc.DistributedGradientTape(tape, compression="int8", bucket_bytes=2**17)
+        weights.assign_sub(0.01 * tape.gradient(loss, [weights])[0])
+        return loss
+
+    path = tmp_path / "trace.json"
+    with hvdc.profile(trace=path) as prof:
+        for t in range(4):
+            prof.step(train_step(tf.random.stateless_normal([4, 300], [rank, t])))
+    if rank:
+        assert not path.exists()
+        return
+    trace = json.loads(path.read_text())
+    error = 1e6 * trace["metadata"]["clocks_aligned_within_seconds"]
+    assert 0.0 < error < 10e6  # the offset is 50 s
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] > 0]
+    ends = {(e["pid"], e["args"]["step"], e["tid"], e["name"]): e["ts"] + e["dur"] for e in slices}
+    keys = {key[1:3] for key in ends}
+    assert {step for step, _ in keys} == {1, 2, 3, 4} and {key[0] for key in ends} == set(range(size))
+    for step, bucket in keys:
+        # No rank has received a bucket before all have encoded it.
+        encoded = [ends[(r, step, bucket, "encode")] for r in range(size)]
+        # A bucket that has overtaken an earlier one is never alone on the wire.
+        received = [max(ends.get((r, step, bucket, name), 0.0) for name in ("queue", "wire")) for r in range(size)]
+        assert min(received) >= max(encoded) - 2.0 * error - 1.0
 
 
 def test_a_profile_reads_the_plan_that_takes_steps(rank):

@@ -68,13 +68,14 @@ def test_the_reference_names_everything_public():
     listed = re.findall(r"^::: (\S+)$|^        - (\w+)$", TEXTS["docs/api.md"], re.MULTILINE)
     listed = [full or f"hvd_compress.frontends.keras.callbacks.{member}" for full, member in listed]
     objects = [pkgutil.resolve_name(path) for path in listed]  # raises where there is none
-    modules = ("callbacks", "cost", "elastic", "optimizers")
+    modules = ("callbacks", "cost", "elastic", "loggers", "optimizers")
     public = {getattr(hvdc, each) for each in hvdc.__all__ if each != "__version__" and each not in modules}
     assert public <= {each for each in objects if callable(each)}
     base = pkgutil.resolve_name("hvd_compress.frontends.keras.callbacks.Callback")
     for each in vars(hvdc.callbacks).values():
         assert not isinstance(each, type) or not issubclass(each, base) or each in (base, *objects), each
     assert {getattr(hvdc.optimizers, each) for each in hvdc.optimizers.__all__} <= set(objects)
+    assert {getattr(hvdc.loggers, each) for each in hvdc.loggers.__all__} <= set(objects)
     for each in hvdc.elastic.__all__:
         assert getattr(hvdc.elastic, each) in objects or each.endswith("Callback"), each
     assert "hvd_compress.frontends.elastic.callbacks" in listed

@@ -83,6 +83,8 @@ def test_everything_public_is_there():
     code = """
 import hvd_compress as hvdc
 assert set(hvdc.__all__) <= set(dir(hvdc))
+hvdc.set_verbosity("info")
+assert hvdc.loggers.Prometheus("metrics.prom")
 assert "tensorflow" not in sys.modules
 for name in hvdc.__all__:
     getattr(hvdc, name)

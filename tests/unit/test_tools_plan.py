@@ -407,9 +407,11 @@ def test_a_large_model_is_worked_out_in_seconds():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan"], "Give either --params, such as --params 25.6M, or --model."),
-        (["plan", "--params", "5M"], "Give --bandwidth, such as --bandwidth 10gbit, or --calibration."),
-        (["plan", "--params", "5M", "--bandwidth", "1gbit"], "Give --ranks"),
+        (["plan"], "Give --params (25.6M) or --model (resnet50), and --ranks (8,16,64) and --bandwidth (10gbit)"),
+        (["plan", "--params", "5M", "--model", "resnet50"], "Give either --params or --model."),
+        (["plan", "--params", "5M"], "Give --ranks (8,16,64) and --bandwidth (10gbit), or --calibration (link.json)."),
+        (["plan", "--params", "5M", "--bandwidth", "1gbit"], "Give --ranks (8,16,64), or --calibration (link.json)."),
+        (["plan", "--bandwidth", "1gbit", "--ranks", "8"], "Give --params (25.6M) or --model (resnet50)."),
         ([*PLAN, "--bandwidth", "10GB"], "'10GB' is not a rate in bits per second"),
         ([*PLAN, "-c", "int9"], "unknown compressor 'int9': did you mean 'int8'?"),
         ([*PLAN, "-c", "auto"], "auto is no compressor"),
@@ -428,8 +430,8 @@ def test_a_large_model_is_worked_out_in_seconds():
         ([*PLAN, "--oversubscription", "4"], "--topology fat-tree and --oversubscription go together."),
         ([*PLAN, "--topology", "fat-tree", "--oversubscription", "0.5"], "oversubscription must be a number from 1 on"),
         ([*PLAN, "--topology", "fat-tree", "--oversubscription", "0"], "oversubscription must be a number from 1 on"),
-        (["bench"], "horovodrun -np 2 hvd-compress bench"),
-        (["calibrate"], "horovodrun -np 2 hvd-compress calibrate"),
+        (["bench"], "hvd-compress bench -np 2"),
+        (["calibrate"], "hvd-compress calibrate -np 2"),
         (["plan", "--no-such"], "--no-such"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from hvd_compress import formats
 from hvd_compress.cost import CostModel, Link
 from hvd_compress.monitor.tune_protocol import MARK
 from hvd_compress.tools import cli, search, trial
+from hvd_compress.tools import tune as tune_command
 from hvd_compress.tools.trial import Run, run
 
 # Instead of horovodrun: drops its own options, and starts the command once, as rank 0.
@@ -90,7 +91,13 @@ def test_the_fastest_within_the_loss_is_found_and_the_study_goes_on(tune):
     # What is allowed may change.
     more = json.loads(tune("--trials", "8", "--json", "--max-loss-increase", "1").stdout)
     assert more["best"]["compression"].startswith("hybrid")
-    third = tune("--trials", "8")
+    plot = tune.path / "tune.svg"
+    third = tune("--trials", "8", "--plot", str(plot))
+    assert f"plot: {plot}" in " ".join(third.output.split()) and "<svg" in plot.read_text()
+    # As after the first run, with three more to go.
+    study = search.open_study(tune.path / "study.log", 0.02)
+    seconds = np.mean([run.user_attrs["seconds"] for run in search.runs(study)])
+    assert tune_command._outlook(study, 0.02, 3) == f"; about {3 * seconds:.0f} s left; best so far int8, 2.00x"
     assert third.exit_code == 0 and "Write into the script:" in third.output
     assert "loses too much" in third.output
 

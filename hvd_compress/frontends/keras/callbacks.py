@@ -6,6 +6,8 @@ Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import warnings
 import zlib
 from typing import Any
@@ -17,7 +19,7 @@ from tensorflow import keras
 
 from ...common import checks
 from ...engine.reducer import alive
-from ...monitor import tuning
+from ...monitor import environment, tuning
 from . import optimizer_state
 
 
@@ -85,6 +87,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         ValueError: `root_rank` is not an integer from 0 on, or `local_variables` contains something else than
             variables. In `fit`: there are not so many ranks. After the first step, on all ranks: the variables differ
             between ranks in number, shape or dtype.
+        ModuleNotFoundError: In `fit`: there is Keras's TensorBoard callback, and tensorboard is not installed.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -111,6 +114,8 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Broadcasts if the models of all ranks are built."""
+        _check_tensorboard()
+        environment.train_begins(self.model)
         if not self.broadcast_done:
             self._broadcast(stepped=False)
 
@@ -124,6 +129,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        environment.epoch_begins(epoch)
         self._begin_epoch(epoch, (self.params or {}).get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -174,6 +180,21 @@ class BroadcastGlobalVariablesCallback(Callback):
         with tf.device(self.device):
             optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast")
         self.broadcast_done = True
+
+
+def _check_tensorboard() -> None:
+    """Raises, before the first step, what Keras's TensorBoard callback would raise after it.
+
+    It looks for that callback beside the one whose `on_train_begin` Keras calls now.
+    """
+    frame = sys._getframe(2)
+    callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+    names = {type(callback).__name__ for callback in callbacks} if isinstance(callbacks, list) else set()
+    if "TensorBoard" in names and importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "Keras's TensorBoard callback needs tensorboard, which is not installed: pip install tensorboard, or leave "
+            "the callback out (hvdc.callbacks.CompressionMonitor writes for TensorBoard without it)"
+        )
 
 
 class MetricAverageCallback(Callback):

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
-import tensorflow as tf
 
 from ...common import checks
-from ...monitor import events
+from ...common.error_text import error_text
+from ...common.verbosity import say
+from ...monitor.environment import running_loss
+from ...monitor.exports import Exports, Log
 from ...monitor.gradients import checked_every, make_recorder, stop_recording
 from ...monitor.recorder import WatchedBucket
 from ...monitor.session import Session
 from ...monitor.steps import Steps
-from ...monitor.summary import bucket_means, means
+from ...monitor.summary import means
 from .callbacks import CountingCallback
 from .optimizer_state import innermost
 
@@ -46,9 +45,13 @@ class CompressionMonitor(CountingCallback):
         gradients: For `hvdc.compare`, rank 0 writes its gradients of every so many steps, before they are compressed,
             to `gradients.npz` in `log_dir`: of 8 steps at most, and of fewer if the file would be larger than 256 MiB,
             but of at least one. IndexedSlices are left out. None records no gradients, and costs nothing.
+        log: A function that rank 0 calls, whenever means are written for TensorBoard, with the step and a dictionary of
+            the same numbers: `hvd_compress/ratio`, `hvd_compress/bucket_0/wire_ms`. If it has a method `close`, that is
+            called at the end of training. If it raises, rank 0 says so, and does not call it again. Ready ones are
+            `hvdc.loggers.MLflow()`, `hvdc.loggers.WandB()` and `hvdc.loggers.Prometheus(path)`.
 
     Raises:
-        TypeError: `log_dir` is not a path. In `on_train_begin`: the model's optimizer is not a
+        TypeError: `log_dir` is not a path, or `log` no function. In `on_train_begin`: the model's optimizer is not a
             `hvdc.DistributedOptimizer`.
         ValueError: `update_freq` or `gradients` is not valid.
         OSError: In `on_train_begin`: `log_dir` cannot be written to.
@@ -58,7 +61,11 @@ class CompressionMonitor(CountingCallback):
     async_safe = True
 
     def __init__(
-        self, log_dir: str | os.PathLike, update_freq: int | str = "epoch", gradients: int | None = None
+        self,
+        log_dir: str | os.PathLike,
+        update_freq: int | str = "epoch",
+        gradients: int | None = None,
+        log: Log | None = None,
     ) -> None:
         super().__init__()
         whole = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq >= 1
@@ -67,13 +74,14 @@ class CompressionMonitor(CountingCallback):
         self.log_dir = checks.path("log_dir", log_dir)
         self.update_freq = 1 if update_freq == "batch" else update_freq
         self.gradients = checked_every("gradients", gradients)
+        if log is not None and not callable(log):
+            raise TypeError(f"log must be a function of the step and a dictionary of numbers, got {error_text(log)}")
+        self.log = log
         self._session: Session | None = None
-        self._writer: Any = None
-        self._unwritten: list[Steps] = []  # read, but not written for TensorBoard
+        self._exports: Exports | None = None
         self._epoch: list[Steps] = []  # of this epoch
         self._start = 0.0  # time of the first step's start
         self._logs: dict[str, float] = {}  # of the steps that were read last
-        self._compressors: dict[str, str] = {}  # by bucket name, as last written for TensorBoard
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Makes the training step record measurements."""
@@ -83,14 +91,14 @@ class CompressionMonitor(CountingCallback):
                 "CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
                 f"{innermost(getattr(self.model, 'optimizer', None))!r}: wrap its optimizer"
             )
-        make = make_recorder(self.log_dir, self.gradients, lambda: _running_loss(self.model))
+        make = make_recorder(self.log_dir, self.gradients, lambda: running_loss(self.model))
         must_retrace = reducer.watch(make, anew=self.gradients is not None)
         if must_retrace and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)
         if self._session is None:
             self._session = Session(lambda: [reducer], self.log_dir, type(self).__name__)
-        if self._writer is None and hvd.rank() == 0:
-            self._writer = tf.summary.create_file_writer(os.path.join(self.log_dir, "tensorboard"))
+        if self._exports is None:
+            self._exports = Exports(os.path.join(self.log_dir, "tensorboard"), type(self).__name__, self.log)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch's batches from 0."""
@@ -112,8 +120,7 @@ class CompressionMonitor(CountingCallback):
         if first:
             session.log_first_step()
             if not session.has_steps and hvd.rank() == 0:
-                text = "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing"
-                print(text, file=sys.stderr, flush=True)
+                say("CompressionMonitor has nothing to show: a single rank exchanges nothing", "warning")
         batches = self._count(batch)
         if self.update_freq != "epoch" and batches >= int(self.update_freq):
             self._write()
@@ -140,43 +147,25 @@ class CompressionMonitor(CountingCallback):
         self._session.finish()
         if self.gradients is not None and self._reducer is not None:
             stop_recording(list(self._reducer.plans.values()))
-        if self._writer is not None:
-            self._writer.close()
-        self._session = self._writer = None
+        assert self._exports is not None
+        self._exports.close()
+        self._session = self._exports = None
         self._start, self._logs = 0.0, {}
 
     def _keep(self, steps: Steps | None) -> None:
         if steps is not None:
             self._logs = _logs_of([steps])
             self._epoch.append(steps)
-            if self._writer is not None:
-                self._unwritten.append(steps)
+            assert self._exports is not None
+            self._exports.add(steps)
 
     def _write(self) -> None:
-        """Writes the means over the steps since the last call for TensorBoard."""
+        """Passes the means over the steps since the last call to TensorBoard and to `log`."""
         assert self._session is not None
         self._keep(self._session.read())
         self._batches = 0
-        if self._writer is None or not self._unwritten:
-            return
-        steps, self._unwritten = self._unwritten, []
-        values: dict[str, Any] = {f"hvd_compress/{name}": x for name, x in means(steps).items() if not np.isnan(x)}
-        for b, (bucket, row) in enumerate(zip(self._session.buckets, bucket_means(steps))):
-            tag = f"hvd_compress/bucket_{bucket.name}"
-            values |= {f"{tag}/{name}": x for name, x in row.items() if not np.isnan(x)}
-            spec = bucket.compressors[steps[-1].buckets.compressor[-1, b]]
-            if self._compressors.get(bucket.name) != spec:
-                self._compressors[bucket.name] = values[f"{tag}/compressor"] = spec
-        if self._session.auto is not None:
-            values["hvd_compress/auto/trial_steps"] = float(sum(part.trial.sum() for part in steps))
-            for one in (self._session.auto.choice, *self._session.auto.fixed):
-                tag = f"hvd_compress/auto/{'choice' if one is self._session.auto.choice else one.compressor}"
-                values[f"{tag}/step_ms"], values[f"{tag}/progress"] = 1e3 * one.step, one.progress
-                values[f"{tag}/ms_per_progress"] = 1e3 * one.per_progress
-                if one is not self._session.auto.choice:
-                    values[f"{tag}/gained_seconds"] = self._session.auto.gained(one)
-        events.write(self._writer, int(steps[-1].step[-1]), values)
-        self._writer.flush()
+        assert self._exports is not None
+        self._exports.write(self._session)
 
 
 def _log_trials(epoch: int, steps: list[Steps], buckets: list[WatchedBucket], of_auto: Sequence[int]) -> None:
@@ -190,24 +179,12 @@ def _log_trials(epoch: int, steps: list[Steps], buckets: list[WatchedBucket], of
         for row in part.buckets.compressor[part.trial]
         for b in of_auto
     }
-    text = (
-        f"hvd_compress: epoch {epoch + 1}: auto tried {', '.join(tried)} in {count} of {sum(map(len, steps))} steps, "
+    say(
+        f"epoch {epoch + 1}: auto tried {', '.join(tried)} in {count} of {sum(map(len, steps))} steps, "
         "without choosing them; ratio and comm_ms are those of the other steps"
     )
-    print(text, file=sys.stderr, flush=True)
 
 
 def _logs_of(steps: list[Steps]) -> dict[str, float]:
     by_name = means(steps)
     return {"ratio": by_name["ratio"], "comm_ms": by_name["exchange_ms"]}
-
-
-def _running_loss(model: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Sum and weight of Keras's running mean of the loss, as tensors of the graph; None if the model has none.
-
-    Keras adds a step's loss to them before it computes the gradients.
-    """
-    for metric in getattr(model, "metrics", ()):
-        if metric.name == "loss" and hasattr(metric, "total") and hasattr(metric, "count"):
-            return tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)
-    return None

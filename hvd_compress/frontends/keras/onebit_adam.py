@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ...common import checks
+from ...common.verbosity import shows
 from ...compressors.onebit import OneBitLater
 from ...engine import layout
 from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
@@ -233,7 +234,7 @@ class OneBitAdam(Keras3Mixin, _BASE):
             return tf.constant(True)
 
         # All ranks trace this, though only one prints, so that their graphs are the same.
-        return tf.cond(stable & (hvd.rank() == 0), announce, lambda: tf.constant(False))
+        return tf.cond(stable & (hvd.rank() == 0 and shows("info")), announce, lambda: tf.constant(False))
 
     def zero_small_variances(self, frozen: tf.Tensor) -> None:
         """Sets small variances of compressed tensors to 0 if `frozen`, a bool scalar that is the same on all ranks.

@@ -1,0 +1,175 @@
+"""What rank 0 says at the end of a run: bytes, the time waited if it was measured, and Horovod without compression."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ..common.units import show_bytes, show_seconds
+from ..common.verbosity import say, shows
+from ..engine.compression_report import BucketReport, CompressionReport
+from ..engine.plan import Plan
+from ..engine.reducer import Reducer, alive
+from . import totals
+from .totals import Totals
+
+# Called when the process ends, before the summary.
+before: list[Callable[[], None]] = []
+
+
+class _Trained(NamedTuple):
+    """What one plan did."""
+
+    name: str
+    steps: int
+    bytes_sent: tuple[int, int]  # of a step at the end, see `Plan.bytes_sent`
+    report: CompressionReport
+
+
+class _Ended:
+    """What the plans of deleted reducers did: the largest one, and the number of all."""
+
+    def __init__(self) -> None:
+        self.largest: list[_Trained] = []
+        self.count = 0
+
+    def add(self, trained: list[_Trained]) -> None:
+        self.count += len(trained)
+        self.largest = sorted(self.largest + trained, key=lambda one: one.steps * one.bytes_sent[1])[-1:]
+
+
+_ended = _Ended()
+
+
+def exchange_lines(
+    report: CompressionReport, bytes_sent: tuple[int, int], steps: int, seconds: float | None = None
+) -> dict[str, str]:
+    """What a step sends, and what stock Horovod would send and is predicted to take: texts by name.
+
+    Args:
+        report: The `compression_report()` after training.
+        bytes_sent: The `bytes_sent()` after training.
+        steps: The number of steps.
+        seconds: Seconds of all steps together; None if they were not measured.
+    """
+    sent, stock = bytes_sent
+    lines = {}
+    if report.auto is not None:
+        lines["chosen"] = chosen(report.buckets)
+    lines["sent per step"] = f"{sent:,} bytes by each worker"
+    lines["stock Horovod"] = f"{stock:,} bytes"
+    extra = extra_seconds(report.buckets)
+    if extra is not None and steps:
+        if seconds is not None:
+            run = seconds + steps * extra
+            lines["stock Horovod"] += f"; predicted {run / steps:.3g} s per step, {run:.1f} s in all"
+        elif extra:
+            lines["stock Horovod"] += (
+                f"; predicted {show_seconds(abs(extra))} {'more' if extra >= 0.0 else 'less'} per step, "
+                f"{show_seconds(abs(steps * extra))} in all"
+            )
+    lines["ratio"] = f"{stock / sent:.1f}" if sent else "nothing was sent"
+    return lines
+
+
+def chosen(buckets: Sequence[BucketReport]) -> str:
+    """What `auto` chose last, such as "int8 for 3 of 4 buckets, none for 1"."""
+    counts = Counter(bucket.chosen for bucket in buckets if not bucket.rows_of).most_common()
+    total = sum(count for _, count in counts)
+    parts = [f"{spec} for {count}" for spec, count in counts]
+    if len(counts) == 1:
+        parts = [f"{counts[0][0]} for {'all ' if total > 1 else ''}{total} bucket{'s' if total > 1 else ''}"]
+    elif counts:
+        parts[0] += f" of {total} buckets"
+    return ", ".join(parts + [f"{bucket.chosen} for rows of {bucket.rows_of}" for bucket in buckets if bucket.rows_of])
+
+
+def extra_seconds(buckets: Sequence[BucketReport]) -> float | None:
+    """The predicted seconds by which each step would be longer without compression; None if nothing predicts them.
+
+    Both times are those of `auto`'s cost model. They count as if no gradients were sent during the backward pass.
+    """
+    automatic = [bucket for bucket in buckets if bucket.candidates]
+    plain = [c.predicted for bucket in automatic for c in bucket.candidates if c.compressor == "none"]
+    if not automatic or len(plain) < len(automatic):
+        return None
+    # With a model-wide compressor, each bucket has the time of all of them.
+    now = automatic[:1] if automatic[0].together else automatic
+    return sum(plain) - sum(bucket.predicted or 0.0 for bucket in now)
+
+
+def measured_line(measured: Totals) -> str:
+    """What a monitor or profile has measured on this rank."""
+    text = f"{measured.steps:,} steps were measured: this rank sent {show_bytes(measured.bytes)}"
+    text += f" in place of {show_bytes(measured.uncompressed_bytes)}"
+    if measured.seconds:
+        share = measured.waited / measured.seconds
+        text += f", and waited {show_seconds(measured.waited)} for exchanges, {share:.0%} of the time"
+    return text
+
+
+def watch(reducer: Reducer) -> None:
+    """Says at the end of the process what the plans of this reducer have done. Costs nothing until then."""
+    if not _ended_at_exit:
+        _ended_at_exit.append(True)
+        atexit.register(_at_exit)
+    if reducer not in _watched:
+        _watched.add(reducer)
+        # The plans are kept until then, and not the reducer.
+        weakref.finalize(reducer, lambda plans: _ended.add(_trained(plans)), reducer.plans).atexit = False
+
+
+_watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_ended_at_exit: list[bool] = []
+
+
+def _trained(plans: Mapping[object, Plan]) -> list[_Trained]:
+    trained: list[_Trained] = []
+    # Also called when an optimizer is deleted, or when training has failed: nothing may come of it but a missing line.
+    with contextlib.suppress(Exception), tf.init_scope():
+        if shows("info") and hvd.is_initialized() and hvd.rank() == 0 and tf.executing_eagerly():
+            for plan in plans.values():
+                steps = int(plan.state.step)
+                if steps:
+                    report = CompressionReport(tuple(plan.report()))
+                    trained.append(_Trained(plan.name, steps, plan.bytes_sent(), report))
+    return trained
+
+
+def leave_out_exchange() -> None:
+    """Leaves `exchange_lines` out of the summary: the script has printed them."""
+    _left_out.append(True)
+
+
+_left_out: list[bool] = []
+
+
+def _at_exit() -> None:
+    for function in before:
+        function()
+    if not shows("info"):
+        return
+    for reducer in alive():
+        _ended.add(_trained(reducer.plans))
+    for trained in _ended.largest:
+        for line in lines(trained, _ended.count - 1):
+            say(line)
+
+
+def lines(trained: _Trained, others: int = 0) -> list[str]:
+    """The summary of the plan that would have sent the most bytes without compression."""
+    facts = exchange_lines(trained.report, trained.bytes_sent, trained.steps)
+    specs = dict.fromkeys(bucket.chosen for bucket in trained.report.buckets)
+    text = f"{trained.steps:,} steps with {'auto' if trained.report.auto is not None else ', '.join(specs) or 'none'}"
+    text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
+    found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
+    if trained.name in totals.measured:
+        found.append(measured_line(totals.measured[trained.name]))
+    return found

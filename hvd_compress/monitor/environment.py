@@ -1,0 +1,138 @@
+"""`HVD_COMPRESS_MONITOR=runs/1`: watches a training whose script knows nothing of it.
+
+It records what `hvdc.callbacks.CompressionMonitor` records. The first plan starts a thread, which reads what the steps
+record and writes it to the files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from ..common.verbosity import say
+from ..engine.observer import Observer
+from ..engine.plan import Plan
+from ..engine.reducer import alive, watch_all
+from . import end_summary
+from .exports import Exports
+from .recorder import Loss, Recorder
+from .session import Session
+from .steps import Steps
+
+VARIABLE = "HVD_COMPRESS_MONITOR"
+# Seconds between two looks, and between two writes for TensorBoard.
+_LOOK_EVERY, _WRITE_EVERY = 0.2, 10.0
+
+
+class _Watch:
+    """Watches this process, from the first plan to the end."""
+
+    def __init__(self, directory: str) -> None:
+        self.loss: Loss | None = None  # of the Keras model that trains
+        self._directory = directory
+        self._session: Session | None = None
+        self._exports: Exports | None = None
+        self._start = time.time()
+        self._epoch: int | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=VARIABLE, daemon=True)
+
+    def recorder(self, plan: Plan) -> Observer:
+        """The recorder of a plan's steps; the first one begins the watch."""
+        if self._session is None:
+            try:
+                self._session = Session(alive, self._directory, VARIABLE)
+                self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE)
+            except OSError as error:  # on some ranks perhaps: the others must not wait for this one
+                say(
+                    f"{VARIABLE}: {self._directory} cannot be written to ({error.strerror}); training goes on",
+                    "warning",
+                )
+                self._session, self._exports = Session(alive, None, VARIABLE), Exports(None, VARIABLE)
+            self._session.epoch = self._epoch
+            end_summary.before.append(self.finish)
+            self._thread.start()
+        return Recorder(plan, self.loss)
+
+    def begin(self, loss: Loss) -> None:
+        """A Keras model begins to train."""
+        if self._session is None:
+            self.loss, self._start = loss, time.time()
+
+    def new_epoch(self, epoch: int) -> None:
+        """Steps from now on are of this epoch."""
+        self._epoch = epoch
+        if self._session is not None:
+            self._session.new_epoch(epoch)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(_LOOK_EVERY):
+            assert self._session is not None
+            self._keep(self._session.stepped())
+            if time.monotonic() - last > _WRITE_EVERY:
+                last = time.monotonic()
+                self._write()
+
+    def _keep(self, steps: Steps | None) -> None:
+        session, exports = self._session, self._exports
+        assert session is not None and exports is not None
+        if steps is not None:
+            exports.add(steps)
+            if session.first_step_seconds is None:
+                session.first_step_seconds = float(steps.done[0]) - self._start
+                session.log_first_step()
+
+    def _write(self) -> None:
+        if self._exports is not None and self._session is not None:
+            self._exports.write(self._session)
+
+    def finish(self) -> None:
+        """Writes the rest, at the end of the process."""
+        self._end.set()
+        self._thread.join()
+        assert self._session is not None and self._exports is not None
+        self._keep(self._session.read())
+        self._write()
+        self._session.finish()
+        self._exports.close()
+
+
+_watch: _Watch | None = None
+
+
+def install() -> None:
+    """Watches all plans that are made from now on, if the environment variable is set."""
+    global _watch
+    directory = "" if _watch is not None else os.environ.get(VARIABLE, "").strip()
+    if directory:
+        _watch = _Watch(directory)
+        watch_all.append(_watch.recorder)
+
+
+def train_begins(model: Any) -> None:
+    """Tells which Keras model trains."""
+    install()
+    if _watch is not None:
+        _watch.begin(lambda: running_loss(model))
+
+
+def epoch_begins(epoch: int) -> None:
+    """Tells which epoch the next steps are of."""
+    if _watch is not None:
+        _watch.new_epoch(epoch)
+
+
+def running_loss(model: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Sum and weight of Keras's running mean of the loss, as tensors of the graph; None if the model has none.
+
+    Keras adds a step's loss to them before it computes the gradients.
+    """
+    for metric in getattr(model, "metrics", ()):
+        if metric.name == "loss" and hasattr(metric, "total") and hasattr(metric, "count"):
+            return tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)
+    return None
