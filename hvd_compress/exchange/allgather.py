@@ -43,15 +43,16 @@ class GatheringCollective(Collective):
         factor: tf.Tensor,
     ) -> list[tf.Tensor]:
         """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
-        from ..compressors import payload as payload_of
         from . import coding
 
         if not self.splits_bucket:
             return coding.decode(compressor, shapes, payloads, contexts, factor)
         # Each payload holds the summed chunks of its owner.
-        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
-        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
-        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
+        chunks: list[tf.Tensor] = []
+        for payload in payloads:
+            share = slice(len(chunks), len(chunks) + len(shapes) // len(payloads))
+            chunks += coding.decode(compressor, shapes[share], [payload], contexts[share], factor)
+        return chunks
 
     def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""

@@ -1,8 +1,8 @@
 """Encodes and decodes all chunks of a bucket.
 
-Buckets of the same shapes share one traced function for each: with several candidates for each bucket, tracing
-ResNet-50 took 13 s without that, and takes 6 s. TensorFlow inlines these functions. Where it did not, a step took 15 to
-25% longer.
+Where native operations are in use, each is one operation. Otherwise XLA's kernels do it, chunk by chunk. Buckets of the
+same shapes then share one traced function for each: with several candidates for each bucket, tracing ResNet-50 took
+13 s without that, and takes 6 s. TensorFlow inlines these functions. Where it did not, a step took 15 to 25% longer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import tensorflow as tf
 from ..compressors import Compressor
 from ..compressors import payload as _payload
 from ..formats.base import Shape
+from ..kernels import native
 from . import flags
 from .local_input import LocalInput
+from .volume import flagged_bytes, payload_bytes
 
 # One kernel decodes and sums the payloads of so many ranks at most; with more it would only take longer to compile.
 RANKS_PER_KERNEL = 8
@@ -93,20 +95,43 @@ def _with_tensors(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:
     return tf.nest.map_structure(lambda x: next(remaining) if isinstance(x, tf.TensorSpec) else x, specs)
 
 
-def encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
-    """Encodes all chunks into one payload, which is sent first."""
-    # Without the tensors that encoding does not read, which would be arguments of the traced function.
-    shard = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None))
+def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor] = ()) -> EncodedShard:
+    """Encodes all chunks into one payload, which is sent first. Its flag is up only if the flags `before` are, too."""
+    native_format = native.in_use(compressor.native_format)
+    if native_format is not None:
+        shard = _encode_natively(native_format, compressor, local_input, before)
+    else:
+        # Without the tensors that encoding does not read, which would be arguments of the traced function.
+        shard = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None), list(before))
     return shard._replace(outgoing=shard.payload)
 
 
+def _encode_natively(
+    native_format: native.NativeFormat, compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
+) -> EncodedShard:
+    nbytes = payload_bytes(compressor, local_input.shapes)
+    payload, residuals, _ = native.encode(
+        native_format,
+        nbytes,
+        local_input.chunks,
+        local_input.residuals,
+        local_input.decay,
+        local_input.keep,
+        local_input.seeds.local,
+        local_input.first_chunk,
+        flags.all_of(before) if before else True,
+        flagged_bytes(nbytes),
+    )
+    return EncodedShard(payload, local_input.shapes, residuals or [None] * len(local_input.chunks))
+
+
 @_traced_once
-def _encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
+def _encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]) -> EncodedShard:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-    return EncodedShard(flags.join(encoded), [e.ctx for e in encoded], [e.residual for e in encoded])
+    payload = flags.join(encoded, before)
+    return EncodedShard(payload, [e.ctx for e in encoded], [e.residual for e in encoded])
 
 
-@_traced_once
 def decode(
     compressor: Compressor,
     shapes: Sequence[Shape],
@@ -114,13 +139,27 @@ def decode(
     contexts: Sequence[Any],
     factor: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Decodes payloads of the whole bucket, uint8 with their flags, to the sum of each chunk, times `factor`."""
+    """Decodes payloads of these chunks, uint8 with their flags, to the sum of each chunk, times `factor`."""
+    native_format = native.in_use(compressor.native_format)
+    if native_format is not None:
+        return native.decode(native_format, payload_bytes(compressor, shapes), payloads, shapes, factor)
+    return _decode(compressor, shapes, payloads, contexts, factor)
+
+
+@_traced_once
+def _decode(
+    compressor: Compressor,
+    shapes: Sequence[Shape],
+    payloads: Sequence[tf.Tensor],
+    contexts: Sequence[Any],
+    factor: tf.Tensor,
+) -> list[tf.Tensor]:
     layouts = [compressor.layout(shape) for shape in shapes]
     parts_of_chunks = zip(*(_payload.take(payload, layouts) for payload in payloads))
-    return [decode_sum(compressor, parts, ctx, factor) for parts, ctx in zip(parts_of_chunks, contexts)]
+    return [_decode_sum(compressor, parts, ctx, factor) for parts, ctx in zip(parts_of_chunks, contexts)]
 
 
-def decode_sum(
+def _decode_sum(
     compressor: Compressor, parts_of_ranks: Sequence[Sequence[tf.Tensor]], ctx: Any, factor: tf.Tensor
 ) -> tf.Tensor:
     """Decodes one chunk: the sum of the parts of all ranks, in their order, times `factor`."""

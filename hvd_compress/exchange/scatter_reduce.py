@@ -71,34 +71,30 @@ class ScatterReduce(GatheringCollective):
         """Steps 1 and 2; the flag is down if it is for any of the payloads received."""
         import tensorflow as tf
 
-        from ..compressors import error_feedback
-        from ..compressors import payload as payload_of
         from . import coding, flags, transfers
 
         chunks = local_input.chunks
         per_owner = len(chunks) // group.size
+        shares = [local_input.part(first, first + per_owner) for first in range(0, len(chunks), per_owner)]
+        own = shares[group.rank]
 
-        # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
-        # TensorFlow prunes it.
-        encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
-        shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
-        sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
+        # 1. Encode the chunks of the others. The own chunks are encoded, too, for the contexts; as nothing reads the
+        # payload, TensorFlow prunes it.
+        encoded = [coding.encode(compressor, share) for share in shares]
+        sent = transfers.concat([share.payload for owner, share in enumerate(encoded) if owner != group.rank])
         received = transfers.alltoall(sent, group, "_scatter")
 
         # 2. Decode, sum and encode again.
-        layout = compressor.layout(local_input.shapes[0])
-        parts_of_ranks = list(zip(*(payload_of.take(payload, [layout] * per_owner) for payload in received)))
-        residuals = [e.residual for e in encoded]
-        finite_flags = [flags.flag_of(payload) for payload in received]
-        shard: list[tf.Tensor] = []
-        for j in range(per_owner):
-            i = group.rank * per_owner + j
-            own = error_feedback.add(chunks[i], local_input.residuals[i], local_input.decay)
-            others = coding.decode_sum(compressor, parts_of_ranks[j], encoded[i].ctx, tf.constant(1.0))
-            seeds = local_input.seeds._replace(chunk=len(chunks) + i)  # not the noise of the first encoding
-            again = compressor.encode(others, seeds, own, 1.0, local_input.keep)
-            shard += again.parts
-            finite_flags.append(again.finite)
-            residuals[i] = again.residual
-        payload = flags.with_flag(shard, flags.all_of(finite_flags))
-        return coding.EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
+        contexts = encoded[group.rank].contexts
+        others = coding.decode(compressor, own.shapes, received, contexts, tf.constant(1.0))
+        summed = own._replace(
+            chunks=others,
+            residuals=[own.sum(i) for i in range(per_owner)],
+            decay=1.0,
+            first_chunk=len(chunks) + own.first_chunk,  # not the noise of the first encoding
+        )
+        again = coding.encode(compressor, summed, [flags.flag_of(payload) for payload in received])
+        encoded[group.rank] = again._replace(contexts=contexts)
+        contexts = [ctx for share in encoded for ctx in share.contexts]
+        residuals = [residual for share in encoded for residual in share.residuals]
+        return coding.EncodedShard(again.payload, contexts, residuals, sent)
