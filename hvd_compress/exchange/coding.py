@@ -31,12 +31,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EncodedShard(NamedTuple):
-    """What one rank contributes to the last allgather."""
+    """What one rank contributes to an exchange."""
 
-    payload: tf.Tensor  # uint8, with its flag
+    payload: tf.Tensor  # what it sends: uint8 with its flag, or float32 in an allreduce
     contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
-    outgoing: tf.Tensor = None  # see `Reduction.outgoing`
+    outgoing: tf.Tensor  # see `Reduction.outgoing`
+    finite: tf.Tensor  # bool scalar: whether all chunks of this rank are finite
+    sums: list[tf.Tensor] = []  # noqa: RUF012  of `ScatterReduce`: the chunks + residuals that this rank keeps
 
 
 def _traced_once(function: F) -> F:
@@ -96,14 +98,14 @@ def _with_tensors(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:
 def encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
     """Encodes all chunks into one payload, which is sent first."""
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
-    shard = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None))
-    return shard._replace(outgoing=shard.payload)
+    payload, contexts, residuals = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None))
+    return EncodedShard(payload, contexts, residuals, payload, flags.flag_of(payload))
 
 
 @_traced_once
-def _encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
+def _encode(compressor: Compressor, local_input: LocalInput) -> tuple[tf.Tensor, list[Any], list[tf.Tensor | None]]:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-    return EncodedShard(flags.join(encoded), [e.ctx for e in encoded], [e.residual for e in encoded])
+    return flags.join(encoded), [e.ctx for e in encoded], [e.residual for e in encoded]
 
 
 @_traced_once

@@ -67,15 +67,12 @@ class ScatterReduce(GatheringCollective):
             decoded=[(nbytes / ranks, ranks - 1), (nbytes, 1)],
         )
 
-    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
-        """Steps 1 and 2; the flag is down if it is for any of the payloads received."""
-        import tensorflow as tf
-
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """The first half of step 1. The own residuals are part of `sums`; new ones follow in step 2."""
         from ..compressors import error_feedback
-        from ..compressors import payload as payload_of
         from . import coding, flags, transfers
 
-        chunks = local_input.chunks
+        chunks, old_residuals, decay = local_input.chunks, local_input.residuals, local_input.decay
         per_owner = len(chunks) // group.size
 
         # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
@@ -83,22 +80,37 @@ class ScatterReduce(GatheringCollective):
         encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
         shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
         sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
-        received = transfers.alltoall(sent, group, "_scatter")
+        own = range(group.rank * per_owner, (group.rank + 1) * per_owner)
+        finite = flags.all_of([e.finite for e in encoded])
+        contexts, residuals = [e.ctx for e in encoded], [e.residual for e in encoded]
+        sums = [error_feedback.add(chunks[i], old_residuals[i], decay) for i in own]
+        return coding.EncodedShard(sent, contexts, residuals, sent, finite, sums)
+
+    def reduce_shard(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, group: Group
+    ) -> EncodedShard:
+        """The alltoall, and step 2; the flag is down if it is for any of the payloads received."""
+        import tensorflow as tf
+
+        from ..compressors import payload as payload_of
+        from . import coding, flags, transfers
+
+        received = transfers.alltoall(encoded.payload, group, "_scatter")
 
         # 2. Decode, sum and encode again.
-        layout = compressor.layout(local_input.shapes[0])
+        shapes, per_owner = local_input.shapes, len(encoded.sums)
+        layout = compressor.layout(shapes[0])
         parts_of_ranks = list(zip(*(payload_of.take(payload, [layout] * per_owner) for payload in received)))
-        residuals = [e.residual for e in encoded]
+        residuals = list(encoded.residuals)
         finite_flags = [flags.flag_of(payload) for payload in received]
         shard: list[tf.Tensor] = []
-        for j in range(per_owner):
+        for j, own in enumerate(encoded.sums):
             i = group.rank * per_owner + j
-            own = error_feedback.add(chunks[i], local_input.residuals[i], local_input.decay)
-            others = coding.decode_sum(compressor, parts_of_ranks[j], encoded[i].ctx, tf.constant(1.0))
-            seeds = local_input.seeds._replace(chunk=len(chunks) + i)  # not the noise of the first encoding
+            others = coding.decode_sum(compressor, parts_of_ranks[j], encoded.contexts[i], tf.constant(1.0))
+            seeds = local_input.seeds._replace(chunk=len(shapes) + i)  # not the noise of the first encoding
             again = compressor.encode(others, seeds, own, 1.0, local_input.keep)
             shard += again.parts
             finite_flags.append(again.finite)
             residuals[i] = again.residual
         payload = flags.with_flag(shard, flags.all_of(finite_flags))
-        return coding.EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
+        return encoded._replace(payload=payload, residuals=residuals)
