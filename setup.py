@@ -27,12 +27,13 @@ DEV = [*TEST, *BENCH, "ruff==0.17.*", "mypy<3", "import-linter>=2.5"]
 
 # Native operations, see hvd_compress/kernels/native.py. TensorFlow is not needed to build them. Without a C++ compiler,
 # the package is installed without them, and XLA's kernels are used.
+# Without contraction, all processors round alike.
+FLOATS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 NATIVE = Extension(
     "hvd_compress.kernels._native",
     sources=["native/ops.cc"],
     depends=[str(header.relative_to(HERE)) for header in sorted((HERE / "native").glob("*.h"))],
-    # Without contraction, all processors round alike.
-    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", *FLOATS],
     extra_link_args=["-pthread"],
     language="c++",
     optional=True,

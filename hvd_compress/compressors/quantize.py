@@ -56,7 +56,9 @@ class Quantize(formats.Quantize, BuiltinCompressor):
     @property
     def native_format(self) -> NativeFormat | None:
         """Native operations encode it, but do not clip."""
-        return None if self.clip is not None else NativeFormat("quantize", self.bits, 1.0, self.rounding == "stochastic", self.seed)
+        if self.clip is not None:
+            return None
+        return NativeFormat("quantize", self.bits, stochastic=self.rounding == "stochastic", salt=self.seed)
 
     def for_rows(self) -> Compressor:
         """The same: each row has its own blocks."""

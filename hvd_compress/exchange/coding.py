@@ -33,12 +33,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EncodedShard(NamedTuple):
-    """What one rank contributes to the last allgather."""
+    """What one rank contributes to an exchange."""
 
-    payload: tf.Tensor  # uint8, with its flag
+    payload: tf.Tensor  # what it sends: uint8 with its flag, or float32 in an allreduce
     contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
-    outgoing: tf.Tensor = None  # see `Reduction.outgoing`
+    outgoing: tf.Tensor  # see `Reduction.outgoing`
+    finite: tf.Tensor  # bool scalar: whether all chunks of this rank are finite
+    sums: list[tf.Tensor] = []  # noqa: RUF012  of `ScatterReduce`: the chunks + residuals that this rank keeps
 
 
 def _traced_once(function: F) -> F:
@@ -99,18 +101,18 @@ def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.
     """Encodes all chunks into one payload, which is sent first. Its flag is up only if the flags `before` are, too."""
     native_format = native.in_use(compressor.native_format)
     if native_format is not None:
-        shard = _encode_natively(native_format, compressor, local_input, before)
-    else:
-        # Without the tensors that encoding does not read, which would be arguments of the traced function.
-        shard = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None), list(before))
-    return shard._replace(outgoing=shard.payload)
+        return _encode_natively(native_format, compressor, local_input, before)
+    # Without the tensors that encoding does not read, which would be arguments of the traced function.
+    inputs = local_input._replace(factors=None, has_foreign_residual=None)
+    payload, contexts, residuals = _encode(compressor, inputs, list(before))
+    return EncodedShard(payload, contexts, residuals, payload, flags.flag_of(payload))
 
 
 def _encode_natively(
     native_format: native.NativeFormat, compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
 ) -> EncodedShard:
     nbytes = payload_bytes(compressor, local_input.shapes)
-    payload, residuals, _ = native.encode(
+    payload, residuals, finite = native.encode(
         native_format,
         nbytes,
         local_input.chunks,
@@ -122,14 +124,16 @@ def _encode_natively(
         flags.all_of(before) if before else True,
         flagged_bytes(nbytes),
     )
-    return EncodedShard(payload, local_input.shapes, residuals or [None] * len(local_input.chunks))
+    residuals = residuals or [None] * len(local_input.chunks)
+    return EncodedShard(payload, local_input.shapes, residuals, payload, finite)
 
 
 @_traced_once
-def _encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]) -> EncodedShard:
+def _encode(
+    compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, list[Any], list[tf.Tensor | None]]:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-    payload = flags.join(encoded, before)
-    return EncodedShard(payload, [e.ctx for e in encoded], [e.residual for e in encoded])
+    return flags.join(encoded, before), [e.ctx for e in encoded], [e.residual for e in encoded]
 
 
 def decode(
@@ -156,10 +160,10 @@ def _decode(
 ) -> list[tf.Tensor]:
     layouts = [compressor.layout(shape) for shape in shapes]
     parts_of_chunks = zip(*(_payload.take(payload, layouts) for payload in payloads))
-    return [_decode_sum(compressor, parts, ctx, factor) for parts, ctx in zip(parts_of_chunks, contexts)]
+    return [decode_sum(compressor, parts, ctx, factor) for parts, ctx in zip(parts_of_chunks, contexts)]
 
 
-def _decode_sum(
+def decode_sum(
     compressor: Compressor, parts_of_ranks: Sequence[Sequence[tf.Tensor]], ctx: Any, factor: tf.Tensor
 ) -> tf.Tensor:
     """Decodes one chunk: the sum of the parts of all ranks, in their order, times `factor`."""

@@ -11,8 +11,6 @@ from .allgather import GatheringCollective
 from .collective import Phases
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from ..compressors import Compressor
     from .coding import EncodedShard
     from .group import Group
@@ -67,34 +65,48 @@ class ScatterReduce(GatheringCollective):
             decoded=[(nbytes / ranks, ranks - 1), (nbytes, 1)],
         )
 
-    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
-        """Steps 1 and 2; the flag is down if it is for any of the payloads received."""
-        import tensorflow as tf
-
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """The first half of step 1. The own residuals are part of `sums`; new ones follow in step 2."""
+        from ..compressors import error_feedback
         from . import coding, flags, transfers
 
-        chunks = local_input.chunks
-        per_owner = len(chunks) // group.size
-        shares = [local_input.part(first, first + per_owner) for first in range(0, len(chunks), per_owner)]
+        per_owner = len(local_input.chunks) // group.size
+        shares = [local_input.part(first, first + per_owner) for first in range(0, len(local_input.chunks), per_owner)]
         own = shares[group.rank]
 
         # 1. Encode the chunks of the others. The own chunks are encoded, too, for the contexts; as nothing reads the
         # payload, TensorFlow prunes it.
         encoded = [coding.encode(compressor, share) for share in shares]
-        sent = transfers.concat([share.payload for owner, share in enumerate(encoded) if owner != group.rank])
-        received = transfers.alltoall(sent, group, "_scatter")
-
-        # 2. Decode, sum and encode again.
-        contexts = encoded[group.rank].contexts
-        others = coding.decode(compressor, own.shapes, received, contexts, tf.constant(1.0))
-        summed = own._replace(
-            chunks=others,
-            residuals=[own.sum(i) for i in range(per_owner)],
-            decay=1.0,
-            first_chunk=len(chunks) + own.first_chunk,  # not the noise of the first encoding
-        )
-        again = coding.encode(compressor, summed, [flags.flag_of(payload) for payload in received])
-        encoded[group.rank] = again._replace(contexts=contexts)
+        others = [share for owner, share in enumerate(encoded) if owner != group.rank]
+        sent = transfers.concat([share.payload for share in others])
+        sums = [error_feedback.add(c, r, own.decay) for c, r in zip(own.chunks, own.residuals)]
+        finite = flags.all_of([*(share.finite for share in others), *map(error_feedback.all_finite, sums)])
         contexts = [ctx for share in encoded for ctx in share.contexts]
         residuals = [residual for share in encoded for residual in share.residuals]
-        return coding.EncodedShard(again.payload, contexts, residuals, sent)
+        return coding.EncodedShard(sent, contexts, residuals, sent, finite, sums)
+
+    def reduce_shard(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, group: Group
+    ) -> EncodedShard:
+        """The alltoall, and step 2; the flag is down if it is for any of the payloads received."""
+        import tensorflow as tf
+
+        from . import coding, flags, transfers
+
+        received = transfers.alltoall(encoded.payload, group, "_scatter")
+
+        # 2. Decode, sum and encode again.
+        per_owner, count = len(encoded.sums), len(local_input.shapes)
+        own = slice(group.rank * per_owner, (group.rank + 1) * per_owner)
+        shapes, contexts = local_input.shapes[own], encoded.contexts[own]
+        others = coding.decode(compressor, shapes, received, contexts, tf.constant(1.0))
+        summed = local_input._replace(
+            chunks=others,
+            residuals=encoded.sums,
+            decay=1.0,
+            first_chunk=count + local_input.first_chunk + own.start,  # not the noise of the first encoding
+        )
+        again = coding.encode(compressor, summed, [flags.flag_of(payload) for payload in received])
+        residuals = list(encoded.residuals)
+        residuals[own] = again.residuals
+        return encoded._replace(payload=again.payload, residuals=residuals)

@@ -1,8 +1,10 @@
 """Operations in C++: whole buckets are encoded and decoded in one pass each (sources in the folder `native`).
 
-They do the same as the kernels that XLA compiles, and give the same bits, except for `hadamard`, whose rotation rounds
-otherwise. No kernel has to be compiled before the first step, and a bucket is a few operations in the graph. They run on
-the CPU. XLA's kernels are used on hosts with a GPU, if the library was not built, and if `HVD_COMPRESS_KERNELS=xla`.
+They compute the same as the kernels that XLA compiles, up to rounding: XLA contracts a * b + c where the processor can,
+and the C++ compiler never does, so that all processors give the same bits. All ranks must use the same kind
+(`engine.agreement` checks it). No kernel has to be compiled before the first step, and a bucket is a few operations in
+the graph. They run on the CPU. XLA's kernels are used on hosts with a GPU, if the library was not built, and if
+`HVD_COMPRESS_KERNELS=xla`.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def kind() -> str:
         raise ValueError(f"the environment variable {VARIABLE} must be 'native' or 'xla', got {error_text(wanted)}")
     if wanted == "native" and library() is None:
         raise ValueError(
-            f"{VARIABLE}=native, but the native kernels are not built: install hvd_compress where there is a C++ compiler"
+            f"{VARIABLE}=native, but the native kernels are not built: install hvd_compress where there is a C++ "
+            "compiler"
         )
     if wanted:
         return wanted
