@@ -1,12 +1,13 @@
 """Emulated hosts with shaped links on one Linux machine, and horovodrun across them.
 
     sudo .venv/bin/python benchmarks/netlab.py --hosts 4 --rate 1gbit -- .venv/bin/python benchmarks/exchange.py
+    sudo .venv/bin/python benchmarks/netlab.py --rate 100mbit --delay 50ms --loss 1% -- .venv/bin/python train.py
 
 sudo has a PATH of its own, without the environment: name its programs, as here, or keep yours (`sudo env PATH=$PATH`).
 
-Each host is a network namespace with a link to a common switch, shaped in both directions with tc. The command runs on
-every host under horovodrun. Needs root and iproute2 (apt-get install iproute2). Everything is removed at the end, even
-if this program is killed.
+Each host is a network namespace with a link to a common switch, shaped in both directions with tc. With --delay or
+--loss, the switch is a process (relay.py). The command runs on every host under horovodrun. Needs root and iproute2
+(apt-get install iproute2). Everything is removed at the end, even if this program is killed.
 """
 
 from __future__ import annotations
@@ -54,15 +55,20 @@ class Netlab:
         addresses: The hosts' IP addresses.
     """
 
-    def __init__(self, hosts: int, rate: str = UNSHAPED, workers_per_host: int = 1) -> None:
+    def __init__(
+        self, hosts: int, rate: str = UNSHAPED, workers_per_host: int = 1, delay: float = 0.0, loss: float = 0.0
+    ) -> None:
         """Stores the settings; the hosts are created on entering the context.
 
         Args:
             hosts: Number of hosts, from 1 to 250.
             rate: Rate of each link in each direction, in the notation of tc, such as 100mbit or 10gbit; or "unshaped".
             workers_per_host: Worker processes on each host. They share its link and one core.
+            delay: Seconds that a packet takes from one host to another, in addition to the time on the links.
+            loss: The probability with which a packet is lost.
         """
         self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
+        self._delay, self._loss = delay, loss
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
         self._prefix = f"hvdc{os.getpid()}"
         self._stack = contextlib.ExitStack()
@@ -79,6 +85,8 @@ class Netlab:
             self._make_switch()
             for i in range(self.hosts):
                 self._make_host(i)
+            if self._is_relayed:
+                stack.enter_context(self._relay())
             self.set_rate(self.rate)
             self._stack = stack.pop_all()
         return self
@@ -145,10 +153,34 @@ class Netlab:
     def _host(self, i: int) -> str:
         return f"{self._prefix}h{i}"
 
+    @property
+    def _is_relayed(self) -> bool:
+        return self._delay > 0 or self._loss > 0
+
+    @contextlib.contextmanager
+    def _relay(self) -> Iterator[None]:
+        """Runs the switch that delays and loses packets, beside the hosts' cores if there are more."""
+        relay = [sys.executable, str(Path(__file__).resolve().parent / "relay.py")]
+        settings = ["--delay", repr(self._delay), "--loss", repr(self._loss)]
+        cores = os.cpu_count() or 1
+        pinned = ["taskset", "-c", f"{self.hosts}-{cores - 1}"] if self.hosts < cores else []
+        command = ["ip", "netns", "exec", self._switch, *pinned, *relay, *settings]
+        command += [f"port{i}" for i in range(self.hosts)]
+        # In its own session, so that Ctrl-C ends the command first.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+            try:
+                assert process.stdout is not None
+                if not process.stdout.readline():
+                    raise NetlabError(f"`{shlex.join(command)}` failed")
+                yield
+            finally:
+                process.kill()
+
     def _make_switch(self) -> None:
         _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        if not self._is_relayed:
+            _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+            _run("ip", "-n", self._switch, "link", "set", "br0", "up")
 
     def _make_host(self, i: int) -> None:
         host, port = self._host(i), f"port{i}"
@@ -158,7 +190,9 @@ class Netlab:
         (names / "hosts").write_text(f"127.0.0.1 localhost\n{self.addresses[i]} {socket.gethostname()}\n")
         _run("ip", "netns", "add", host)
         _run("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", port, "netns", self._switch)
-        _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _run("ip", "-n", self._switch, "link", "set", port, *([] if self._is_relayed else ["master", "br0"]), "up")
+        if self._loss:  # single packets are lost, so TCP must not hand over larger segments
+            _run("ip", "-n", host, "link", "set", "eth0", "gso_max_segs", "1")
         _run("ip", "-n", host, "address", "add", f"{self.addresses[i]}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _run("ip", "-n", host, "link", "set", device, "up")
@@ -212,6 +246,28 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return result
 
 
+def _seconds(text: str) -> float:
+    """Seconds from 50ms or 1.5s."""
+    from hvd_compress.common.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _probability(text: str) -> float:
+    """A probability from 1% or 0.01."""
+    number, percent = text.removesuffix("%"), text.endswith("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability below 1, such as 1% or 0.01")
+    return value
+
+
 def main() -> int:
     """Runs the command of the command line in a lab."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,13 +284,20 @@ def main() -> int:
         default=1,
         help="they share the host's link and core (default: %(default)s)",
     )
+    parser.add_argument(
+        "--delay",
+        type=_seconds,
+        default=0.0,
+        help="that a packet takes from one host to another, such as 50ms; a round trip takes twice this (default: 0)",
+    )
+    parser.add_argument("--loss", type=_probability, default=0.0, help="of packets, such as 1%% (default: 0)")
     parser.add_argument("command", nargs="+", help="after --, what horovodrun starts on every host")
     args = parser.parse_args()
     if not 1 <= args.hosts <= 250 or args.workers_per_host < 1:
         parser.error("--hosts must be from 1 to 250, --workers-per-host at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with Netlab(args.hosts, args.rate, args.workers_per_host) as lab:
+        with Netlab(args.hosts, args.rate, args.workers_per_host, args.delay, args.loss) as lab:
             return lab.run(args.command).returncode
     except NetlabError as error:
         print(f"netlab: {error}", file=sys.stderr)

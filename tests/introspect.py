@@ -199,6 +199,12 @@ def velocity_variables(plan: Any) -> list[tf.Variable]:
     return [*compressed, *plan.state.velocities.values()]
 
 
+def waiting_variables(plan: Any) -> list[tf.Variable]:
+    """What waits for the next step, with a delay: of each bucket, then uncompressed gradients."""
+    of_buckets = [variable for variables in plan.state.waiting.values() for variable in variables]
+    return [*of_buckets, *plan.state.waiting_gradients.values()]
+
+
 def factor_variables(plan: Any) -> list[tf.Variable]:
     """The right factors of powersgd, also as a candidate of auto."""
     factors = [variable for of_group in plan.state.factors for variable in of_group]
@@ -270,6 +276,22 @@ def row_bytes_sent(plan: Any, table: int) -> int:
 
 
 # Collectives
+
+
+def collectives(graph: Any) -> list[Any]:
+    """Horovod's operations in a graph, without those inside of functions that it calls."""
+    return [op for op in graph.get_operations() if op.type.startswith("Horovod")]
+
+
+def types_of_ancestors(op: Any) -> set[str]:
+    """The types of all operations that must run before this one, for its data or because of a control dependency."""
+    seen, to_visit = set(), [op]
+    while to_visit:
+        last = to_visit.pop()
+        before = {tensor.op for tensor in last.inputs} | set(last.control_inputs)
+        to_visit += before - seen
+        seen |= before
+    return {each.type for each in seen}
 
 
 def prefer_scatter_reduce(monkeypatch: Any, between_two: bool = False) -> None:

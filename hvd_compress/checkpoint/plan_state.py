@@ -47,6 +47,8 @@ class PlanState:
         chunk_layouts: For each layout: the positions of its gradients, the number of chunks, the first chunk's
             shape. None if padding should not be restored.
         replicated_state: The values of `Plan.replicated_state`, which are equal on all ranks.
+        waiting: With a delay, what waits for the next step, by names that include the rank: payloads of buckets, and
+            uncompressed gradients. It is restored only on the same rank of as many ranks, into the same buckets.
     """
 
     members: list[Member]
@@ -54,6 +56,7 @@ class PlanState:
     padding: dict[str, list[np.ndarray]]
     chunk_layouts: list[Any]
     replicated_state: dict[str, np.ndarray]
+    waiting: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def packed(self, prefix: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Returns metadata for JSON, and arrays whose names begin with `prefix`. Checkpoints contain both."""
@@ -61,11 +64,13 @@ class PlanState:
         for field, tensors in self.tensors.items():
             arrays |= {f"{prefix}.{field}.{i}": tensor for i, tensor in tensors.items()}
             arrays |= {f"{prefix}.padding.{field}.{i}": p for i, p in enumerate(self.padding[field])}
+        arrays |= {f"{prefix}.waiting.{name}": array for name, array in self.waiting.items()}
         metadata = {
             "members": [list(member) for member in self.members],
             "tensors": {field: list(tensors) for field, tensors in self.tensors.items()},
             "pieces": self.chunk_layouts,
             "named": list(self.replicated_state),
+            "waiting": list(self.waiting),
         }
         return metadata, arrays
 
@@ -74,7 +79,7 @@ class PlanState:
         return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
 
     def mapped(self, change: Callable[[str, int, np.ndarray], np.ndarray]) -> PlanState:
-        """The state without padding, and with `change(field, position, tensor)` in place of each tensor."""
+        """The state without padding and what waits, with `change(field, position, tensor)` in place of each tensor."""
         tensors = {f: {i: change(f, i, tensor) for i, tensor in of_f.items()} for f, of_f in self.tensors.items()}
         padding = {field: [np.zeros(0, np.float32) for _ in self.chunk_layouts] for field in tensors}
         return PlanState(self.members, tensors, padding, [None for _ in self.chunk_layouts], self.replicated_state)
@@ -110,6 +115,7 @@ class PlanState:
                 *(f"named.{name}" for name in plan["named"]),
                 *(f"{field}.{i}" for field, positions in plan["tensors"].items() for i in positions),
                 *(f"padding.{field}.{i}" for field in plan["tensors"] for i in range(len(plan["pieces"]))),
+                *(f"waiting.{name}" for name in plan.get("waiting", [])),
             )
         ]
 
@@ -127,6 +133,7 @@ class PlanState:
             {f: [arrays[f"{prefix}.padding.{f}.{i}"] for i in layouts] for f in fields},
             metadata["pieces"],
             replicated,
+            {name: arrays[f"{prefix}.waiting.{name}"] for name in metadata.get("waiting", [])},
         )
 
 
@@ -144,7 +151,8 @@ def state_of(plan: Plan) -> PlanState:
             paddings = [chunk[is_padding] for chunk, is_padding in zip(chunks, _is_padding(layout))]
             padding.setdefault(field, [np.zeros(0, np.float32)] * len(chunk_layouts))[number] = np.concatenate(paddings)
         named = {name: np.asarray(variable.numpy()) for name, variable in plan.replicated_state.items()}
-    return PlanState(_members(plan), tensors, padding, chunk_layouts, named)
+        waiting = {name: np.asarray(variable.numpy()) for name, variable in _waiting(plan).items()}
+    return PlanState(_members(plan), tensors, padding, chunk_layouts, named, waiting)
 
 
 def restore(plan: Plan, state: PlanState) -> None:
@@ -176,6 +184,13 @@ def restore(plan: Plan, state: PlanState) -> None:
                 variable.assign(tf.cast(chunk, variable.dtype))
         for variable in plan.state.has_foreign_residual.values():
             variable.assign(True)
+        waiting = _waiting(plan)
+        kinds = [{name: (tuple(v.shape), v.dtype) for name, v in own.items()} for own in (waiting, state.waiting)]
+        if kinds[0] == kinds[1]:
+            for name, variable in waiting.items():
+                variable.assign(state.waiting[name])
+        else:
+            plan.let_nothing_wait()
         # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
         not_restored = {name for name, v in replicated.items() if v.shape != state.replicated_state[name].shape}
         if "auto_choice" in not_restored:
@@ -253,6 +268,14 @@ def _saved_variables(plan: Plan) -> list[tuple[int, Layout, str, list[tf.Variabl
     """The non-empty fields of these groups: number and layout of the group, name of the field, one variable a chunk."""
     groups = enumerate(_stateful_groups(plan))
     return [(n, layout, f, of_f) for n, (layout, group) in groups for f, of_f in vars(group).items() if of_f]
+
+
+def _waiting(plan: Plan) -> dict[str, tf.Variable]:
+    """What waits, see `PlanState.waiting`. Shares of a scatter-reduce depend on the rank, so names include it."""
+    group, state = plan.settings.process_set, plan.state
+    buckets = {f"bucket-{b}-{k}": v for b, variables in state.waiting.items() for k, v in enumerate(variables)}
+    gradients = {f"gradient-{i}": variable for i, variable in state.waiting_gradients.items()}
+    return {f"{group.rank()}-of-{group.size()}-{name}": v for name, v in (buckets | gradients).items()}
 
 
 def _members(plan: Plan) -> list[Member]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ..formats.base import Shape, Traits, as_shape
 from ..kernels.compile import Terms
+from ..kernels.native import NativeFormat
 from . import error_feedback as feedback
 from .payload import nbytes
 from .registry import parse
@@ -114,6 +115,11 @@ class Compressor(Traits, horovod_compression.Compressor):
     @property
     def momentum_settings(self) -> MomentumSettings | None:
         """The momentum that it applies to each rank's gradients; None for most compressors."""
+        return None
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """What native operations need to know to encode and decode it; None if there are none for it."""
         return None
 
     @property

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
+from ..kernels.native import NativeFormat
 from . import error_feedback as feedback
 from .base import ChunkInput, Encoded
 from .registry import register
@@ -34,6 +35,11 @@ class BlockSparse(formats.BlockSparse, TopK):
         ratio: The share of blocks that is kept, above 0 and at most 1.
         block: The side of a block, at least 1.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations do not know blocks of matrices."""
+        return None
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         grid = self.grid(chunk.shape)

@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from ..formats.base import Format, Shape
+from ..kernels import native
 from . import error_feedback as feedback
-from .base import Compressor, as_float32, no_seeds
-from .payload import Payload, join, split
+from .base import Compressor, Encoded, Seeds, as_float32, no_seeds
+from .payload import Payload, join, split, take
 
 _NOISE = 2**16  # elements of noise for an estimate
 
@@ -34,9 +35,30 @@ class BuiltinCompressor(Format, Compressor):
         """The share of the energy of white noise that is lost, as the format estimates it: no kernel is compiled."""
         return self.estimated_noise_loss(np.random.default_rng(0).standard_normal(_NOISE))
 
+    def encode(
+        self,
+        gradient: tf.Tensor,
+        seeds: Seeds,
+        residual: tf.Tensor | None = None,
+        decay: float = 1.0,
+        keep: bool = False,
+    ) -> Encoded:
+        """Encodes gradient + decay * residual, see `Compressor.encode`."""
+        native_format = native.in_use(self.native_format)
+        if native_format is None:
+            return super().encode(gradient, seeds, residual, decay, keep)
+        shape = tuple(gradient.shape.as_list())
+        payload, residuals, finite = native.encode(
+            native_format, self.wire_bytes(shape), [gradient], [residual], decay, keep, seeds.local, seeds.chunk
+        )
+        return Encoded(take(payload, [self.layout(shape)])[0], shape, residuals[0] if keep else None, finite)
+
     def decode(self, parts: Sequence[tf.Tensor], ctx: Any) -> tf.Tensor:
         """Decodes one rank's parts to float32."""
-        return self.decode_sum([parts], ctx, tf.constant(1.0))
+        native_format = native.in_use(self.native_format)
+        if native_format is None:
+            return self.decode_sum([parts], ctx, tf.constant(1.0))
+        return native.decode(native_format, self.wire_bytes(ctx), [join(parts)], [ctx], tf.constant(1.0))[0]
 
     def compress(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         """Compresses a float tensor of static shape.

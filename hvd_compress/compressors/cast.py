@@ -11,6 +11,7 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape
 from ..kernels.compile import Terms, compiled, fed_back
+from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .payload import WideSum
@@ -21,6 +22,11 @@ class _Cast(formats.cast.Cast, BuiltinCompressor):
     """Sends each value as `wire_type`, without error feedback."""
 
     error_feedback = False
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations cast to 16 bits."""
+        return None if self.uncompressed else NativeFormat(self.name)
 
     def for_rows(self) -> Compressor:
         """The same: rows are cast like dense gradients."""

@@ -13,6 +13,7 @@ from ..formats.base import Shape
 from ..formats.hadamard import BLOCK, HIGH, LOW, THRESHOLD
 from ..kernels import bitpack, blocks, hadamard
 from ..kernels.compile import compiled
+from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .quantize import Quantize
@@ -43,6 +44,11 @@ class Hadamard(formats.Hadamard, BuiltinCompressor):
     feedback. Where rotated values are normally distributed, the error is 0.1175 ||x||^2 (Max 1960, Table I). A block of
     zeros is exact; a zero beside other values is not.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it."""
+        return NativeFormat("hadamard")
 
     def for_rows(self) -> Compressor:
         """`quantize` with 2 bits: rows may be shorter than a block."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import select
+from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor
 from .quantize import Quantize, decode_blocks, encode_blocks
 from .registry import register
@@ -33,6 +34,11 @@ class Hybrid(formats.Hybrid, BlockTopK):
         ratio: The share that is kept, above 0 and at most 1.
         bits: 1 to 8.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it."""
+        return NativeFormat("hybrid", self.bits, self.ratio)
 
     def for_rows(self) -> Compressor:
         """`quantize` with as many bits: the gradient of an embedding is already sparse, by rows."""

@@ -12,6 +12,7 @@ from ..formats.base import Shape, size_of
 from ..formats.quantize import SIGN_BLOCK as BLOCK
 from ..kernels import bitpack, blocks
 from ..kernels.compile import Terms, compiled, fed_back
+from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .cast import NoCompression
@@ -32,6 +33,11 @@ class OneBit(formats.OneBit, BuiltinCompressor):
     1 - ||x||_1^2 / (b ||x||_2^2) (Karimireddy et al. 2019, Lemma 8): with error feedback. A block whose
     values have one magnitude is exact (a last block that is not full: up to float32 rounding); so is a zero block.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it."""
+        return NativeFormat("onebit")
 
     def for_rows(self) -> Compressor:
         """The same: each row has its own blocks."""

@@ -12,6 +12,7 @@ from ..formats.base import Shape
 from ..formats.quantize import BLOCK
 from ..kernels import bitpack, blocks, linear, noise
 from ..kernels.compile import Terms, compiled, fed_back
+from ..kernels.native import NativeFormat
 from . import error_feedback as feedback
 from .base import ChunkInput, Compressor, Encoded, Seeds
 from .builtin import BuiltinCompressor
@@ -51,6 +52,13 @@ class Quantize(formats.Quantize, BuiltinCompressor):
     def error_feedback(self) -> bool:  # type: ignore[override]
         """True with nearest rounding."""
         return self.rounding == "nearest"
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it, but do not clip."""
+        if self.clip is not None:
+            return None
+        return NativeFormat("quantize", self.bits, stochastic=self.rounding == "stochastic", salt=self.seed)
 
     def for_rows(self) -> Compressor:
         """The same: each row has its own blocks."""

@@ -12,6 +12,7 @@ from .. import formats
 from ..formats.base import Shape, num_kept, size_of
 from ..kernels import blocks, indices, noise, select
 from ..kernels.compile import compiled
+from ..kernels.native import NativeFormat
 from . import error_feedback as feedback
 from .base import ChunkInput, Encoded
 from .builtin import BuiltinCompressor
@@ -31,6 +32,11 @@ class TopK(formats.TopK, BuiltinCompressor):
     Attributes:
         ratio: The share that is kept, above 0 and at most 1.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it."""
+        return NativeFormat("topk", 0, self.ratio)
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         x = chunk.sum()
@@ -61,6 +67,11 @@ class BlockTopK(formats.BlockTopK, BuiltinCompressor):
     Attributes:
         ratio: The share that is kept, above 0 and at most 1.
     """
+
+    @property
+    def native_format(self) -> NativeFormat | None:
+        """Native operations encode it."""
+        return NativeFormat("block_topk", 0, self.ratio)
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         k = num_kept(self.ratio, size_of(chunk.shape))

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from ..compressors import Compressor
-from ..compressors import payload as _payload
 from ..compressors.base import no_seeds
 from ..exchange import coding
+from ..exchange.local_input import LocalInput
 from .defaults import PASS_SECONDS
 
 # Chunks of gradient that are timed together.
@@ -41,15 +41,16 @@ def measure_kernels(
     # In graphs only, as in training: kernels that are called eagerly would be compiled once more.
     @tf.function(autograph=False)
     def encode(gradients: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> Any:
-        encoded = [compressor.encode(g, no_seeds(), r, 1.0, keep) for g, r in zip(gradients, residuals)]
-        return _payload.join([part for e in encoded for part in e.parts]), [e.residual for e in encoded if keep]
+        encoded = coding.encode(compressor, LocalInput(gradients, residuals, 1.0, keep, no_seeds()))
+        return encoded.payload, [residual for residual in encoded.residuals if keep]
 
     @tf.function(autograph=False)
     def decode(gradient: tf.Tensor, residual: tf.Tensor | None, payloads: int) -> Any:
-        encoded = compressor.encode(gradient, no_seeds(), residual, 1.0, keep)
+        encoded = coding.encode(compressor, LocalInput([gradient], [residual], 1.0, keep, no_seeds()))
         # With a different factor each: TensorFlow would decode equal sums only once.
         factors = [tf.constant(1.0 + i) for i in range(_CHUNKS)]
-        return [coding.decode_sum(compressor, [encoded.parts] * payloads, encoded.ctx, f) for f in factors]
+        received = [encoded.payload] * payloads
+        return [coding.decode(compressor, [shape], received, encoded.contexts, factor) for factor in factors]
 
     encoding = max(0.0, _time_of(lambda: encode(gradients, residuals)) - call)
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from ..common import verbosity
 from ..common.names import path_of
+from ..kernels import native
 from ..version import __version__
 from .grouping import positions
 from .settings import Settings
@@ -185,6 +186,8 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     }
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
+    # They round differently, so ranks that mix them would have different weights.
+    facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
     for field in dataclasses.fields(settings):

@@ -27,7 +27,7 @@ from ..exchange.group import Group
 from ..exchange.local_input import LocalInput
 from ..exchange.send_order import next_can_start
 from ..formats.base import Shape
-from . import clock
+from . import clock, delay
 from .layout import Layout
 from .packing import pack
 from .selector import Selector
@@ -51,6 +51,7 @@ class StepContext(NamedTuple):
     transforms: Transform = Transform()  # change the chunks before they are encoded
     residual_decay: float = 1.0  # the factor of residuals
     feeds_back: Callable[[Compressor], bool] = lambda compressor: True  # whether the compressor's residuals are kept
+    is_warm_up: tf.Tensor | None = None  # whether the delay has not begun yet, a bool scalar; None for never
 
 
 class BucketInput(NamedTuple):
@@ -71,8 +72,8 @@ class BucketResult(NamedTuple):
     """One bucket after its exchange."""
 
     chunks: list[tf.Tensor]  # reduced; the same on all ranks
-    ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
-    new_state: BucketState  # tensors; `Step` assigns them if all buckets are finite
+    ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite; with a delay, of this rank
+    new_state: BucketState  # tensors; `Step` assigns them if all buckets are finite (`waiting` in any case)
     next_can_start: tf.Tensor  # ready when the next bucket may be encoded
     timestamps: Any  # Timestamps; () where not timed
     measured: Any  # the result of `BucketInput.measure`
@@ -88,7 +89,7 @@ def reduce_bucket(
     3. Select (`selector`): a tensor says which compressor is used in this step. Steps 4 to 6 are traced once for each
        traced candidate and return the same structure.
     4. Exchange (`compressors`, `exchange`): the collective encodes chunk + residual, sends the payloads, and sums the
-       decoded payloads of all ranks.
+       decoded payloads of all ranks. With a delay (`delay`), the payloads are those that the step before encoded.
     5. Update (`state`): what was not sent is the new residual. Transforms return their new velocities.
     6. Measure (`clock`, `norms`): timestamps and norms for observers.
 
@@ -121,7 +122,14 @@ def reduce_bucket(
             foreign = value_of(state.has_foreign_residual[0]) if state.has_foreign_residual else None
         sent = LocalInput(local.chunks, residuals, local.decay, keep, bucket.seeds, factors, foreign)
         collective = context.collective(compressor, sent.shapes)
-        reduction = collective.reduce(compressor, sent, context.scale, bucket.group(compressor))
+        group, new_waiting = bucket.group(compressor), list[tf.Tensor]()
+        if state.waiting:
+            waits = [value_of(tensor) for tensor in state.waiting]
+            reduction, new_waiting = delay.reduce(
+                collective, compressor, sent, waits, context.is_warm_up, context.scale, group
+            )
+        else:
+            reduction = collective.reduce(compressor, sent, context.scale, group)
 
         # 5. Update. A compressor without error feedback sends the residuals that another one left, and leaves none.
         new_residuals = reduction.residuals if keep else []
@@ -134,6 +142,7 @@ def reduce_bucket(
             context.transforms.update(local, new_residuals) if state.velocities else [],
             [reduction.factors] if state.factors else [],
             foreign_after,
+            new_waiting,
         )
 
         # 6. Measure

@@ -16,6 +16,7 @@ from ..exchange.collective import Collective
 from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
+from . import delay
 from .compression_report import BucketReport
 from .embedding_table import EmbeddingTable
 from .model_layout import ModelLayout
@@ -132,6 +133,15 @@ class Plan:
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables that are equal on all ranks, by their names in checkpoints."""
         return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
+
+    def let_nothing_wait(self) -> None:
+        """Drops what waits, if there is a delay. Not for use in a graph."""
+        for b, variables in self.state.waiting.items():
+            compressor, shapes = self.layout.group_of(b).compressor, self.layout.shapes_of(b)
+            for variable, value in zip(variables, delay.nothing(self.settings, compressor, shapes)):
+                variable.assign(value)
+        for variable in self.state.waiting_gradients.values():
+            variable.assign(tf.zeros_like(variable))
 
     def seeds(self, index: int) -> Seeds:
         """The seeds of a bucket in the current step."""

@@ -51,6 +51,8 @@ class Settings:
     hierarchical: bool | str = "auto"
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
+    delay: int = 0
+    delay_warmup: int = 0
     # Whether the optimizer scales each element by the size of its past gradients, as Adam does.
     adaptive: bool = True
 
@@ -113,6 +115,35 @@ class Settings:
         autos = [compressor for compressor in self.compressors if compressor.automatic]
         if any(auto != autos[0] for auto in autos):
             raise ValueError("policy: there can be only one auto, got " + " and ".join(a.spec for a in autos))
+        self._check_delay()
+
+    def _check_delay(self) -> None:
+        self._set_checked("delay", checks.integer, 0, 1)
+        self._set_checked("delay_warmup", checks.integer, 0)
+        if not self.delay:
+            if self.delay_warmup:
+                raise ValueError(f"delay_warmup={self.delay_warmup} needs delay=1")
+            return
+        if self.hierarchical is True:
+            raise ValueError("hierarchical=True and delay=1 cannot go together: choose one")
+        if self.momentum_correction:
+            whose = "momentum_correction" if self.dgc is None else self.dgc.spec
+            raise ValueError(
+                f"{whose} and delay=1 cannot go together: use hybrid:ratio=0.01,bits=4 and Adam, or delay=0"
+            )
+        for compressor in self.compressors:
+            why = ""
+            if compressor.automatic:
+                why = "its choice changes from step to step"
+            elif len(compressor.stages) > 1:
+                why = "its stages have payloads of different sizes"
+            elif compressor.model_wide:
+                why = "its second exchange depends on its first"
+            if why:
+                raise ValueError(
+                    f"delay=1 does not work with {compressor.spec}: {why}; use a fixed compressor such as int4 or "
+                    "hybrid:ratio=0.01,bits=4, or delay=0"
+                )
 
     def _set_momentum_of_dgc(self) -> None:
         """Sets `momentum_correction` to the momentum of dgc, if dgc is used."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ..common import tracing
 from ..compressors import Compressor
+from . import delay
 from .grouping import Shape
 from .model_layout import ModelLayout
 from .settings import Settings
@@ -24,12 +25,13 @@ class BucketState(NamedTuple):
     velocities: list[Any]  # in the chunks' shapes, float32; empty without momentum correction
     factors: list[Any]  # of `factor_allreduce`, float32: one tensor for all matrices, or none
     has_foreign_residual: list[Any]  # one bool on the host if the exchange may be hierarchical, else none
+    waiting: list[Any]  # what the next step exchanges, see `delay`; empty without delay
 
 
 # The names of `State.progress` in checkpoints.
 _PROGRESS_NAMES = {"epochs": "progress", "given": "progress", "training": "progress_of_training"}
 
-NO_STATE = BucketState([], [], [], [])
+NO_STATE = BucketState([], [], [], [], [])
 
 
 @dataclasses.dataclass
@@ -67,6 +69,9 @@ class State:
     embedding_counts: tf.Variable | None
     # The right factors of the model-wide candidates of `auto`, by the candidates' positions.
     model_wide_factors: dict[int, tf.Variable]
+    # With a delay, what waits: of each bucket by its index, and uncompressed gradients by their positions.
+    waiting: dict[int, list[tf.Variable]]
+    waiting_gradients: dict[int, tf.Variable]
 
     def progress_of(self, compressor: Compressor) -> tf.Variable:
         """How far training is, in the unit that the compressor's stages are counted in."""
@@ -78,7 +83,10 @@ class State:
         group = self.groups[bucket.group]
         chunks = slice(bucket.chunks.start, bucket.chunks.stop)
         foreign = [self.has_foreign_residual[b]] if b in self.has_foreign_residual else []
-        return BucketState(group.residuals[chunks], group.velocities[chunks], self.factors[bucket.group], foreign)
+        waiting = self.waiting.get(b, [])
+        return BucketState(
+            group.residuals[chunks], group.velocities[chunks], self.factors[bucket.group], foreign, waiting
+        )
 
     @property
     def replicated(self) -> dict[str, tf.Variable]:
@@ -124,6 +132,16 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
             if candidate.model_wide
             for of_candidate in factors(candidate, layout.model_wide.shapes)
         }
+        waiting: dict[int, list[tf.Variable]] = {}
+        waiting_gradients: dict[int, tf.Variable] = {}
+        if settings.delay:
+            for b in range(len(layout.buckets)):
+                of_bucket = delay.nothing(settings, layout.group_of(b).compressor, layout.shapes_of(b))
+                waiting[b] = [variable(tensor, "waiting") for tensor in of_bucket]
+            waiting_gradients = {
+                i: variable(tf.zeros(layout.shapes[i], layout.dtypes[i]), "waiting")
+                for i in layout.uncompressed_members
+            }
     with tf.device(settings.device_sparse):
         embeddings = [group_state(e.compressor, [e.shape], 0.0) for e in layout.embeddings]
     with tf.device("CPU"):
@@ -144,5 +162,5 @@ def new_state(name: str, settings: Settings, layout: ModelLayout) -> State:
     step = variable(tf.constant(0, tf.int64), "step")
     return State(
         step, groups, of_groups, embeddings, has_foreign_residual, velocities, progress, pace, "epochs" in told, counts,
-        model_wide,
+        model_wide, waiting, waiting_gradients,
     )  # fmt: skip

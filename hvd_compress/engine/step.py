@@ -15,7 +15,7 @@ from ..compressors import Compressor
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
-from . import clock, nonfinite, norms
+from . import clock, delay, nonfinite, norms
 from .embeddings import Embeddings
 from .layout import FlatLayout
 from .model_wide import reduce_model
@@ -56,6 +56,7 @@ class Step:
         self._context = StepContext(
             settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back
         )
+        self._waiting: list[tuple[tf.Variable, tf.Tensor]] = []  # of uncompressed gradients, with a delay
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
 
@@ -66,6 +67,8 @@ class Step:
             step = state.step.read_value()
             samples = (observer.sample_norms() for observer in plan.observers)
             self._sample_norms = next((sample for sample in samples if sample is not None), None)
+            if plan.settings.delay_warmup:
+                self._context = self._context._replace(is_warm_up=step < plan.settings.delay_warmup)
             if given is not None and "given" in state.progress:
                 state.progress["given"].assign(given)
 
@@ -83,8 +86,10 @@ class Step:
             for tensors, result in zip(layout.uncompressed, dense):
                 reduced |= {i: self._with_momentum(i, t) for i, t in zip(tensors.members, result.tensors)}
             keeps_state = bool(layout.param_groups or self._embeddings.has_residuals or state.velocities)
-            floats = [tensor for result in dense for tensor in result.incoming if tensor.dtype.is_floating]
-            flags = [all_finite(tensor) for tensor in floats if keeps_state]
+            sums = [tensor for result in dense for tensor in result.incoming]
+            if plan.settings.delay:  # the sums are those of the step before
+                sums = [self._gradients[i] for i in layout.uncompressed_members]
+            flags = [all_finite(tensor) for tensor in sums if keeps_state and tensor.dtype.is_floating]
 
             # 3. Embeddings
             sparse = self._embeddings.reduce(counts)
@@ -131,7 +136,7 @@ class Step:
         numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
         results, agreed = [], list[tf.Tensor]()
         for b, tensors in enumerate(self._plan.layout.uncompressed):
-            gradients = [self._gradients[i] for i in tensors.members]
+            gradients = self._to_exchange(tensors.members)
             # The numbers are sent with the first bucket.
             result = self._allreduce([*gradients, *numbers], f"dense_{b}")
             if numbers:
@@ -141,6 +146,16 @@ class Step:
         if numbers:
             agreed = self._allreduce(numbers, "agreed").tensors
         return results, None if auto is None else agreed.pop(0), agreed
+
+    def _to_exchange(self, members: Sequence[int]) -> list[tf.Tensor]:
+        """These uncompressed gradients; with a delay, those of the step before, and these wait."""
+        gradients, variables = [self._gradients[i] for i in members], self._plan.state.waiting_gradients
+        if not variables:
+            return gradients
+        waiting = [variables[i].read_value() for i in members]
+        exchanged, kept = delay.take_turns(gradients, waiting, self._context.is_warm_up)
+        self._waiting += zip((variables[i] for i in members), kept)
+        return exchanged
 
     def _allreduce(self, tensors: Sequence[tf.Tensor], name: str) -> uncompressed.Dense:
         settings = self._plan.settings
@@ -267,12 +282,17 @@ class Step:
     # 5. The new state
 
     def _commit(self, flags: Sequence[tf.Tensor], results: Mapping[int, BucketResult], more: Changes = ()) -> tf.Tensor:
-        """Assigns the new state if all gradients of all ranks were finite; returns whether they were, a bool scalar."""
-        changes = [*self._changes, *more]
+        """Assigns the new state if all gradients of all ranks were finite; returns whether they were, a bool scalar.
+
+        What waits is assigned in any case: its flag says whether it is finite.
+        """
+        changes, waiting = [*self._changes, *more], list(self._waiting)
         for b, result in results.items():
             old = self._plan.state.of_bucket(self._plan.layout, b)
-            for variables, values in zip(old, result.new_state):
+            waiting += zip(old.waiting, result.new_state.waiting)
+            for variables, values in zip(old._replace(waiting=[]), result.new_state._replace(waiting=[])):
                 changes += zip(variables, values)
+        _assign(waiting)
         flags = [*flags, *(result.ok for result in results.values())]
         if not flags:
             return tf.constant(True)
@@ -281,9 +301,7 @@ class Step:
             return ok
 
         def assign() -> tf.Tensor:
-            for variable, value in changes:
-                with tf.device(variable.device):
-                    variable.assign(value)
+            _assign(changes)
             self._embeddings.assign_residuals()
             return tf.constant(True)
 
@@ -331,6 +349,12 @@ class Step:
 
     def _groups(self, what: str) -> Callable[[Compressor], Group]:
         return lambda compressor: self._group(f"{what}_{plain_name(compressor.spec)}")
+
+
+def _assign(changes: Changes) -> None:
+    for variable, value in changes:
+        with tf.device(variable.device):
+            variable.assign(value)
 
 
 def _measured(results: Mapping[int, BucketResult]) -> dict[int, tuple[Any, Any]]:

@@ -23,7 +23,8 @@ class GatheringCollective(Collective):
     """A collective that ends with an allgather, for payloads that must not be summed as they are.
 
     All ranks decode the same payloads in the same order, so their results are the same to the bit. A subclass defines
-    `encode_shard`, what comes before the allgather. `Hierarchical` puts steps of its own in between.
+    `encode` and, if another exchange comes before the allgather, `reduce_shard`. `Hierarchical` puts steps of its own
+    in between.
     """
 
     def fits(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> bool:
@@ -31,8 +32,18 @@ class GatheringCollective(Collective):
         return not (compressor.model_wide or volume.are_summed(compressor, shapes))
 
     @abc.abstractmethod
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Encodes what this rank sends first, without the other ranks."""
+
+    def reduce_shard(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, group: Group
+    ) -> EncodedShard:
+        """What this rank contributes to the allgather, from what `encode` returned; may exchange payloads for it."""
+        return encoded
+
     def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
-        """Encodes what this rank contributes to the allgather; may exchange payloads for it."""
+        """Both of the above."""
+        return self.reduce_shard(compressor, self.encode(compressor, local_input, group), local_input, group)
 
     def decode(
         self,
@@ -43,21 +54,24 @@ class GatheringCollective(Collective):
         factor: tf.Tensor,
     ) -> list[tf.Tensor]:
         """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
-        from ..compressors import payload as payload_of
         from . import coding
 
         if not self.splits_bucket:
             return coding.decode(compressor, shapes, payloads, contexts, factor)
         # Each payload holds the summed chunks of its owner.
-        layouts = [compressor.layout(shapes[0])] * (len(shapes) // len(payloads))
-        parts = [parts for payload in payloads for parts in payload_of.take(payload, layouts)]
-        return [coding.decode_sum(compressor, [p], ctx, factor) for p, ctx in zip(parts, contexts)]
+        chunks: list[tf.Tensor] = []
+        for payload in payloads:
+            share = slice(len(chunks), len(chunks) + len(shapes) // len(payloads))
+            chunks += coding.decode(compressor, shapes[share], [payload], contexts[share], factor)
+        return chunks
 
-    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
+    def exchange(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group
+    ) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""
         from . import flags, transfers
 
-        shard = self.encode_shard(compressor, local_input, group)
+        shard = self.reduce_shard(compressor, encoded, local_input, group)
         payloads = transfers.allgather(shard.payload, group)
         ok = flags.all_of([flags.flag_of(payload) for payload in payloads])
         factor = flags.scale_or_nan(scale, ok)
@@ -83,7 +97,7 @@ class Allgather(GatheringCollective):
         """One allgather; the payloads of all ranks are decoded."""
         return Phases([nbytes], [("allgather", payload)], [(nbytes, ranks)])
 
-    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
         """Step 1."""
         from . import coding
 

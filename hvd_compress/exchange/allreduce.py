@@ -11,6 +11,7 @@ from .collective import Collective, Phases, Reduction
 
 if TYPE_CHECKING:
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
 
@@ -38,27 +39,37 @@ class Allreduce(Collective):
         """One allreduce; the sum is decoded once."""
         return Phases([nbytes], [("allreduce", payload)], [(nbytes, 1)])
 
-    def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
-        """Sums the chunks over the ranks, times `scale`."""
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Step 1."""
+        import tensorflow as tf
+
+        from . import coding, flags
+
+        encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
+        finite = flags.all_of([e.finite for e in encoded])
+        values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
+        payload = tf.concat([*values, tf.cast(~finite, tf.float32)[None]], 0)
+        contexts, residuals = [e.ctx for e in encoded], [e.residual for e in encoded]
+        return coding.EncodedShard(payload, contexts, residuals, payload, finite)
+
+    def exchange(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group
+    ) -> Reduction:
+        """Steps 2 and 3."""
         import tensorflow as tf
 
         from . import flags, transfers
 
-        # 1. Encode.
-        encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-        values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
-        broken = tf.cast(~flags.all_of([e.finite for e in encoded]), tf.float32)[None]
-        outgoing = tf.concat([*values, broken], 0)
-
         # 2. Allreduce.
-        total = transfers.allreduce(outgoing, group, "")
+        total = transfers.allreduce(encoded.payload, group, "")
 
         # 3. Decode.
         ok = total[-1] == 0.0
         factor = flags.scale_or_nan(scale, ok)
         chunks, start = [], 0
-        for e, value in zip(encoded, values):
-            part = tf.reshape(total[start : start + value.shape[0]], e.parts[0].shape)
-            chunks.append(compressor.decode_sum([[part]], e.ctx, factor))
-            start += value.shape[0]
-        return Reduction(chunks, [e.residual for e in encoded], ok, outgoing, total)
+        for shape, ctx in zip(local_input.shapes, encoded.contexts):
+            (part,) = compressor.layout(shape)
+            end = start + part.shape.num_elements()
+            chunks.append(compressor.decode_sum([[tf.reshape(total[start:end], part.shape)]], ctx, factor))
+            start = end
+        return Reduction(chunks, encoded.residuals, ok, encoded.outgoing, total)

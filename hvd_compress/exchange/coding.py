@@ -1,8 +1,8 @@
 """Encodes and decodes all chunks of a bucket.
 
-Buckets of the same shapes share one traced function for each: with several candidates for each bucket, tracing
-ResNet-50 took 13 s without that, and takes 6 s. TensorFlow inlines these functions. Where it did not, a step took 15 to
-25% longer.
+Where native operations are in use, each is one operation. Otherwise XLA's kernels do it, chunk by chunk. Buckets of the
+same shapes then share one traced function for each: with several candidates for each bucket, tracing ResNet-50 took
+13 s without that, and takes 6 s. TensorFlow inlines these functions. Where it did not, a step took 15 to 25% longer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import tensorflow as tf
 from ..compressors import Compressor
 from ..compressors import payload as _payload
 from ..formats.base import Shape
+from ..kernels import native
 from . import flags
 from .local_input import LocalInput
+from .volume import flagged_bytes, payload_bytes
 
 # One kernel decodes and sums the payloads of so many ranks at most; with more it would only take longer to compile.
 RANKS_PER_KERNEL = 8
@@ -31,12 +33,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EncodedShard(NamedTuple):
-    """What one rank contributes to the last allgather."""
+    """What one rank contributes to an exchange."""
 
-    payload: tf.Tensor  # uint8, with its flag
+    payload: tf.Tensor  # what it sends: uint8 with its flag, or float32 in an allreduce
     contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
-    outgoing: tf.Tensor = None  # see `Reduction.outgoing`
+    outgoing: tf.Tensor  # see `Reduction.outgoing`
+    finite: tf.Tensor  # bool scalar: whether all chunks of this rank are finite
+    sums: list[tf.Tensor] = []  # noqa: RUF012  of `ScatterReduce`: the chunks + residuals that this rank keeps
 
 
 def _traced_once(function: F) -> F:
@@ -93,20 +97,45 @@ def _with_tensors(specs: Any, tensors: Sequence[tf.Tensor]) -> Any:
     return tf.nest.map_structure(lambda x: next(remaining) if isinstance(x, tf.TensorSpec) else x, specs)
 
 
-def encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
-    """Encodes all chunks into one payload, which is sent first."""
+def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor] = ()) -> EncodedShard:
+    """Encodes all chunks into one payload, which is sent first. Its flag is up only if the flags `before` are, too."""
+    native_format = native.in_use(compressor.native_format)
+    if native_format is not None:
+        return _encode_natively(native_format, compressor, local_input, before)
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
-    shard = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None))
-    return shard._replace(outgoing=shard.payload)
+    inputs = local_input._replace(factors=None, has_foreign_residual=None)
+    payload, contexts, residuals = _encode(compressor, inputs, list(before))
+    return EncodedShard(payload, contexts, residuals, payload, flags.flag_of(payload))
+
+
+def _encode_natively(
+    native_format: native.NativeFormat, compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
+) -> EncodedShard:
+    nbytes = payload_bytes(compressor, local_input.shapes)
+    payload, residuals, finite = native.encode(
+        native_format,
+        nbytes,
+        local_input.chunks,
+        local_input.residuals,
+        local_input.decay,
+        local_input.keep,
+        local_input.seeds.local,
+        local_input.first_chunk,
+        flags.all_of(before) if before else True,
+        flagged_bytes(nbytes),
+    )
+    residuals = residuals or [None] * len(local_input.chunks)
+    return EncodedShard(payload, local_input.shapes, residuals, payload, finite)
 
 
 @_traced_once
-def _encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
+def _encode(
+    compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, list[Any], list[tf.Tensor | None]]:
     encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
-    return EncodedShard(flags.join(encoded), [e.ctx for e in encoded], [e.residual for e in encoded])
+    return flags.join(encoded, before), [e.ctx for e in encoded], [e.residual for e in encoded]
 
 
-@_traced_once
 def decode(
     compressor: Compressor,
     shapes: Sequence[Shape],
@@ -114,7 +143,21 @@ def decode(
     contexts: Sequence[Any],
     factor: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Decodes payloads of the whole bucket, uint8 with their flags, to the sum of each chunk, times `factor`."""
+    """Decodes payloads of these chunks, uint8 with their flags, to the sum of each chunk, times `factor`."""
+    native_format = native.in_use(compressor.native_format)
+    if native_format is not None:
+        return native.decode(native_format, payload_bytes(compressor, shapes), payloads, shapes, factor)
+    return _decode(compressor, shapes, payloads, contexts, factor)
+
+
+@_traced_once
+def _decode(
+    compressor: Compressor,
+    shapes: Sequence[Shape],
+    payloads: Sequence[tf.Tensor],
+    contexts: Sequence[Any],
+    factor: tf.Tensor,
+) -> list[tf.Tensor]:
     layouts = [compressor.layout(shape) for shape in shapes]
     parts_of_chunks = zip(*(_payload.take(payload, layouts) for payload in payloads))
     return [decode_sum(compressor, parts, ctx, factor) for parts, ctx in zip(parts_of_chunks, contexts)]

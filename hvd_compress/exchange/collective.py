@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from ..compressors import Compressor
+    from .coding import EncodedShard
     from .group import Group
     from .local_input import LocalInput
 
@@ -48,8 +49,10 @@ class Reduction(NamedTuple):
 class Collective(abc.ABC):
     """A way to sum the chunks of a bucket over the ranks.
 
-    Subclasses define `fits`, `bytes_sent`, `phases` and `reduce`. They also define `leaving_host` if a host sends more
-    than one rank of a ring does. Add a new collective to `choice.FLAT`; the exchange and the cost model then use it.
+    Subclasses define `fits`, `bytes_sent`, `phases`, `encode` and `exchange`. A collective that needs other ranks to
+    encode defines `reduce` instead of the last two, and cannot be delayed. Subclasses also define `leaving_host` if a
+    host sends more than one rank of a ring does. Add a new collective to `choice.FLAT`; the exchange and the cost model
+    then use it.
 
     A compressor is a `hvdc.Compressor` or, where only numbers are needed, a format (`hvd_compress.formats`).
 
@@ -83,6 +86,20 @@ class Collective(abc.ABC):
     def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
         """The cost phases of a bucket of `nbytes` of float32 gradient, which is encoded to `payload` bytes."""
 
-    @abc.abstractmethod
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """Encodes what this rank sends first, without the other ranks."""
+        raise NotImplementedError
+
+    def exchange(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group
+    ) -> Reduction:
+        """Exchanges what `encode` returned in this step, or in an earlier one, and decodes.
+
+        Of `local_input`, it reads only `shapes`, `seeds` and `keep`: nothing that waits for the step's gradients.
+        """
+        raise NotImplementedError
+
     def reduce(self, compressor: Compressor, local_input: LocalInput, scale: float, group: Group) -> Reduction:
         """Sums the chunks over the ranks of the group, and multiplies the sums by `scale`."""
+        encoded = self.encode(compressor, local_input, group)
+        return self.exchange(compressor, encoded, local_input, scale, group)

@@ -15,14 +15,13 @@ from ..compressors import payload as _payload
 from .volume import flagged_bytes
 
 
-def join(encoded: Sequence[Encoded]) -> tf.Tensor:
-    """Joins the parts of these chunks and one flag for all of them."""
-    finite = all_of([e.finite for e in encoded])
-    return with_flag([part for e in encoded for part in e.parts], finite)
+def join(encoded: Sequence[Encoded], before: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+    """Joins the parts of these chunks and one flag into one payload, uint8 [`flagged_bytes`].
 
-
-def with_flag(parts: Sequence[tf.Tensor], finite: tf.Tensor) -> tf.Tensor:
-    """Joins the parts and their flag into one payload, uint8 [`flagged_bytes`]."""
+    The flag is up if all chunks are finite, and all flags `before` are up.
+    """
+    finite = all_of([*before, *(e.finite for e in encoded)])
+    parts = [part for e in encoded for part in e.parts]
     length = _payload.nbytes(parts)
     flag = tf.fill([flagged_bytes(length) - length], tf.cast(~finite, tf.uint8))
     return _payload.join([*parts, flag])

@@ -24,10 +24,19 @@ class LocalInput(NamedTuple):
     # Of `Hierarchical`, bool scalar on the host: whether residuals of chunks that other ranks send between hosts may
     # be other than zero.
     has_foreign_residual: tf.Tensor | None = None
+    first_chunk: int = 0  # the index of the first of `chunks`: each chunk draws other random numbers
 
     def sum(self, i: int) -> tf.Tensor:
         """Chunk `i` plus its decayed residual."""
         return fed_back(self.chunks[i], self.residuals[i], self.decay)
+
+    def part(self, first: int, last: int) -> LocalInput:
+        """The chunks from `first` to before `last`."""
+        return self._replace(
+            chunks=self.chunks[first:last],
+            residuals=self.residuals[first:last],
+            first_chunk=self.first_chunk + first,
+        )
 
     @property
     def shapes(self) -> list[Shape]:
@@ -36,5 +45,5 @@ class LocalInput(NamedTuple):
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes chunk `i`."""
-        seeds = self.seeds._replace(chunk=i)
+        seeds = self.seeds._replace(chunk=self.first_chunk + i)
         return compressor.encode(self.chunks[i], seeds, self.residuals[i], self.decay, self.keep)

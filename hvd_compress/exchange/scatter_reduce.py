@@ -11,8 +11,6 @@ from .allgather import GatheringCollective
 from .collective import Phases
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from ..compressors import Compressor
     from .coding import EncodedShard
     from .group import Group
@@ -67,38 +65,48 @@ class ScatterReduce(GatheringCollective):
             decoded=[(nbytes / ranks, ranks - 1), (nbytes, 1)],
         )
 
-    def encode_shard(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
-        """Steps 1 and 2; the flag is down if it is for any of the payloads received."""
-        import tensorflow as tf
-
+    def encode(self, compressor: Compressor, local_input: LocalInput, group: Group) -> EncodedShard:
+        """The first half of step 1. The own residuals are part of `sums`; new ones follow in step 2."""
         from ..compressors import error_feedback
-        from ..compressors import payload as payload_of
         from . import coding, flags, transfers
 
-        chunks = local_input.chunks
-        per_owner = len(chunks) // group.size
+        per_owner = len(local_input.chunks) // group.size
+        shares = [local_input.part(first, first + per_owner) for first in range(0, len(local_input.chunks), per_owner)]
+        own = shares[group.rank]
 
-        # 1. Encode the chunks of the others. The own chunks are encoded, too, but as nothing reads the result,
-        # TensorFlow prunes it.
-        encoded = [local_input.encode(compressor, i) for i in range(len(chunks))]
-        shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
-        sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
-        received = transfers.alltoall(sent, group, "_scatter")
+        # 1. Encode the chunks of the others. The own chunks are encoded, too, for the contexts; as nothing reads the
+        # payload, TensorFlow prunes it.
+        encoded = [coding.encode(compressor, share) for share in shares]
+        others = [share for owner, share in enumerate(encoded) if owner != group.rank]
+        sent = transfers.concat([share.payload for share in others])
+        sums = [error_feedback.add(c, r, own.decay) for c, r in zip(own.chunks, own.residuals)]
+        finite = flags.all_of([*(share.finite for share in others), *map(error_feedback.all_finite, sums)])
+        contexts = [ctx for share in encoded for ctx in share.contexts]
+        residuals = [residual for share in encoded for residual in share.residuals]
+        return coding.EncodedShard(sent, contexts, residuals, sent, finite, sums)
+
+    def reduce_shard(
+        self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, group: Group
+    ) -> EncodedShard:
+        """The alltoall, and step 2; the flag is down if it is for any of the payloads received."""
+        import tensorflow as tf
+
+        from . import coding, flags, transfers
+
+        received = transfers.alltoall(encoded.payload, group, "_scatter")
 
         # 2. Decode, sum and encode again.
-        layout = compressor.layout(local_input.shapes[0])
-        parts_of_ranks = list(zip(*(payload_of.take(payload, [layout] * per_owner) for payload in received)))
-        residuals = [e.residual for e in encoded]
-        finite_flags = [flags.flag_of(payload) for payload in received]
-        shard: list[tf.Tensor] = []
-        for j in range(per_owner):
-            i = group.rank * per_owner + j
-            own = error_feedback.add(chunks[i], local_input.residuals[i], local_input.decay)
-            others = coding.decode_sum(compressor, parts_of_ranks[j], encoded[i].ctx, tf.constant(1.0))
-            seeds = local_input.seeds._replace(chunk=len(chunks) + i)  # not the noise of the first encoding
-            again = compressor.encode(others, seeds, own, 1.0, local_input.keep)
-            shard += again.parts
-            finite_flags.append(again.finite)
-            residuals[i] = again.residual
-        payload = flags.with_flag(shard, flags.all_of(finite_flags))
-        return coding.EncodedShard(payload, [e.ctx for e in encoded], residuals, sent)
+        per_owner, count = len(encoded.sums), len(local_input.shapes)
+        own = slice(group.rank * per_owner, (group.rank + 1) * per_owner)
+        shapes, contexts = local_input.shapes[own], encoded.contexts[own]
+        others = coding.decode(compressor, shapes, received, contexts, tf.constant(1.0))
+        summed = local_input._replace(
+            chunks=others,
+            residuals=encoded.sums,
+            decay=1.0,
+            first_chunk=count + local_input.first_chunk + own.start,  # not the noise of the first encoding
+        )
+        again = coding.encode(compressor, summed, [flags.flag_of(payload) for payload in received])
+        residuals = list(encoded.residuals)
+        residuals[own] = again.residuals
+        return encoded._replace(payload=again.payload, residuals=residuals)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..kernels import native
 from ..kernels.compile import compiled
 from .group import Group
 from .send_order import send_first
@@ -29,7 +30,8 @@ def allgather(payload: tf.Tensor, group: Group, phase: str = "_gather") -> list[
     if group.size == 1:
         return [payload]
     if group.size == 2:
-        theirs = _difference(allreduce(payload, group, phase), payload)
+        subtract = native.subtract if native.kind() == "native" else _difference
+        theirs = subtract(allreduce(payload, group, phase), payload)
         return [payload, theirs] if group.rank == 0 else [theirs, payload]
     return split(allgather_joined(payload, group, phase), group.size, payload.shape[0])
 

@@ -48,9 +48,16 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     settings = reducer.settings
     with tf.init_scope():
         all_hosts = hosts.usable(settings.process_set, settings.hierarchical)
-        may_be_hierarchical = settings.hierarchical is not False and not settings.momentum_correction
+        may_be_hierarchical = settings.hierarchical is not False and not (
+            settings.momentum_correction or settings.delay
+        )
         used_hosts = all_hosts if may_be_hierarchical else None
         layout = model_layout(settings, gradients, variables, 1 if used_hosts is None else used_hosts.workers)
+        if settings.delay and layout.sparse:
+            raise ValueError(
+                f"delay=1 does not work with the rows of {layout.paths[layout.sparse[0]]}, whose number differs from "
+                "step to step: pass sparse_as_dense=True, or delay=0"
+            )
         state = new_state(name, settings, layout)
         flat = _flat_compressors(settings, layout, used_hosts)
         compressors = [layout.group_of(b).compressor for b in range(len(layout.buckets))]

@@ -46,6 +46,8 @@ def DistributedGradientTape(  # noqa: D417
     policy: Mapping[str, CompressionLike] | None = None,
     on_nonfinite: str = "propagate",
     hierarchical: bool | str = "auto",
+    delay: int = 0,
+    delay_warmup: int = 0,
 ) -> Any:
     """Wraps a tape so that `gradient()` returns gradients averaged over all ranks, compressed on the way.
 
@@ -178,6 +180,8 @@ def reducer_of(tape: Any, sources: Sequence[Any]) -> Reducer:
     sources = [source for source in sources if id(source) not in tape._hvdc_local]
     if not all(hasattr(source, "assign") for source in sources):
         # Tensors exist for one step only: nothing can be kept for the next one.
+        if settings.delay:
+            raise ValueError("delay=1 needs variables as sources: tensors exist for one step only; use delay=0")
         stateless = dataclasses.replace(
             settings,
             compressor=settings.compressor.stateless(),

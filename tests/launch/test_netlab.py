@@ -20,6 +20,41 @@ address = socket.gethostbyname(socket.gethostname())
 print("went well", hvd.rank(), hvd.size(), hvd.local_size(), total, address, flush=True)
 """
 
+# The second host measures a round trip: connecting to the first host takes one.
+ROUND_TRIP = """
+import horovod.tensorflow as hvd, socket, tensorflow as tf, time
+hvd.init()
+with socket.create_server(("", 5000)) as server:
+    hvd.allreduce(tf.constant(0.0), name="both_listen")
+    start = time.monotonic()
+    if hvd.rank() == 1:
+        socket.create_connection(("10.77.0.1", 5000), 60).close()
+    connected = time.monotonic()
+    total = hvd.allreduce(tf.range(1e5) * (hvd.rank() + 1.0), op=hvd.Sum)
+    right = bool(tf.reduce_all(total == 3 * tf.range(1e5)))
+print("went well", hvd.rank(), connected - start, time.monotonic() - connected, right, flush=True)
+"""
+# The first host answers each datagram; the second one counts the answers to 400 of them.
+DATAGRAMS = """
+import socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+    if sys.argv[1] == "answer":
+        end.bind(("", 5000))
+        print("ready", flush=True)
+        while True:
+            end.sendto(*end.recvfrom(64))
+    for i in range(400):
+        end.sendto(b"%d" % i, ("10.77.0.1", 5000))
+        time.sleep(0.001)
+    end.settimeout(2)
+    answers = set()
+    try:
+        while True:
+            answers.add(end.recv(64))
+    except socket.timeout:
+        print(len(answers))
+"""
+
 pytestmark = pytest.mark.timeout(200)
 
 
@@ -87,9 +122,46 @@ def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
 
 
 @needs_root
+def test_packets_take_as_long_as_the_delay(tmp_path):
+    script = tmp_path / "round_trip.py"
+    script.write_text(ROUND_TRIP)
+    options = ["--rate", "100mbit", "--delay", "20ms", "--loss", "0.1%"]
+    process = start(*options, "--", sys.executable, str(script))
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err[-3000:]
+    lines = sorted(line.partition("went well ")[2].split() for line in out.splitlines() if "went well" in line)
+    assert [line[0] for line in lines] == ["0", "1"] and all(line[3] == "True" for line in lines), out
+    _, connect, allreduce, _ = lines[1]
+    # Horovod's ranks agree first: a request to rank 0, and its response.
+    assert float(connect) >= 0.04 and float(allreduce) >= 0.04, out
+    assert not left_over(process.pid)
+
+
+@needs_root
+def test_packets_are_lost_in_both_directions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import netlab
+
+    with netlab.Netlab(2, "100mbit", loss=0.2) as lab:
+        inside = [["ip", "netns", "exec", lab._host(i)] for i in range(2)]
+        for i in range(2):  # no datagram waits for the answer to a lost ARP request
+            shown = subprocess.run([*inside[1 - i], "ip", "link", "show", "eth0"], capture_output=True, text=True)
+            hardware = shown.stdout.split("link/ether ")[1].split()[0]
+            known = ["ip", "neighbor", "replace", lab.addresses[1 - i], "lladdr", hardware, "dev", "eth0"]
+            subprocess.run([*inside[i], *known], check=True)
+        run = [sys.executable, "-c", DATAGRAMS]
+        with subprocess.Popen([*inside[0], *run, "answer"], stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout.readline()
+            client = subprocess.run([*inside[1], *run, "ask"], capture_output=True, text=True, timeout=60)
+            server.kill()
+    # 0.8 * 0.8 * 400 = 256; six standard deviations to each side.
+    assert 198 <= int(client.stdout) <= 314, client.stderr
+
+
+@needs_root
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_when_it_is_killed(number):
-    process = start("--hosts", "2", "--rate", "1gbit", "--", "sleep", "1000")
+    process = start("--hosts", "2", "--rate", "1gbit", "--delay", "1ms", "--", "sleep", "1000")
     deadline = time.time() + 60
     while time.time() < deadline and "h1" not in "".join(left_over(process.pid)):
         time.sleep(0.2)

@@ -77,6 +77,12 @@ def fixed_costs(costs_file, monkeypatch):
     monkeypatch.setenv("HVD_COMPRESS_CALIBRATION", str(costs_file))
 
 
+@pytest.fixture
+def xla_kernels(monkeypatch):
+    """The kernels of hosts with a GPU."""
+    monkeypatch.setenv("HVD_COMPRESS_KERNELS", "xla")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def all_candidates():
     """Steps of `auto` are traced with all candidates from the beginning, unless a test says otherwise."""

@@ -48,6 +48,7 @@ def error_on_all_ranks(step):
         ("name", ("DistributedAdam", "DistributedSGD")),
         ("backward_passes_per_step", (1, 2)),
         ("average_aggregated_gradients", (False, True)),
+        ("delay", (0, 1)),
     ],
 )
 def test_settings(what, values, rank):

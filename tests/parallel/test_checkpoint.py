@@ -36,6 +36,7 @@ CONFIGURATIONS = {
     "factors": {"compression": "powersgd:rank=2"},
     "factors of auto": {"compression": "auto:candidates=(powersgd:rank=2)"},
     "buckets": {"compression": "int8", "bucket_bytes": 4096, "op": hvd.Sum},
+    "delay": {"compression": "randomk:ratio=0.1", "delay": 1, "delay_warmup": 1},
 }
 STEPS = 4  # per epoch
 

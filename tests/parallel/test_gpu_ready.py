@@ -14,7 +14,7 @@ import tensorflow as tf
 from specs import ALL, SCATTERED
 from tensorflow.python.framework import op_def_registry
 
-pytestmark = pytest.mark.usefixtures("fixed_costs")
+pytestmark = pytest.mark.usefixtures("fixed_costs", "xla_kernels")
 
 KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
 SHAPES = [(3, 3, 16, 64), (64,), (100, 333), (150, 100)]

@@ -21,7 +21,7 @@ import tensorflow as tf
 import hvd_compress as hvdc
 
 FILE = Path(__file__).with_name("step_snapshot.json")
-pytestmark = pytest.mark.usefixtures("fixed_costs")
+pytestmark = pytest.mark.usefixtures("fixed_costs", "xla_kernels")
 
 WRITE = os.environ.get("HVD_COMPRESS_SNAPSHOT") == "write"
 SHAPES = [(24, 40), (40,), (40, 48), (48,), (48, 40), (40, 10)]

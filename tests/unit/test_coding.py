@@ -23,7 +23,7 @@ class TimesTable(hvdc.Compressor):
 def test_contexts_that_print_alike_do_not_share_a_trace():
     compressor, x = TimesTable(), tf.constant([1.0, 2.0])
     encoded = compressor.encode(x, seeds())
-    payload = flags.with_flag(encoded.parts, tf.constant(True))
+    payload = flags.join([encoded])
     structure, ones = encoded.ctx
     other = ones.copy()
     other[1000] = 5.0

@@ -46,6 +46,8 @@ def DistributedOptimizer(
     policy: Mapping[str, CompressionLike] | None = None,
     on_nonfinite: str = "propagate",
     hierarchical: bool | str = "auto",
+    delay: int = 0,
+    delay_warmup: int = 0,
 ) -> Any:
     """Wraps a Keras optimizer so that it averages gradients over all ranks, compressed, before it applies them.
 
@@ -105,6 +107,9 @@ def DistributedOptimizer(
             between hosts. Needs `hvdc.init()` instead of `hvd.init()`, and several hosts with several ranks each.
             "auto" does so if it is predicted to be faster. True does so for all compressors whose payloads cannot be
             summed.
+        delay: 0 or 1. With 1, each step applies the averaged gradients of the step before. They are exchanged beside
+            the forward and backward pass, so that a step does not wait for the network. See docs/delay.md for its cost.
+        delay_warmup: The number of steps without delay at the beginning of training.
 
     Returns:
         An optimizer whose class is a subclass of the optimizer's class and has the same name, so that a saved

@@ -1,0 +1,331 @@
+// The operations HvdCompressEncode, HvdCompressDecode and HvdCompressSubtract, for `hvd_compress.kernels.native`.
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cast16.h"
+#include "chunk.h"
+#include "hadamard.h"
+#include "onebit.h"
+#include "pool.h"
+#include "quantize.h"
+#include "strided.h"
+#include "tf_api.h"
+#include "topk.h"
+
+namespace {
+
+// The same numbers as in `hvd_compress.kernels.native`.
+enum Method : int64_t { kQuantize = 0, kOneBit = 1, kBlockTopK = 2, kHybrid = 3, kTopK = 4, kHadamard = 5, kHalf = 6, kBrain = 7 };
+
+// Payloads of more ranks are summed in groups of so many, as `exchange.coding`.
+constexpr int kRanksPerGroup = 8;
+
+struct Format {
+  int64_t method, bits;
+
+  int64_t bytes(int64_t n, int64_t kept) const {
+    switch (method) {
+      case kQuantize: return quantize::bytes(n, static_cast<int>(bits));
+      case kOneBit: return onebit::bytes(n);
+      case kBlockTopK: return strided::bytes(n, kept, 0);
+      case kHybrid: return strided::bytes(n, kept, static_cast<int>(bits));
+      case kTopK: return topk::bytes(n, kept);
+      case kHadamard: return hadamard::bytes(n);
+      default: return 2 * n;
+    }
+  }
+
+  bool encode(const Source& source, const Encoding& how, uint8_t* payload, float* residual) const {
+    switch (method) {
+      case kQuantize: return quantize::encode(source, how, payload, residual);
+      case kOneBit: return onebit::encode(source, payload, residual);
+      case kBlockTopK:
+      case kHybrid: return strided::encode(source, how, payload, residual);
+      case kTopK: {
+        if (residual) return topk::encode(source, how, payload, residual);
+        std::vector<float> sums(source.size);
+        return topk::encode(source, how, payload, sums.data());
+      }
+      case kHadamard: return hadamard::encode(source, payload, residual);
+      default: return cast16::encode(source, method == kHalf, payload, residual);
+    }
+  }
+
+  // Writes the scaled sum of the payloads of all ranks to `out` [n].
+  void decode(const std::vector<const uint8_t*>& ranks, int64_t n, int64_t kept, float scale, float* out) const {
+    const bool sparse = method == kBlockTopK || method == kHybrid || method == kTopK;
+    if (sparse) std::memset(out, 0, n * sizeof(float));
+    bool valid = true;
+    std::vector<int64_t> indices;
+    for (size_t first = 0; first < ranks.size(); first += kRanksPerGroup) {
+      const uint8_t* const* group = ranks.data() + first;
+      const int count = static_cast<int>(ranks.size() - first < kRanksPerGroup ? ranks.size() - first : kRanksPerGroup);
+      const bool add = first > 0;
+      const int width = static_cast<int>(bits);
+      switch (method) {
+        case kQuantize: quantize::decode(group, count, n, width, scale, add, out); break;
+        case kOneBit: onebit::decode(group, count, n, scale, add, out); break;
+        case kBlockTopK:
+        case kHybrid:
+          for (int rank = 0; rank < count; ++rank) valid &= strided::decode(group[rank], n, kept, width, scale, out);
+          break;
+        case kTopK:
+          for (int rank = 0; rank < count; ++rank) valid &= topk::decode(group[rank], n, kept, scale, &indices, out);
+          break;
+        case kHadamard: hadamard::decode(group, count, n, scale, add, out); break;
+        default: cast16::decode(group, count, n, method == kHalf, scale, add, out);
+      }
+    }
+    // A factor of NaN, and damaged indices, reach every element.
+    if (sparse && (!valid || scale != scale))
+      for (int64_t j = 0; j < n; ++j) out[j] = std::numeric_limits<float>::quiet_NaN();
+  }
+};
+
+// Reads attributes; the first failure ends the construction of the kernel.
+class Attributes {
+ public:
+  explicit Attributes(TF_OpKernelConstruction* construction) : construction_(construction), status_(TF_NewStatus()) {}
+  ~Attributes() {
+    if (TF_GetCode(status_) != TF_OK) TF_OpKernelConstruction_Failure(construction_, status_);
+    TF_DeleteStatus(status_);
+  }
+
+  int64_t integer(const char* name) {
+    int64_t value = 0;
+    if (ok()) TF_OpKernelConstruction_GetAttrInt64(construction_, name, &value, status_);
+    return value;
+  }
+
+  float real(const char* name) {
+    float value = 0.0f;
+    if (ok()) TF_OpKernelConstruction_GetAttrFloat(construction_, name, &value, status_);
+    return value;
+  }
+
+  bool boolean(const char* name) {
+    unsigned char value = 0;
+    if (ok()) TF_OpKernelConstruction_GetAttrBool(construction_, name, &value, status_);
+    return value != 0;
+  }
+
+  std::vector<int64_t> integers(const char* name) {
+    int32_t size = 0, total = 0;
+    if (ok()) TF_OpKernelConstruction_GetAttrSize(construction_, name, &size, &total, status_);
+    std::vector<int64_t> values(size > 0 ? size : 0);
+    if (ok() && size > 0) TF_OpKernelConstruction_GetAttrInt64List(construction_, name, values.data(), size, status_);
+    return values;
+  }
+
+ private:
+  bool ok() const { return TF_GetCode(status_) == TF_OK; }
+  TF_OpKernelConstruction* construction_;
+  TF_Status* status_;
+};
+
+// The tensors of one call; deletes its handles at the end, and reports the first failure.
+class Call {
+ public:
+  explicit Call(TF_OpKernelContext* context) : context_(context), status_(TF_NewStatus()) {}
+  ~Call() {
+    for (TF_Tensor* tensor : tensors_) TF_DeleteTensor(tensor);
+    if (TF_GetCode(status_) != TF_OK) TF_OpKernelContext_Failure(context_, status_);
+    TF_DeleteStatus(status_);
+  }
+
+  bool ok() const { return TF_GetCode(status_) == TF_OK; }
+
+  void fail(const std::string& message) {
+    if (ok()) TF_SetStatus(status_, TF_INVALID_ARGUMENT, message.c_str());
+  }
+
+  template <typename T>
+  const T* input(int i, int64_t* size = nullptr) {
+    TF_Tensor* tensor = nullptr;
+    if (ok()) TF_GetInput(context_, i, &tensor, status_);
+    if (!ok()) return nullptr;
+    tensors_.push_back(tensor);
+    if (size) *size = TF_TensorElementCount(tensor);
+    return static_cast<const T*>(TF_TensorData(tensor));
+  }
+
+  template <typename T>
+  T* output(int i, TF_DataType type, const std::vector<int64_t>& shape) {
+    int64_t bytes = sizeof(T);
+    for (const int64_t size : shape) bytes *= size;
+    TF_Tensor* tensor = nullptr;
+    if (ok())
+      tensor = TF_AllocateOutput(context_, i, type, shape.data(), static_cast<int>(shape.size()), bytes, status_);
+    if (tensor) tensors_.push_back(tensor);
+    return ok() ? static_cast<T*>(TF_TensorData(tensor)) : nullptr;
+  }
+
+ private:
+  TF_OpKernelContext* context_;
+  TF_Status* status_;
+  std::vector<TF_Tensor*> tensors_;
+};
+
+// Encodes the chunks of a bucket, one after the other, into one payload, whose last bytes are its flag.
+struct Encode {
+  Format format;
+  Encoding how;
+  std::vector<int64_t> kept;
+  int64_t chunks, residuals, kept_residuals, first_chunk, salt, nbytes, flagged_bytes, threads;
+  float decay;
+
+  explicit Encode(TF_OpKernelConstruction* construction) {
+    Attributes attributes(construction);
+    format = {attributes.integer("method"), attributes.integer("bits")};
+    how = {static_cast<int>(format.bits), attributes.boolean("stochastic"), 0, 0};
+    kept = attributes.integers("kept");
+    chunks = attributes.integer("N");
+    residuals = attributes.integer("M");
+    kept_residuals = attributes.integer("K");
+    first_chunk = attributes.integer("first_chunk");
+    salt = attributes.integer("salt");
+    nbytes = attributes.integer("nbytes");
+    flagged_bytes = attributes.integer("flagged_bytes");
+    threads = attributes.integer("threads");
+    decay = attributes.real("decay");
+  }
+
+  void compute(TF_OpKernelContext* context) const {
+    Call call(context);
+    std::vector<Source> sources;
+    std::vector<int64_t> begins{0};
+    if (static_cast<int64_t>(kept.size()) != chunks || (residuals && residuals != chunks) ||
+        (kept_residuals && kept_residuals != chunks))
+      return call.fail("HvdCompressEncode: the numbers of chunks, residuals and `kept` differ");
+    for (int64_t c = 0; c < chunks && call.ok(); ++c) {
+      int64_t size = 0, of_residual = 0;
+      const float* gradient = call.input<float>(static_cast<int>(c), &size);
+      const float* residual = residuals ? call.input<float>(static_cast<int>(chunks + c), &of_residual) : nullptr;
+      if (size < 1 || (residual && of_residual != size) || kept[c] < 1 || kept[c] > size)
+        call.fail("HvdCompressEncode: a chunk is empty, or its residual has another size");
+      sources.push_back({gradient, residual, decay, size});
+      begins.push_back(begins.back() + format.bytes(size, kept[c]));
+    }
+    const int seed_input = static_cast<int>(chunks + residuals);
+    const int32_t* seed = call.input<int32_t>(seed_input);
+    const bool* before = call.input<bool>(seed_input + 1);
+    if (call.ok() && begins.back() != nbytes) call.fail("HvdCompressEncode: the payload has another length than expected");
+    uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {flagged_bytes});
+    std::vector<float*> new_residuals(chunks, nullptr);
+    for (int64_t c = 0; c < kept_residuals && call.ok(); ++c)
+      new_residuals[c] = call.output<float>(static_cast<int>(1 + c), TF_FLOAT, {sources[c].size});
+    bool* ok = call.output<bool>(static_cast<int>(1 + kept_residuals), TF_BOOL, {});
+    if (!call.ok()) return;
+
+    std::atomic<bool> finite{*before};
+    Pool::run(chunks, threads, [&](int64_t c) {
+      Encoding encoding = how;
+      encoding.kept = kept[c];
+      if (how.stochastic)
+        encoding.seed = quantize::fold(quantize::fold(*seed, static_cast<int32_t>(first_chunk + c)), static_cast<int32_t>(salt));
+      if (!format.encode(sources[c], encoding, payload + begins[c], new_residuals[c])) finite = false;
+    });
+    *ok = finite;
+    std::memset(payload + nbytes, finite ? 0 : 1, flagged_bytes - nbytes);
+  }
+};
+
+// Decodes the payloads of all ranks to the scaled sum of each chunk.
+struct Decode {
+  Format format;
+  std::vector<int64_t> sizes, kept;
+  int64_t ranks, nbytes, threads;
+
+  explicit Decode(TF_OpKernelConstruction* construction) {
+    Attributes attributes(construction);
+    format = {attributes.integer("method"), attributes.integer("bits")};
+    sizes = attributes.integers("sizes");
+    kept = attributes.integers("kept");
+    ranks = attributes.integer("N");
+    nbytes = attributes.integer("nbytes");
+    threads = attributes.integer("threads");
+  }
+
+  void compute(TF_OpKernelContext* context) const {
+    Call call(context);
+    std::vector<const uint8_t*> payloads;
+    for (int64_t rank = 0; rank < ranks && call.ok(); ++rank) {
+      int64_t length = 0;
+      payloads.push_back(call.input<uint8_t>(static_cast<int>(rank), &length));
+      if (length < nbytes) call.fail("HvdCompressDecode: a payload is shorter than expected");
+    }
+    const float* scale = call.input<float>(static_cast<int>(ranks));
+    std::vector<int64_t> begins{0};
+    std::vector<float*> out;
+    for (size_t c = 0; c < sizes.size() && call.ok(); ++c) {
+      begins.push_back(begins.back() + format.bytes(sizes[c], kept[c]));
+      out.push_back(call.output<float>(static_cast<int>(c), TF_FLOAT, {sizes[c]}));
+    }
+    if (call.ok() && begins.back() != nbytes) call.fail("HvdCompressDecode: the payload has another length than expected");
+    if (!call.ok()) return;
+    Pool::run(static_cast<int64_t>(sizes.size()), threads, [&](int64_t c) {
+      std::vector<const uint8_t*> of_chunk;
+      for (const uint8_t* payload : payloads) of_chunk.push_back(payload + begins[c]);
+      format.decode(of_chunk, sizes[c], kept[c], *scale, out[c]);
+    });
+  }
+};
+
+CLONED void subtract(const uint8_t* a, const uint8_t* b, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(a[i] - b[i]);
+}
+
+// The difference of two vectors of bytes, modulo 256.
+struct Subtract {
+  explicit Subtract(TF_OpKernelConstruction*) {}
+
+  void compute(TF_OpKernelContext* context) const {
+    Call call(context);
+    int64_t size = 0, other = 0;
+    const uint8_t *a = call.input<uint8_t>(0, &size), *b = call.input<uint8_t>(1, &other);
+    if (size != other) call.fail("HvdCompressSubtract: the vectors differ in length");
+    uint8_t* out = call.output<uint8_t>(0, TF_UINT8, {size});
+    if (call.ok()) subtract(a, b, size, out);
+  }
+};
+
+void unknown_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
+  TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
+template <typename Kernel>
+void register_op(const char* name, const std::vector<const char*>& inputs, const std::vector<const char*>& outputs,
+                 const std::vector<const char*>& attributes) {
+  TF_Status* status = TF_NewStatus();
+  TF_OpDefinitionBuilder* op = TF_NewOpDefinitionBuilder(name);
+  for (const char* attribute : attributes) TF_OpDefinitionBuilderAddAttr(op, attribute);
+  for (const char* input : inputs) TF_OpDefinitionBuilderAddInput(op, input);
+  for (const char* output : outputs) TF_OpDefinitionBuilderAddOutput(op, output);
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(op, unknown_shapes);
+  TF_RegisterOpDefinition(op, status);
+  TF_KernelBuilder* kernel = TF_NewKernelBuilder(
+      name, "CPU", [](TF_OpKernelConstruction* construction) -> void* { return new Kernel(construction); },
+      [](void* kernel, TF_OpKernelContext* context) { static_cast<Kernel*>(kernel)->compute(context); },
+      [](void* kernel) { delete static_cast<Kernel*>(kernel); });
+  TF_RegisterKernelBuilder(name, kernel, status);
+  TF_DeleteStatus(status);
+}
+
+const bool kRegistered = [] {
+  register_op<Encode>("HvdCompressEncode",
+                      {"chunks: N * float", "residuals: M * float", "seed: int32", "before: bool"},
+                      {"payload: uint8", "new_residuals: K * float", "finite: bool"},
+                      {"N: int >= 1", "M: int >= 0", "K: int >= 0", "method: int", "bits: int", "stochastic: bool",
+                       "kept: list(int)", "decay: float", "first_chunk: int", "salt: int", "nbytes: int",
+                       "flagged_bytes: int", "threads: int"});
+  register_op<Decode>("HvdCompressDecode", {"payloads: N * uint8", "scale: float"}, {"chunks: C * float"},
+                      {"N: int >= 1", "C: int >= 1", "method: int", "bits: int", "sizes: list(int)", "kept: list(int)",
+                       "nbytes: int", "threads: int"});
+  register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
+  return true;
+}();
+
+}  // namespace

@@ -1,0 +1,59 @@
+// How loops are compiled for several instruction sets, and small helpers that all formats share.
+//
+// A function marked CLONED is compiled for each instruction set; the best one is chosen when the library is loaded. The
+// helpers are inlined into it, and vectorized with it. The compiler must not contract a * b + c into one rounding
+// (-ffp-contract=off): all clones give the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__linux__) && !defined(HVD_COMPRESS_SANITIZED)
+#define CLONED __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define CLONED
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int32_t kInfinity = 0x7F800000;
+constexpr int32_t kMagnitude = 0x7FFFFFFF;  // all bits of a float but its sign
+
+INLINE int32_t bits_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+INLINE float float_of(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Treats subnormal floats as zero while it exists, as TensorFlow's threads and XLA do.
+class FlushSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  FlushSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ | (1ull << 24)));
+  }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+ private:
+  uint64_t before_;
+#else
+  FlushSubnormals() {}
+  ~FlushSubnormals() {}
+#endif
+};

@@ -1,0 +1,172 @@
+"""Native operations against XLA's kernels, and what they refuse.
+
+The kernels of XLA are themselves compared with NumPy, and all compressors run natively in the other tests. Both round
+differently by an ulp, so values beside the middle of two levels may get either code.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_compress as hvdc
+from hvd_compress.compressors import Seeds
+from hvd_compress.compressors.payload import join, take
+from hvd_compress.exchange import coding
+from hvd_compress.exchange.local_input import LocalInput
+from hvd_compress.kernels import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+
+SPECS = [
+    "int8",
+    "int4",
+    "quantize:bits=7",
+    "quantize:bits=1",
+    "quantize:bits=4,rounding=stochastic,seed=5",
+    "onebit",
+    "block_topk:ratio=0.01",
+    "hybrid:ratio=0.05,bits=3",
+    "topk:ratio=0.01",
+    "topk:ratio=0.3",
+    "hadamard",
+    "fp16",
+    "bf16",
+]
+# A short chunk, and one of many blocks that is no multiple of their size; topk needs pages for its indices.
+SIZES = [13, 70_001]
+SEEDS = Seeds(tf.constant(3), tf.constant(11), 2)
+
+
+def heavy_tailed(n: int, seed: int) -> tf.Tensor:
+    return tf.constant(np.random.default_rng(seed).standard_t(3, n).astype(np.float32))
+
+
+@pytest.fixture
+def use(monkeypatch):
+    return lambda kind: monkeypatch.setenv(native.VARIABLE, kind)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_native_and_xla_agree(spec, use):
+    compressor = hvdc.Compression.parse(spec)
+    for n in SIZES:
+        gradient, residual = heavy_tailed(n, 0), 0.1 * heavy_tailed(n, 1)
+        decoded, lost, parts = {}, {}, {}
+        for kind in native.KINDS:
+            use(kind)
+            encoded = compressor.encode(gradient, SEEDS, residual, 0.9, True)
+            assert bool(encoded.finite)
+            parts[kind], lost[kind] = encoded.parts, encoded.residual.numpy()
+            decoded[kind] = compressor.decode(encoded.parts, encoded.ctx).numpy()
+        x = gradient.numpy() + np.float32(0.9) * residual.numpy()
+        # Nearly all codes are equal, and the others differ by one level: then the error is about as large. A code of
+        # `hadamard` changes the 64 values of its block.
+        same = np.isclose(decoded["native"], decoded["xla"], rtol=1e-5, atol=1e-7)
+        assert same.mean() > (0.98 if spec == "hadamard" else 0.999)
+        for kind in native.KINDS:
+            np.testing.assert_allclose(decoded[kind] + lost[kind], x, rtol=1e-5, atol=2e-6 * np.abs(x).max())
+        assert np.linalg.norm(lost["native"]) == pytest.approx(np.linalg.norm(lost["xla"]), rel=1e-4)
+        # Each kind decodes the other's payload, summed over the ranks.
+        for payloads in ([parts["xla"], parts["native"]] * 5, [parts["native"]]):
+            sums = []
+            for kind in native.KINDS:
+                use(kind)
+                joined = [join([*payload, tf.zeros([1], tf.uint8)]) for payload in payloads]
+                contexts = [encoded.ctx]
+                sums.append(coding.decode(compressor, [(n,)], joined, contexts, tf.constant(0.3))[0].numpy())
+            np.testing.assert_allclose(*sums, rtol=1e-5, atol=1e-6 * np.abs(sums[0]).max())
+
+
+@pytest.mark.parametrize("spec", ["int4", "hybrid:ratio=0.05,bits=4", "topk:ratio=0.05"])
+def test_a_bucket_of_chunks_is_that_of_each_chunk(spec, use):
+    use("native")
+    compressor, n = hvdc.Compression.parse(spec), 5000
+    gradients = [heavy_tailed(n, seed) for seed in range(3)]
+    residuals = [heavy_tailed(n, 10 + seed) for seed in range(3)]
+    shard = coding.encode(compressor, LocalInput(gradients, residuals, 1.0, True, SEEDS, first_chunk=4))
+    layout = compressor.layout((n,))
+    for i, parts in enumerate(take(shard.payload, [layout] * 3)):
+        alone = compressor.encode(gradients[i], SEEDS._replace(chunk=4 + i), residuals[i], 1.0, True)
+        for part, expected in zip(parts, alone.parts):
+            np.testing.assert_array_equal(part, expected)
+        np.testing.assert_array_equal(shard.residuals[i], alone.residual)
+    assert shard.payload[-1] == 0 and bool(shard.finite)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_lowers_the_flag(spec, bad, use):
+    use("native")
+    for position in (0, 4999):
+        values = heavy_tailed(5000, 0).numpy()
+        values[position] = bad
+        chunks = [heavy_tailed(5000, 1), tf.constant(values)]
+        shard = coding.encode(hvdc.Compression.parse(spec), LocalInput(chunks, [None] * 2, 1.0, False, SEEDS))
+        assert shard.payload[-1] == 1 and not bool(shard.finite)
+
+
+def test_threads_do_not_change_the_result(use, monkeypatch):
+    use("native")
+    chunks = [heavy_tailed(3000, seed) for seed in range(9)]
+    local_input = LocalInput(chunks, [None] * 9, 1.0, True, SEEDS)
+    compressor = hvdc.Compression.parse("int4")
+    monkeypatch.setattr(native, "threads", lambda: 1)
+    one = coding.encode(compressor, local_input)
+    monkeypatch.setattr(native, "threads", lambda: 4)
+    for _ in range(20):
+        four = coding.encode(compressor, local_input)
+        np.testing.assert_array_equal(one.payload, four.payload)
+        decoded = coding.decode(compressor, local_input.shapes, [four.payload] * 2, four.contexts, tf.constant(0.5))
+        for chunk, residual, original in zip(decoded, four.residuals, chunks):
+            np.testing.assert_allclose(chunk + residual, original, atol=1e-5)
+
+
+def test_payloads_of_another_length_are_refused(use):
+    use("native")
+    compressor = hvdc.Compression.int8
+    with pytest.raises(tf.errors.InvalidArgumentError, match="payload is shorter than expected"):
+        coding.decode(compressor, [(5000,)], [tf.zeros([5000], tf.uint8)], [(5000,)], tf.constant(1.0))
+
+
+def test_damaged_payloads_write_nothing_out_of_bounds(use):
+    use("native")
+    rng = np.random.default_rng(0)
+    for spec in SPECS:
+        compressor, n = hvdc.Compression.parse(spec), 70_001
+        for _ in range(5):
+            payload = tf.constant(rng.integers(0, 256, compressor.wire_bytes(n) + 64, np.uint8))
+            (decoded,) = coding.decode(compressor, [(n,)], [payload], [(n,)], tf.constant(1.0))
+            assert decoded.shape == (n,)
+            if spec.startswith("topk"):  # random indices are never valid
+                assert np.isnan(decoded).all()
+
+
+def test_the_environment_variable_chooses(use, monkeypatch):
+    use("xla")
+    assert native.in_use(hvdc.Compression.int8.native_format) is None
+    use("native")
+    assert native.in_use(hvdc.Compression.int8.native_format).method == "quantize"
+    assert native.in_use(hvdc.Compression.parse("powersgd:rank=2").native_format) is None
+    use("cuda")
+    with pytest.raises(ValueError, match="HVD_COMPRESS_KERNELS must be 'native' or 'xla', got 'cuda'"):
+        native.kind()
+    monkeypatch.setattr(native, "library", lambda: None)
+    use("native")
+    with pytest.raises(ValueError, match="are not built: install hvd_compress where there is a C"):
+        native.kind()
+    monkeypatch.delenv(native.VARIABLE)
+    assert native.kind() == "xla"
+
+
+def test_no_kernel_is_compiled_for_a_bucket(use):
+    use("native")
+
+    @tf.function
+    def step(gradient, residual):
+        shard = coding.encode(hvdc.Compression.int4, LocalInput([gradient], [residual], 1.0, True, SEEDS))
+        return coding.decode(hvdc.Compression.int4, [(5000,)], [shard.payload], shard.contexts, tf.constant(1.0))
+
+    spec = tf.TensorSpec([5000])
+    operations = [op.type for op in step.get_concrete_function(spec, spec).graph.get_operations()]
+    assert operations.count("HvdCompressEncode") == operations.count("HvdCompressDecode") == 1
+    assert not any("Call" in operation for operation in operations)
