@@ -37,7 +37,7 @@ class EncodedShard(NamedTuple):
     contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
     outgoing: tf.Tensor  # see `Reduction.outgoing`
-    finite: tf.Tensor  # bool scalar: whether all chunks of this rank are finite
+    finite: Callable[[], tf.Tensor]  # whether all chunks of this rank are finite, a bool scalar; only a delay asks
     sums: list[tf.Tensor] = []  # noqa: RUF012  of `ScatterReduce`: the chunks + residuals that this rank keeps
 
 
@@ -99,7 +99,7 @@ def encode(compressor: Compressor, local_input: LocalInput) -> EncodedShard:
     """Encodes all chunks into one payload, which is sent first."""
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
     payload, contexts, residuals = _encode(compressor, local_input._replace(factors=None, has_foreign_residual=None))
-    return EncodedShard(payload, contexts, residuals, payload, flags.flag_of(payload))
+    return EncodedShard(payload, contexts, residuals, payload, lambda: flags.flag_of(payload))
 
 
 @_traced_once

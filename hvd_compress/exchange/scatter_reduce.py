@@ -81,10 +81,11 @@ class ScatterReduce(GatheringCollective):
         shares = [encoded[i : i + per_owner] for i in range(0, len(encoded), per_owner)]
         sent = transfers.concat([flags.join(share) for owner, share in enumerate(shares) if owner != group.rank])
         own = range(group.rank * per_owner, (group.rank + 1) * per_owner)
-        finite = flags.all_of([e.finite for e in encoded])
         contexts, residuals = [e.ctx for e in encoded], [e.residual for e in encoded]
         sums = [error_feedback.add(chunks[i], old_residuals[i], decay) for i in own]
-        return coding.EncodedShard(sent, contexts, residuals, sent, finite, sums)
+        return coding.EncodedShard(
+            sent, contexts, residuals, sent, lambda: flags.all_of([e.finite for e in encoded]), sums
+        )
 
     def reduce_shard(
         self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, group: Group
