@@ -79,7 +79,9 @@ def reduce(
         new if new is own or new is None else tf.where(reduction.ok, new, tf.zeros_like(new))
         for new, own in zip(reduction.residuals, encoded.residuals)
     ]
-    ok = encoded.finite if is_warm_up is None else tf.where(is_warm_up, reduction.ok, encoded.finite)
+    ok = encoded.finite()
+    if is_warm_up is not None:
+        ok = tf.where(is_warm_up, reduction.ok, ok)
     return reduction._replace(residuals=residuals, ok=ok, outgoing=encoded.outgoing), kept
 
 

@@ -50,7 +50,7 @@ class Allreduce(Collective):
         values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
         payload = tf.concat([*values, tf.cast(~finite, tf.float32)[None]], 0)
         contexts, residuals = [e.ctx for e in encoded], [e.residual for e in encoded]
-        return coding.EncodedShard(payload, contexts, residuals, payload, finite)
+        return coding.EncodedShard(payload, contexts, residuals, payload, lambda: finite)
 
     def exchange(
         self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group

@@ -39,7 +39,7 @@ class EncodedShard(NamedTuple):
     contexts: list[Any]  # of each chunk, for decoding
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
     outgoing: tf.Tensor  # see `Reduction.outgoing`
-    finite: tf.Tensor  # bool scalar: whether all chunks of this rank are finite
+    finite: Callable[[], tf.Tensor]  # whether all chunks of this rank are finite, a bool scalar; only a delay asks
     sums: list[tf.Tensor] = []  # noqa: RUF012  of `ScatterReduce`: the chunks + residuals that this rank keeps
 
 
@@ -105,7 +105,7 @@ def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
     inputs = local_input._replace(factors=None, has_foreign_residual=None)
     payload, contexts, residuals = _encode(compressor, inputs, list(before))
-    return EncodedShard(payload, contexts, residuals, payload, flags.flag_of(payload))
+    return EncodedShard(payload, contexts, residuals, payload, lambda: flags.flag_of(payload))
 
 
 def _encode_natively(
@@ -125,7 +125,7 @@ def _encode_natively(
         flagged_bytes(nbytes),
     )
     residuals = residuals or [None] * len(local_input.chunks)
-    return EncodedShard(payload, local_input.shapes, residuals, payload, finite)
+    return EncodedShard(payload, local_input.shapes, residuals, payload, lambda: finite)
 
 
 @_traced_once

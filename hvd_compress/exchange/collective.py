@@ -1,4 +1,4 @@
-"""What a collective is: the bytes it sends, its cost phases and its `reduce`."""
+"""What a collective is: the bytes it sends, its cost phases, its `encode` and its `exchange`."""
 
 from __future__ import annotations
 

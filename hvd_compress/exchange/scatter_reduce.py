@@ -11,6 +11,8 @@ from .allgather import GatheringCollective
 from .collective import Phases
 
 if TYPE_CHECKING:
+    import tensorflow as tf
+
     from ..compressors import Compressor
     from .coding import EncodedShard
     from .group import Group
@@ -80,7 +82,10 @@ class ScatterReduce(GatheringCollective):
         others = [share for owner, share in enumerate(encoded) if owner != group.rank]
         sent = transfers.concat([share.payload for share in others])
         sums = [error_feedback.add(c, r, own.decay) for c, r in zip(own.chunks, own.residuals)]
-        finite = flags.all_of([*(share.finite for share in others), *map(error_feedback.all_finite, sums)])
+
+        def finite() -> tf.Tensor:
+            return flags.all_of([*(share.finite() for share in others), *map(error_feedback.all_finite, sums)])
+
         contexts = [ctx for share in encoded for ctx in share.contexts]
         residuals = [residual for share in encoded for residual in share.residuals]
         return coding.EncodedShard(sent, contexts, residuals, sent, finite, sums)
