@@ -16,6 +16,7 @@ from ..common.error_text import error_text
 from ..common.names import path_of, plain_name
 from . import agreement, progress
 from .compression_report import CompressionReport
+from .guard import Guard
 from .observer import Observer
 from .plan import Plan
 from .settings import Settings
@@ -58,6 +59,7 @@ class Reducer:
         Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
+        self.guard: Guard | None = None  # of all plans, see `guarding`
         self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
@@ -196,6 +198,10 @@ class Reducer:
         self._agreed.clear()
         self._functions.clear()
         self.pending = list(states)
+
+    def forget_functions(self) -> None:
+        """Lets steps outside of the user's functions be traced again."""
+        self._functions.clear()
 
     def report(self) -> CompressionReport:
         """The compressor of each bucket of the plan that was made last, and the reason for it."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ..auto import flat_or_hierarchical, start
 from ..checkpoint import plan_state
 from ..compressors import Compressor
-from ..engine import progress
+from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
@@ -61,6 +61,8 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             plan.observers.append(tuning.StepClock(name))
         plan.link = recorder.measure_link(settings.process_set) if watched else None
     plan_state.take_pending(reducer, plan)
+    if reducer.guard is not None:
+        guarding.attach(plan, reducer.guard)
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
     tuning.settings(settings)

@@ -27,6 +27,8 @@ BUCKET_COLUMNS = (
 )  # fmt: skip
 
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
+GUARD_COLUMNS = ("step", "compressor", "reason")
+_TEXTS = ("bucket", "compressor", "reason")  # columns that hold no numbers
 
 
 class NoRun(click.UsageError):
@@ -51,6 +53,8 @@ class Run:
     ranks: Sequence[Rank]  # those that have files, in their order; at least one
     # auto.csv by compressor, likewise; "auto" is the choice in use. Empty without `auto`.
     auto: dict[str, Columns] = dataclasses.field(default_factory=dict)
+    # guard.csv, the changes of `CompressionGuard`, likewise; `compressor` and `reason` are text. Empty without changes.
+    guard: Columns = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,9 +118,10 @@ def load(path: str) -> Run:
         meta = _meta(file)
         ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
         auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
+        guard = _table(directory / "guard.csv", GUARD_COLUMNS)
     except OSError as error:
         raise NoRun(f"{path} cannot be read: {error}") from None
-    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto)
+    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto, guard)
     if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
     if not run.of_all("step").size:
@@ -180,11 +185,16 @@ def _rank(directory: Path, number: int) -> Rank:
     return Rank(number, steps, _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS))
 
 
+def _table(path: Path, needed: Sequence[str]) -> Columns:
+    """The columns of a file; empty if there is no such file."""
+    return _columns(path, needed) if path.exists() and path.stat().st_size else {}
+
+
 def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
     """The rows of a file by the names in a column; empty if there is no such file."""
-    if not path.exists() or not path.stat().st_size:
+    table = _table(path, needed)
+    if not table:
         return {}
-    table = _columns(path, needed)
     names = table.pop(key)
     return {
         name: _once({column: values[names == name] for column, values in table.items()})
@@ -216,7 +226,7 @@ def _columns(path: Path, needed: Sequence[str]) -> Columns:
         raise NoRun(f"{path} is damaged: it has no column {missing[0]!r}")
     columns: Columns = {}
     for name, cells in zip(header, zip(*rows) if rows else [()] * len(header)):
-        if name in ("bucket", "compressor"):
+        if name in _TEXTS:
             columns[name] = np.array([_printable(cell) for cell in cells], dtype=str)
             continue
         try:
