@@ -28,6 +28,8 @@ BUCKET_COLUMNS = (
 
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 GUARD_COLUMNS = ("step", "compressor", "reason")
+# More ranks than any job has.
+_MOST_RANKS = 10**9
 _TEXTS = ("bucket", "compressor", "reason")  # columns that hold no numbers
 
 
@@ -118,7 +120,7 @@ def load(path: str) -> Run:
         meta = _meta(file)
         ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
         auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
-        guard = _table(directory / "guard.csv", GUARD_COLUMNS)
+        guard = _once(_table(directory / "guard.csv", GUARD_COLUMNS))
     except OSError as error:
         raise NoRun(f"{path} cannot be read: {error}") from None
     run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto, guard)
@@ -143,7 +145,7 @@ def _meta(file: Path) -> dict[str, Any]:
     # The fields that are used; others are only shown.
     buckets, link = meta.get("buckets", []), meta.get("link") or {"latency_ms": 0, "ns_per_byte": 0}
     is_valid = {
-        "ranks": isinstance(meta.get("ranks"), int),
+        "ranks": type(meta.get("ranks")) is int and 1 <= meta["ranks"] <= _MOST_RANKS,
         "settings": isinstance(meta.get("settings", {}), dict),
         "buckets": isinstance(buckets, list) and all(map(_is_bucket, buckets)),
         "link": isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
@@ -204,6 +206,8 @@ def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
 
 def _once(columns: Columns) -> Columns:
     """The first row of each step: files may have been written twice, or two compressors have one name."""
+    if not columns:
+        return {}
     known = np.flatnonzero(np.isfinite(columns["step"]))
     _, first = np.unique(columns["step"][known], return_index=True)
     rows = known[np.sort(first)]
