@@ -29,7 +29,7 @@ _LARGER = ("acc", "auc", "fmeasure", "precision", "recall", "f1")
 class CompressionGuard(CountingCallback):
     """Lets all ranks compress less while training is in trouble, and as before when it is over.
 
-    Put it on all ranks. Every `every` batches, the ranks gather three numbers each and judge training by its own past:
+    Put it on all ranks. Every `every` batches, the ranks gather four numbers each and judge training by its own past:
 
     - The loss jumps: the mean losses of three windows of `every` batches in a row are far above the best level so far.
     - The loss stays above its trend: those of eight windows in a row lie above it, by less.
