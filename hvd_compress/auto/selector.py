@@ -81,6 +81,7 @@ class AutoSelector(ModelSelector):
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
         self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         self._comparisons = Comparisons()
+        self._held_from: tuple[list[int], tf.Tensor] | None = None  # while it is held: what was traced and chosen
         self.auto: Auto = plan.layout.auto
         self.nbytes = nbytes_of(plan.layout)
         self._sizes = np.array(self.nbytes, np.float32)
@@ -169,6 +170,26 @@ class AutoSelector(ModelSelector):
                 branches.append(uncompressed)
         return switch_case(index, branches)
 
+    def hold(self, candidate: int | None, step: int) -> None:
+        """Uses only one candidate, or again those of before; see `ModelSelector.hold`."""
+        with tf.init_scope():
+            if candidate is not None:
+                if self._held_from is None:
+                    self._held_from = (self._traced, tf.identity(self.state.choice))
+                self._traced, choice = [candidate], tf.fill([len(self.nbytes)], candidate)
+            elif self._held_from is not None:
+                (self._traced, choice), self._held_from = self._held_from, None
+            else:
+                return
+            self._sample = self._new_sample(self._traced) if len(self._traced) > 1 else None
+            self._follows = len(self._traced) == 1
+            for variable in (self.state.choice, self.state.now, self.state.before):
+                variable.assign(choice)
+            # The next trace is not a part of a step, and nothing is known of the step before.
+            self._numbers.assign(tf.zeros_like(self._numbers))
+            self._comparisons.take()
+            self._timed_from.assign(step + 1 + _UNTIMED)
+
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
         with tf.init_scope():  # also called while a step is traced
@@ -208,7 +229,7 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
             wanted = tf.constant(self._mask())
-            if not all(self._mask()):
+            if not all(self._mask()) and self._held_from is None:
                 watch = functools.partial(self._watch, tuple(self._traced))
                 counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
                 wanted = tf.numpy_function(watch, [measurement.step, numbers, counts], tf.float32)

@@ -133,9 +133,10 @@ def read_rank(
         raise
     except Exception as error:  # for damaged files, zipfile and NumPy raise many types of errors
         raise ValueError(f"{path} is damaged or cut short ({type(error).__name__})") from None
-    for name in metadata["bfloat16"]:
-        arrays[name] = arrays[name].view(tf.bfloat16.as_numpy_dtype)
-    return metadata, arrays
+    bfloat16 = metadata.get("bfloat16")
+    if not isinstance(bfloat16, list) or any(arrays[n].dtype != np.uint16 for n in arrays if n in bfloat16):
+        raise ValueError(f"{path} is damaged: it does not say which arrays are of bfloat16")
+    return metadata, {n: a.view(tf.bfloat16.as_numpy_dtype) if n in bfloat16 else a for n, a in arrays.items()}
 
 
 def prune(directory: str, keep: Collection[int]) -> None:
@@ -166,7 +167,7 @@ def _checked(metadata: Any, path: str) -> dict[str, Any]:
         raise FormatError(f"{path} is no file of {FORMAT}")
     if metadata.get("version") != VERSION:
         raise FormatError(
-            f"{path} is of format version {metadata.get('version')}, and this hvd_compress reads {VERSION}"
+            f"{path} is of format version {error_text(metadata.get('version'))}, and this hvd_compress reads {VERSION}"
         )
     return metadata
 

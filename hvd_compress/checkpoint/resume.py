@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.error_text import error_text, one_line
 from ..common.names import path_of, without_counters
 from . import files, plan_state
 from .plan_state import PlanState
@@ -17,8 +18,8 @@ def check_settings(saved: dict[str, Any], own: dict[str, Any], path: str) -> Non
     for name, value in own.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"{path} was saved with {name}={saved.get(name)!r}, and this run has {value!r}: use the same, or "
-                "start without residuals (another directory, or resume=False)"
+                f"{path} was saved with {name}={error_text(saved.get(name))}, and this run has {error_text(value)}: "
+                "use the same, or start without residuals (another directory, or resume=False)"
             )
 
 
@@ -82,9 +83,9 @@ def read(
             for state in states:
                 state.check()
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: its entries do not fit together ({error!r})") from None
+            raise ValueError(f"{path} is damaged: its entries do not fit together ({one_line(repr(error))})") from None
         except ValueError as error:
-            raise ValueError(f"{path} cannot be used: {error}") from None
+            raise ValueError(f"{path} cannot be used: {one_line(str(error))}") from None
         if variables is not None:
             _check_model(states, variables, path)
         return states

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from . import checks
+from .error_text import error_text
 
 # Seconds per message, where nobody says it: that of a switched Ethernet.
 LATENCY = 50e-6
@@ -38,7 +39,7 @@ class Link:
         for name, value in vars(self).items():
             if not checks.is_number(value) or not 0 <= value < math.inf:
                 unit = "bytes" if name == "burst" else "seconds"
-                raise ValueError(f"Link: {name} must be a finite number of {unit} from 0 on, got {value!r}")
+                raise ValueError(f"Link: {name} must be a finite number of {unit} from 0 on, got {error_text(value)}")
 
     def carry(self, nbytes: float) -> float:
         """Seconds that so many bytes take after a pause, without those per message."""

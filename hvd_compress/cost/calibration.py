@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import checks
+from ..common.error_text import error_text, one_line
 from .kernels import KernelCost
 from .link import Link
 from .model import CostModel
@@ -118,7 +119,9 @@ class Calibration:
         """
 
         def refuse(why: str) -> ValueError:
-            return ValueError(f"{path} is not a calibration: {why}; make one with hvdc.calibrate().save(path)")
+            return ValueError(
+                f"{path} is not a calibration: {one_line(why)}; make one with hvdc.calibrate().save(path)"
+            )
 
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -155,5 +158,5 @@ def _kernel_cost(spec: str, fields: Mapping[str, Any]) -> KernelCost:
     cost = KernelCost(**fields)
     for name, value in dataclasses.asdict(cost).items():
         if not checks.is_number(value) or not 0 <= value < math.inf:
-            raise ValueError(f"{spec}: {name} must be a finite number of seconds from 0 on, got {value!r}")
+            raise ValueError(f"{spec}: {name} must be a finite number of seconds from 0 on, got {error_text(value)}")
     return cost

@@ -140,7 +140,7 @@ def reduce_bucket(
         new_state = BucketState(
             [new if old is None else tf.cast(new, old.dtype) for old, new in zip(state.residuals, new_residuals)],
             context.transforms.update(local, new_residuals) if state.velocities else [],
-            [reduction.factors] if state.factors else [],
+            [factors if reduction.factors is None else reduction.factors] if state.factors else [],
             foreign_after,
             new_waiting,
         )

@@ -19,6 +19,7 @@ from ..kernels import noise
 from . import delay
 from .compression_report import BucketReport
 from .embedding_table import EmbeddingTable
+from .guard import Guard
 from .model_layout import ModelLayout
 from .observer import Observer
 from .selector import ModelSelector, Selector
@@ -45,6 +46,7 @@ class Plan:
     flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
     auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     observers: list[Observer] = dataclasses.field(default_factory=list)
+    guard: Guard | None = None  # see `guarding.attach`
     link: tuple[float, float] | None = None  # measured seconds per allreduce and per byte sent; None if not known
     # How often the plan is used in a function, minus 1; by the function's graph.
     trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
@@ -70,6 +72,8 @@ class Plan:
     @property
     def embeddings(self) -> list[EmbeddingTable]:
         """Those of the layout, with the compressors of steps that are traced now."""
+        if self.guard is not None and self.guard.leaves_rows_uncompressed:
+            return [t.uncompressed for t in self.layout.embeddings]
         compresses = self.auto is None or self.auto.compresses_rows
         return [t if compresses or not t.automatic else t.uncompressed for t in self.layout.embeddings]
 

@@ -17,6 +17,7 @@ from ..common.names import path_of, plain_name
 from ..common.phases import Phase
 from . import agreement, progress
 from .compression_report import CompressionReport
+from .guard import Guard
 from .observer import Observer
 from .plan import Plan
 from .settings import Settings
@@ -59,6 +60,7 @@ class Reducer:
         Reducer.made += 1
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
+        self.guard: Guard | None = None  # of all plans, see `guarding`
         self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
@@ -198,6 +200,10 @@ class Reducer:
         self._agreed.clear()
         self._functions.clear()
         self.pending = list(states)
+
+    def forget_functions(self) -> None:
+        """Lets steps outside of the user's functions be traced again."""
+        self._functions.clear()
 
     def report(self) -> CompressionReport:
         """The compressor of each bucket of the plan that was made last, and the reason for it."""

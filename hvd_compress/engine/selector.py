@@ -125,6 +125,14 @@ class ModelSelector(Selector, Observer):
             model_wide: Exchanges all gradients at once with the candidate at a position.
         """
 
+    @abc.abstractmethod
+    def hold(self, candidate: int | None, step: int) -> None:
+        """Steps that are traced from now on use only the candidate at this position, until it is called with None.
+
+        All ranks call it after the same number of steps, `step`, with residuals that are then zero. The choice of now
+        comes back at the end.
+        """
+
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set residuals and the variables of `replicated_state`.
 

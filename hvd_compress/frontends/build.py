@@ -15,7 +15,7 @@ from ..auto import flat_or_hierarchical, start
 from ..checkpoint import plan_state
 from ..common.phases import Phase
 from ..compressors import Compressor
-from ..engine import progress
+from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
@@ -72,6 +72,8 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             with Phase("timing the link", "usually less than a second", settings.process_set.rank() == 0):
                 plan.link = recorder.measure_link(settings.process_set)
     plan_state.take_pending(reducer, plan)
+    if reducer.guard is not None:
+        guarding.attach(plan, reducer.guard)
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
     tuning.settings(settings)

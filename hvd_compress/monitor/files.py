@@ -12,6 +12,7 @@ import numpy as np
 
 from ..common.verbosity import say
 from ..engine.compression_report import AutoReport
+from ..engine.guard import GuardEvent
 from .recorder import WatchedBucket
 from .steps import Steps
 
@@ -24,6 +25,7 @@ BUCKET_COLUMNS = (
     "step", "bucket", "compressor", "bytes", "ratio", "encode_ms", "wire_ms", "decode_ms", "relative_error",
     "gradient_norm", "residual_norm",
 )  # fmt: skip
+GUARD_COLUMNS = ("step", "compressor", "reason")
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 
 
@@ -45,7 +47,8 @@ class RunFiles:
         names = f"rank-{rank}", f"rank-{rank}-buckets"
         self._files = [self._open(names[0], STEP_COLUMNS), self._open(names[1], BUCKET_COLUMNS)]  # empty once closed
         if rank == 0:
-            (self.directory / "auto.csv").unlink(missing_ok=True)
+            for name in ("auto.csv", "guard.csv"):
+                (self.directory / name).unlink(missing_ok=True)
 
     def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
         file = open(self.directory / f"{name}.csv", "w", encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
@@ -62,6 +65,14 @@ class RunFiles:
         if len(self._files) == 2:
             self._files.append(self._open("auto", AUTO_COLUMNS))
         self._append(["", "", auto_lines(report)])
+
+    def write_guard(self, events: Sequence[GuardEvent]) -> None:
+        """Writes guard.csv anew: all changes of a `CompressionGuard`, a line each."""
+        lines = [",".join(GUARD_COLUMNS), *(f"{e.step},{_quoted(e.compressor)},{_quoted(e.reason)}" for e in events)]
+        try:
+            (self.directory / "guard.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"hvd_compress: cannot write {self.directory / 'guard.csv'} ({error})", file=sys.stderr, flush=True)
 
     def _append(self, texts: Sequence[str]) -> None:
         try:

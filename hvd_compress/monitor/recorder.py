@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ..common import tracing
 from ..engine.clock import Timestamps
+from ..engine.guard import GuardedSelector
 from ..engine.norms import NORMS
 from ..engine.observer import Observer, StepMeasurement
 from ..engine.plan import Plan
@@ -183,6 +184,8 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     for b, bucket in enumerate(layout.buckets):
         group = layout.param_groups[bucket.group]
         compressors = group.compressor.candidates if group.compressor.automatic else group.compressor.stages
+        if b < len(plan.selectors) and isinstance(selector := plan.selectors[b], GuardedSelector):
+            compressors = (*compressors, *selector.milder)
         shapes = [plan.shapes_of(b, c) for c in compressors]
         sent = tuple(plan.collective(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
         # The padding of chunks does not count.
@@ -195,7 +198,8 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         plain = uncompressed.bytes_sent(nbytes, ranks)
         buckets.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
     for s, table in enumerate(layout.embeddings):
-        compressors = (table, table.uncompressed) if table.automatic else (table,)
+        may_change = table.automatic or plan.guard is not None
+        compressors = (table, table.uncompressed) if may_change else (table,)
         specs = tuple(t.compressor.spec for t in compressors)
         buckets.append(WatchedBucket(f"sparse-{s}", 0, 0, specs, (0,) * len(specs)))
     return buckets

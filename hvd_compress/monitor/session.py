@@ -58,6 +58,7 @@ class Session:
         self.totals = Totals()
         self._auto_at = -math.inf
         self._name = f"session {next(_numbers)}"
+        self._changes = 0  # of the guard, that are written
         self._reducers = reducers
         self._rank = hvd.rank()
         self._files = None if directory is None else RunFiles(directory, self._rank)
@@ -115,7 +116,14 @@ class Session:
                 self._files.write(steps, self.buckets, self.epoch, _memory_mb())
             if self._read_at - self._auto_at > _AUTO_EVERY:
                 self._look_at_auto()
+            self._look_at_guard()
             return steps
+
+    def _look_at_guard(self) -> None:
+        guard = None if self._plan is None else self._plan.guard
+        if guard is not None and len(guard.events) > self._changes and self._files is not None and self._rank == 0:
+            self._changes = len(guard.events)
+            self._files.write_guard(guard.events)
 
     def _look_at_auto(self) -> None:
         if self._plan is None or self._plan.auto is None:

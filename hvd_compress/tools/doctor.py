@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import click
+import numpy as np
 
 from ..common.text_table import aligned
 from . import console, rules, run_log, savings
@@ -43,6 +44,7 @@ def summary(run: Run) -> str:
 @click.command(epilog="Example: hvd-compress doctor logs/run-1")
 @click.argument("run_dir")
 @console.json_option
+@np.errstate(all="ignore")  # numbers near the largest that there are
 def doctor(run_dir: str, as_json: bool) -> None:
     """Say what compression has saved in a run, what is wrong with it, and what to change.
 

@@ -93,6 +93,7 @@ def _settings(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 @click.argument("run_dir")
 @options.output("The page to write.", default="report.html", show_default=True)
 @console.json_option
+@np.errstate(all="ignore")  # as in `doctor`
 def report(run_dir: str, output: Path, as_json: bool) -> None:
     """Make a self-contained HTML page of a run.
 

@@ -22,7 +22,7 @@ from ..monitor.trials import TRIAL_STEPS
 from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .prediction import expected_progress
 from .run_log import Run
-from .training_rules import loss_diverges, loss_oscillates, residual_grows
+from .training_rules import guard_acted, loss_diverges, loss_oscillates, residual_grows
 
 # Communication dominates if it exposes this share of a step, or if the wire takes the other one in nine of ten steps;
 # below so many milliseconds it does not matter.
@@ -232,6 +232,9 @@ RULES: tuple[Rule, ...] = (
     Rule("residual grows", residual_grows,
          "more is held back than is sent: compress less (a larger ratio, more bits), set residual_decay a little "
          "below 1, or leave error_feedback at its default for this compressor"),
+    Rule("the guard acted", guard_acted,
+         "compress less from the beginning, with the compressor that it changed to, or lower the learning rate. If it "
+         "went back and nothing more happened, something else disturbed training for a time"),
     Rule("communication dominates", communication_dominates,
          "compress more (compression='auto', or hybrid with a smaller ratio); more samples or "
          "backward_passes_per_step for each exchange; where little is sent already, it is the network's latency: "

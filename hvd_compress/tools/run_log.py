@@ -27,6 +27,10 @@ BUCKET_COLUMNS = (
 )  # fmt: skip
 
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
+GUARD_COLUMNS = ("step", "compressor", "reason")
+# More ranks than any job has.
+_MOST_RANKS = 10**9
+_TEXTS = ("bucket", "compressor", "reason")  # columns that hold no numbers
 
 
 class NoRun(click.UsageError):
@@ -51,6 +55,8 @@ class Run:
     ranks: Sequence[Rank]  # those that have files, in their order; at least one
     # auto.csv by compressor, likewise; "auto" is the choice in use. Empty without `auto`.
     auto: dict[str, Columns] = dataclasses.field(default_factory=dict)
+    # guard.csv, the changes of `CompressionGuard`, likewise; `compressor` and `reason` are text. Empty without changes.
+    guard: Columns = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,9 +120,10 @@ def load(path: str) -> Run:
         meta = _meta(file)
         ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
         auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
+        guard = _once(_table(directory / "guard.csv", GUARD_COLUMNS))
     except OSError as error:
         raise NoRun(f"{path} cannot be read: {error}") from None
-    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto)
+    run = Run(str(path), meta, [rank for rank in ranks if len(rank.steps["step"])], auto, guard)
     if not run.ranks:
         raise NoRun(f"{path} holds no steps: there is no rank-0.csv, or it has no lines")
     if not run.of_all("step").size:
@@ -138,7 +145,7 @@ def _meta(file: Path) -> dict[str, Any]:
     # The fields that are used; others are only shown.
     buckets, link = meta.get("buckets", []), meta.get("link") or {"latency_ms": 0, "ns_per_byte": 0}
     is_valid = {
-        "ranks": isinstance(meta.get("ranks"), int),
+        "ranks": type(meta.get("ranks")) is int and 1 <= meta["ranks"] <= _MOST_RANKS,
         "settings": isinstance(meta.get("settings", {}), dict),
         "buckets": isinstance(buckets, list) and all(map(_is_bucket, buckets)),
         "link": isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
@@ -180,11 +187,16 @@ def _rank(directory: Path, number: int) -> Rank:
     return Rank(number, steps, _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS))
 
 
+def _table(path: Path, needed: Sequence[str]) -> Columns:
+    """The columns of a file; empty if there is no such file."""
+    return _columns(path, needed) if path.exists() and path.stat().st_size else {}
+
+
 def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
     """The rows of a file by the names in a column; empty if there is no such file."""
-    if not path.exists() or not path.stat().st_size:
+    table = _table(path, needed)
+    if not table:
         return {}
-    table = _columns(path, needed)
     names = table.pop(key)
     return {
         name: _once({column: values[names == name] for column, values in table.items()})
@@ -194,6 +206,8 @@ def _by(path: Path, key: str, needed: Sequence[str]) -> dict[str, Columns]:
 
 def _once(columns: Columns) -> Columns:
     """The first row of each step: files may have been written twice, or two compressors have one name."""
+    if not columns:
+        return {}
     known = np.flatnonzero(np.isfinite(columns["step"]))
     _, first = np.unique(columns["step"][known], return_index=True)
     rows = known[np.sort(first)]
@@ -216,7 +230,7 @@ def _columns(path: Path, needed: Sequence[str]) -> Columns:
         raise NoRun(f"{path} is damaged: it has no column {missing[0]!r}")
     columns: Columns = {}
     for name, cells in zip(header, zip(*rows) if rows else [()] * len(header)):
-        if name in ("bucket", "compressor"):
+        if name in _TEXTS:
             columns[name] = np.array([_printable(cell) for cell in cells], dtype=str)
             continue
         try:

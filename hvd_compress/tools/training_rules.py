@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .figures import FEWEST, beginning, spread, windows
-from .run_log import Run
+from .run_log import GUARD_COLUMNS, Run
 
 # Of the first loss: how much it must jump, and how much lower it must be in the end for that not to matter.
 _JUMP, _LOWER = 0.5, 0.2
@@ -86,6 +86,17 @@ def loss_oscillates(run: Run) -> str | None:
             f"begun at {first:.4g}"
         )
     return None
+
+
+def guard_acted(run: Run) -> str | None:
+    """`CompressionGuard` changed the compressors."""
+    if not len(run.guard.get("step", ())):
+        return None
+    first = {name: values[0] for name, values in run.guard.items()}
+    count, (step, compressor, reason) = len(run.guard["step"]), (first[name] for name in GUARD_COLUMNS)
+    text = f"CompressionGuard changed to {compressor} after step {step:.0f}: {reason}"
+    last = run.guard["compressor"][-1]
+    return text if count == 1 else f"{text}; it made {count} changes, the last one to {last}"
 
 
 def residual_grows(run: Run) -> str | None:

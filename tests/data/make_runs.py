@@ -67,6 +67,13 @@ RUNS = {
         "ranks": 1,
         "buckets": 1,
     },
+    # A compressor that is no contraction, with a residual.
+    "guarded": {
+        "compression": "randomk:ratio=0.45,unbiased=true",
+        "error_feedback": True,
+        "guard": True,
+        "ranks": 1,
+    },
     "small_buckets": {"bucket_bytes": 4096, "steps": 40, "ranks": 1},
     "memory": {"leak": 2_000_000, "sleep_all": 0.02, "steps": 100, "ranks": 1},
 }
@@ -143,6 +150,7 @@ def train(name: str, directory: str) -> None:
             hvdc.callbacks.BroadcastGlobalVariablesCallback(0),
             hvdc.callbacks.CompressionMonitor(directory),
             Flap(),
+            *([hvdc.callbacks.CompressionGuard()] if fault.get("guard") else []),
         ],
     )  # fmt: skip
 
