@@ -28,7 +28,7 @@ if hvd.rank() == 0:
     built = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, name + "_built")()]
     print("TensorFlow", tf.__version__ + ", built with", ", ".join(built))
 """
-_CHECK_SECONDS = 180
+_CHECK_SECONDS = 300
 
 
 def parser() -> argparse.ArgumentParser:
