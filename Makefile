@@ -8,7 +8,7 @@ TESTS ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: help setup train test lint format docs clean
+.PHONY: help setup train test lint format docs release-check clean
 
 help:
 	@echo "make setup   make the environment $(VENV): TensorFlow, Horovod, this package"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make format  let ruff format the code"
 	@echo "make docs    build the pages of docs/ into site/"
+	@echo "make release-check   build the packages into dist/, and try the wheel in an empty environment"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 	@echo "Settings: TF=2.15.1 VENV=.venv-tf215 PYTHON=python3.11"
 
@@ -44,7 +45,11 @@ docs: setup
 		|| $(BIN)/python -m pip install -q -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
+# For example: make release-check TF=2.21.0 (it goes on to train with that TensorFlow).
+release-check:
+	@$(PYTHON) scripts/release_check.py --tf "$(TF)"
+
 clean:
 	[ ! -f "$(VENV)/hvd_compress.json" ] || rm -rf "$(VENV)"
-	rm -rf build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./.venv*" -prune -exec rm -rf {} +

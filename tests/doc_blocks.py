@@ -1,4 +1,4 @@
-"""Runs the Python blocks of pages, each page's in order, in a namespace and a folder of its own.
+"""Runs the Python blocks of pages (or cells of notebooks), each page's in order, in a namespace and folder of its own.
 
     python tests/doc_blocks.py FOLDER docs/auto.md README.md
 
@@ -7,6 +7,7 @@ A page whose code needs several ranks says so in a comment, `<!-- needs: horovod
 
 from __future__ import annotations
 
+import json
 import linecache
 import os
 import re
@@ -21,8 +22,17 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def blocks(page: Path) -> list[tuple[int, str]]:
     """The page's Python blocks, each with the number of its first line."""
-    text = page.read_text(encoding="utf-8")
+    text = source(page)
     return [(text.count("\n", 0, found.start(1)) + 1, found.group(1)) for found in _PYTHON.finditer(text)]
+
+
+def source(page: Path) -> str:
+    """The page's text; of a notebook, its code cells as blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return "\n".join(f"```python\n{cell}\n```" for cell in cells)
 
 
 def needs_ranks(page: Path) -> bool:
@@ -42,7 +52,7 @@ def main(folder: str, *pages: str) -> None:
         place = Path(folder) / Path(page).stem
         place.mkdir(exist_ok=True)
         os.chdir(place)
-        lines = (ROOT / page).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = source(ROOT / page).splitlines(keepends=True)
         linecache.cache[page] = (0, None, lines, page)  # AutoGraph and tracebacks look for the source
         namespace = {"__name__": "page"}
         found = blocks(ROOT / page)

@@ -72,7 +72,7 @@ class RunFiles:
         try:
             (self.directory / "guard.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"hvd_compress: cannot write {self.directory / 'guard.csv'} ({error})", file=sys.stderr, flush=True)
+            say(f"cannot write {self.directory / 'guard.csv'} ({error})", "warning")
 
     def _append(self, texts: Sequence[str]) -> None:
         try:

@@ -13,13 +13,17 @@ try:
     import click
     import rich  # noqa: F401
 except ImportError as error:
-    sys.exit(f"hvd-compress needs {error.name}: pip install 'hvd_compress[tools]'")
+    sys.exit(
+        "hvd-compress: `horovod` and `doctor --env` work as it is; for the other commands, "
+        f"which need {error.name}: pip install 'hvd_compress[tools]'"
+    )
 
 from ..version import __version__
-from . import bench, calibrate, compare, doctor, plan, report, tune
+from . import bench, calibrate, compare, doctor, horovod, plan, report, tune
 
 COMMANDS = (
-    plan.plan, calibrate.calibrate, bench.bench, compare.compare, tune.tune, doctor.doctor, report.report,
+    horovod.horovod, plan.plan, calibrate.calibrate, bench.bench, compare.compare, tune.tune, doctor.doctor,
+    report.report,
 )  # fmt: skip
 
 

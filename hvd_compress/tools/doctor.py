@@ -8,7 +8,7 @@ import click
 import numpy as np
 
 from ..common.text_table import aligned
-from . import console, rules, run_log, savings
+from . import console, env_doctor, rules, run_log, savings
 from .figures import ENOUGH
 from .run_log import Run
 
@@ -41,16 +41,22 @@ def summary(run: Run) -> str:
     return f"{run.path}: {compression}, {ranks}, {run.num_steps} steps{compiled}"
 
 
-@click.command(epilog="Example: hvd-compress doctor logs/run-1")
-@click.argument("run_dir")
+@click.command(epilog="Examples: hvd-compress doctor logs/run-1; horovodrun -np 2 hvd-compress doctor --env")
+@click.argument("run_dir", required=False)
+@click.option("--env", is_flag=True, help="Look at hosts, network and versions before the first job, at no run.")
+@click.option("--hosts", metavar="HOST,HOST", default="", help="With --env: try ssh to these, and compare clocks.")
 @console.json_option
 @np.errstate(all="ignore")  # numbers near the largest that there are
-def doctor(run_dir: str, as_json: bool) -> None:
+def doctor(run_dir: str | None, env: bool, hosts: str, as_json: bool) -> None:
     """Say what compression has saved in a run, what is wrong with it, and what to change.
 
     RUN_DIR is the log_dir of hvdc.callbacks.CompressionMonitor or hvdc.profile. The exit status is 0 if nothing
     was found, 1 if something was, and 2 if there is no run to read.
     """
+    if env:
+        raise SystemExit(env_doctor.main([f"--hosts={hosts}", *(["--json"] if as_json else [])]))
+    if run_dir is None:
+        raise click.UsageError("name the RUN_DIR of a run, or give --env")
     run = run_log.load(run_dir)
     findings = examine(run)
     if as_json:

@@ -1,4 +1,4 @@
-"""The pages whose code needs several ranks run under horovodrun."""
+"""The pages whose code needs several ranks run under horovodrun, and the notebook, which starts ranks itself."""
 
 import re
 import sys
@@ -19,3 +19,13 @@ def test_pages_run_on_two_ranks(horovodrun, tmp_path):
     for rank in range(2):
         ran = re.findall(rf"^\[{rank}\]<stdout>:ran \d+ blocks of (\S+)", result.stdout, re.MULTILINE)
         assert ran == pages
+
+
+@pytest.mark.timeout(320)
+def test_the_notebook_runs(python, tmp_path):
+    result = python(["tests/doc_blocks.py", str(tmp_path), "examples/quickstart.ipynb"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    sent = re.findall(r"^(none|int8) +loss [\d.]+, ([\d,]+) bytes per step instead of ([\d,]+)$", result.stdout, re.M)
+    (none, sent_plain, plain), (int8, sent_int8, _) = sent
+    assert (none, int8) == ("none", "int8") and sent_plain == plain
+    assert int(sent_int8.replace(",", "")) < 0.3 * int(plain.replace(",", ""))

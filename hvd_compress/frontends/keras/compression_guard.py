@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...common import checks
+from ...common.verbosity import say
 from ...compressors.resolve import CompressionLike, resolve
 from ...engine import guarding
 from ...engine.guard import Guard
@@ -206,7 +206,7 @@ class CompressionGuard(CountingCallback):
         self._trace_again()
         if self._guarded.settings.process_set.rank() == 0:
             text = f"step {event.step}: {event.reason}: {event.compressor} in place of {before}; residuals begin with 0"
-            print(f"hvd_compress: CompressionGuard, {text}", file=sys.stderr, flush=True)
+            say(f"CompressionGuard, {text}", "warning")
 
     def _trace_again(self) -> None:
         if getattr(self.model, "train_function", None) is not None:
