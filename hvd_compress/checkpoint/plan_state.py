@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
     path: str  # of its variable, including the counters that Keras puts into names
     shape: tuple[int, ...]  # () if the gradient is None
-    kind: str  # "dense", "sparse" (IndexedSlices) or "none"
+    kind: str  # "dense", "sparse" (IndexedSlices), "none", or "own" if it is a variable and not a gradient
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:

@@ -7,6 +7,7 @@ Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from typing import Any
 
@@ -36,12 +37,18 @@ class Callback(keras.callbacks.Callback):
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         return None if optimizer is None else optimizer._hvdc.reducer
 
+    @property
+    def _rounds(self) -> Any:
+        """The rounds of the model's distributed optimizer; None without local steps."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        return None if optimizer is None else optimizer._hvdc.rounds
+
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         if optimizer is not None:
             batches = (self.params or {}).get("steps")
-            steps = batches / optimizer_state.batches_per_step(optimizer) if batches else None
+            steps = batches / optimizer_state.batches_per_exchange(optimizer) if batches else None
             optimizer._hvdc.reducer.begin_epoch(epoch, epochs, steps)
 
 
@@ -75,6 +82,10 @@ class BroadcastGlobalVariablesCallback(Callback):
     It broadcasts before the first step, or after it if the model of a rank is built by the first batch. It does so
     once: a second `fit` with the same callback does not broadcast again.
 
+    With the optimizer's `local_steps`, it broadcasts the weights at the beginning of each `fit`, and ends the round at
+    the end. From the validation of an epoch until the next epoch begins, the model holds the synchronized weights, so
+    those are validated, and saved at the end of an epoch. See docs/local-steps.md.
+
     Args:
         root_rank: The rank whose values the others take.
         device: TensorFlow device on which to broadcast. If empty, TensorFlow chooses it.
@@ -91,7 +102,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
-        self.broadcast_done = self._has_trained = False
+        self.broadcast_done = self._has_trained = self._trains = False
         self._local: set[Any] = set()
         if isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
@@ -111,8 +122,15 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Broadcasts if the models of all ranks are built."""
+        if self._rounds is not None:
+            # Read in the first step: a model may be built by its first batch.
+            optimizer = optimizer_state.distributed_optimizer(self.model.optimizer)
+            optimizer._hvdc.model = weakref.ref(self.model)
         if not self.broadcast_done:
             self._broadcast(stepped=False)
+        elif self._rounds is not None:
+            self._start_rounds()
+        self._trains = False
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Broadcasts after the first step, if a model was not built before."""
@@ -125,12 +143,34 @@ class BroadcastGlobalVariablesCallback(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
         self._begin_epoch(epoch, (self.params or {}).get("epochs"))
+        self._trains = True
+        if self._rounds is not None:
+            self._rounds.show_own()
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        """With local steps, validation sees the synchronized weights."""
+        if self._rounds is not None and self._trains:
+            self._rounds.show_synchronized()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
         if self._reducer is not None:
             self._reducer.end_epoch()
+        if self._rounds is not None:
+            self._rounds.show_synchronized()  # for the callbacks that save the model
         tuning.metrics(logs)
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """With local steps, ends the last round."""
+        self._trains = False
+        if self._rounds is not None:
+            self._rounds.synchronize()
+
+    def _start_rounds(self) -> None:
+        """All ranks begin with the root's weights. Optimizers stay as they are."""
+        variables = [variable.value for variable in self._rounds.variables]
+        optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast.rounds")
+        self._rounds.adopt()
 
     def _warn_if_alone(self) -> None:
         """Rank 0 warns if nothing is known to reduce gradients, as after a saved model was loaded."""
@@ -174,6 +214,10 @@ class BroadcastGlobalVariablesCallback(Callback):
         with tf.device(self.device):
             optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast")
         self.broadcast_done = True
+        if self._rounds is not None:
+            # Before the first step, so that a checkpoint can be restored into them.
+            optimizer_state.distributed_optimizer(optimizer)._hvdc.begin_step(model.trainable_variables)
+            self._rounds.adopt()
 
 
 class MetricAverageCallback(Callback):
