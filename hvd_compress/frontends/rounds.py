@@ -125,7 +125,7 @@ class Rounds:
         self._pending_own: Sequence[tf.Variable] = ()
         self._shows_synchronized = False
         with tf.device("CPU"), tf.init_scope():
-            # Calls, steps, and steps in this round.
+            # Calls, steps, and steps before the last one after which all weights were synchronized.
             self._counts = tracing.variable(tf.zeros([3], tf.int64), "local_steps")
 
     # State
@@ -193,10 +193,9 @@ class Rounds:
     def _begin_round(self) -> None:
         """After all local weights became the synchronized ones."""
         with tf.init_scope():
-            if not self._streams:
-                with tf.device("CPU"):
-                    calls, steps, _ = tf.unstack(self._counts.read_value())
-                    self._counts.assign(tf.stack([calls, steps, tf.zeros_like(steps)]))
+            with tf.device("CPU"):
+                calls, steps, _ = tf.unstack(self._counts.read_value())
+                self._counts.assign(tf.stack([calls, steps, steps]))
             if self._movement is not None:
                 self._movement.assign(tf.zeros_like(self._movement))
 
@@ -234,34 +233,33 @@ class Rounds:
 
     def _step(self) -> None:
         with tf.device("CPU"):
-            calls, steps, in_round = tf.unstack(self._counts.read_value())
+            calls, steps, start = tf.unstack(self._counts.read_value())
             calls += 1
             is_step = tf.equal(calls % self._calls_per_step, 0)
             steps += tf.cast(is_step, steps.dtype)
-            in_round += tf.cast(is_step, steps.dtype)
-            is_warm_up = steps <= self.settings.local_warmup
-        in_round = (self._stream if self._streams else self._whole)(is_step, in_round, is_warm_up)
+            is_warm_up = is_step & (steps <= self.settings.local_warmup)
+            is_last = is_warm_up
+            if not self._streams:
+                is_last |= is_step & (steps - start >= self.local_steps)
+        if self._streams:
+            self._stream(is_step, steps, is_warm_up)
+        else:
+            tf.cond(is_last, lambda: self._exchange_all(is_warm_up), lambda: None)
         with tf.device("CPU"):
-            self._counts.assign(tf.stack([calls, steps, in_round]))
+            self._counts.assign(tf.stack([calls, steps, tf.where(is_last, steps, start)]))
 
-    def _whole(self, is_step: tf.Tensor, in_round: tf.Tensor, is_warm_up: tf.Tensor) -> tf.Tensor:
-        """Ends the round after its last step, in the warm-up after each step. Returns the new number of its steps."""
-        is_last = is_step & (is_warm_up | (in_round >= self.local_steps))
-        tf.cond(is_last, lambda: self._exchange_all(is_warm_up), lambda: None)
-        return tf.where(is_last, tf.zeros_like(in_round), in_round)
-
-    def _stream(self, is_step: tf.Tensor, in_round: tf.Tensor, is_warm_up: tf.Tensor) -> tf.Tensor:
-        """Exchanges the fragment of this step. Returns the new number of steps in the round.
+    def _stream(self, is_step: tf.Tensor, steps: tf.Tensor, is_warm_up: tf.Tensor) -> None:
+        """Exchanges the fragment of this step; in the warm-up, all of them.
 
         Two switches: the first one, with the exchange, needs nothing that this step computes.
         """
         assert self._movement is not None
         count, movement = len(self.fragments), self._movement
         with tf.device("CPU"):
-            streams = is_step & ~is_warm_up
             nothing, warm_up = count, count + 1
-            current = tf.cast(tf.where(streams, in_round - 1, tf.cast(nothing, in_round.dtype)), tf.int32)
-            action = tf.where(is_step & is_warm_up, warm_up, current)
+            turn = tf.cast((steps - 1 - self.settings.local_warmup) % count, tf.int32)
+            current = tf.where(is_step & ~is_warm_up, turn, nothing)
+            action = tf.where(is_warm_up, warm_up, current)
 
         def exchange(f: int) -> Callable[[], tf.Tensor]:
             return lambda: self._flat(self._reduce(f, self._unflat(f, movement.read_value())))
@@ -286,11 +284,16 @@ class Rounds:
         if self.settings.local_warmup:
             actions.append(exchange_all)
         tf.switch_case(action, actions)
-        return tf.where(is_warm_up, tf.zeros_like(in_round), in_round % count)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far. Not for use in a graph."""
+        return int(self._counts[1].numpy())
 
     def synchronize(self) -> None:
-        """Ends the round now, on all ranks together. Not for use in a graph."""
-        if not self.fragments:
+        """Ends the round now, on all ranks together; does nothing if it has no steps yet. Not for use in a graph."""
+        _, steps, start = self._counts.numpy()
+        if not self.fragments or steps == start:
             return
         self.show_own()
         if "synchronize" not in self._traced:
@@ -373,6 +376,10 @@ class Rounds:
             offset += size
         return tensors
 
+    def forget_traces(self) -> None:
+        """After the ranks changed."""
+        self._traced.clear()
+
     # Reports
 
     def bytes_sent(self) -> tuple[int, int]:
@@ -395,6 +402,8 @@ class Rounds:
             own: Other variables that differ between ranks, such as the inner optimizer's.
             with_local: Whether to save these and the local weights. Without them, a restored round is discarded.
         """
+        if self._pending is not None:
+            return self._pending
         variables = [(variable.given, variable.value) for variable in self.variables]
         variables += [(variable, variable) for variable in own]
         members = [Member(path_of(given), tuple(value.shape.as_list()), "own") for given, value in variables]
@@ -422,6 +431,11 @@ class Rounds:
             return
         self._pending = None
         self._shows_synchronized = False
+        if set(state.replicated_state) == {"counts"}:  # of a time before the first step
+            with tf.init_scope():
+                self._counts.assign(state.replicated_state["counts"])
+            self.adopt()
+            return
         replicated = self._replicated()
         shapes = {name: tuple(variable.shape) for name, variable in replicated.items()}
         if shapes != {name: value.shape for name, value in state.replicated_state.items()}:
@@ -443,7 +457,7 @@ class Rounds:
             for variable, value in zip(self.variables, state.tensors["weights"].values()):
                 variable.value.assign(value)
             if self._streams:
-                self._record(int(self._counts[2].numpy()))
+                self._record(max(0, self.steps - self.settings.local_warmup) % self.local_steps)
 
     def _replicated(self) -> dict[str, Any]:
         """The variables that are equal on all ranks, by their names in checkpoints."""

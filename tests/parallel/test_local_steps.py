@@ -7,6 +7,15 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.frontends.keras.callbacks import Callback
+
+KERASES = {"keras": keras}
+try:
+    import tf_keras
+
+    KERASES["tf_keras"] = tf_keras
+except ImportError:  # TF 2.15: tf.keras is Keras 2
+    pass
 
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 STEPS, ROUND = 60, 5
@@ -167,7 +176,9 @@ def test_every_step_equals_the_simulation_of_all_ranks(rank, size, case, lossy):
     options, simulated = CASES[case]
     parts = streamed() if "fragments" in options else WHOLE
     simulation = Simulation(size, parts, lossy=lossy, **simulated)
-    training = Training(rank, local_steps=ROUND, compression=TOPK if lossy else "none", min_compress_size=256, **options)
+    training = Training(
+        rank, local_steps=ROUND, compression=TOPK if lossy else "none", min_compress_size=256, **options
+    )
     for t in range(STEPS):
         values = training.step(t)
         simulation.step()
@@ -179,3 +190,114 @@ def test_every_step_equals_the_simulation_of_all_ranks(rank, size, case, lossy):
             np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
     for variable, expected in zip(training.variables, simulation.local[rank]):
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+# Keras
+
+
+def make_model(module, optimizer=None, seed=7, **options):
+    module.utils.set_random_seed(seed)
+    layers = [module.layers.Dense(48, activation="relu"), module.layers.BatchNormalization(), module.layers.Dense(4)]
+    model = module.Sequential([module.Input((32,)), *layers])
+    optimizer = hvdc.DistributedOptimizer(optimizer or module.optimizers.Adam(0.01), **options)
+    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=2, jit_compile=False)
+    return model
+
+
+def data(rank, batches):
+    rng = np.random.default_rng(rank)
+    x = rng.standard_normal((8 * batches, 32)).astype(np.float32)
+    return x, x[:, :4] + rank
+
+
+def fit(model, rank, epochs=1, start=0, callbacks=(), batches=6, **more):
+    broadcast = hvdc.callbacks.BroadcastGlobalVariablesCallback(0)
+    options = {"batch_size": 8, "verbose": 0, "shuffle": False, "callbacks": [broadcast, *callbacks]}
+    return model.fit(*data(rank, batches), epochs=epochs, initial_epoch=start, **options, **more)
+
+
+def differ(weights):
+    """By weight, whether it differs between ranks."""
+    everywhere = hvd.allgather_object(weights)
+    return [any(not np.array_equal(w, other[i]) for other in everywhere) for i, w in enumerate(weights)]
+
+
+class Spy(Callback):
+    """Which weights differ between ranks: after each batch, in the validation and at the end of the epoch."""
+
+    _implements_test_batch_hooks = staticmethod(lambda: True)
+
+    def __init__(self):
+        super().__init__()
+        self.after_batches, self.in_validation, self.at_the_end = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after_batches.append(differ(self.model.get_weights()))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.in_validation.append(differ(self.model.get_weights()))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.at_the_end.append(differ(self.model.get_weights()))
+
+
+@pytest.mark.parametrize("module", KERASES)
+def test_one_local_step_of_sgd_equals_the_plain_optimizer(rank, module):
+    module = KERASES[module]
+    found = []
+    for options in ({}, {"local_steps": 1}):
+        module.utils.set_random_seed(3)
+        model = module.Sequential([module.Input((32,)), module.layers.Dense(48), module.layers.Dense(4)])
+        optimizer = hvdc.DistributedOptimizer(module.optimizers.SGD(0.05), **options)
+        model.compile(optimizer=optimizer, loss="mse", steps_per_execution=2, jit_compile=False)
+        fit(model, rank)
+        found.append(model.get_weights())
+    assert not any(differ(found[1]))
+    for plain, local in zip(*found):
+        np.testing.assert_allclose(local, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", KERASES)
+def test_the_model_holds_synchronized_weights_between_epochs_and_its_own_within(rank, module):
+    model = make_model(KERASES[module], local_steps=4, compression="int8")
+    spy = Spy()
+    fit(model, rank, epochs=2, callbacks=[spy], validation_data=data(rank, 1))
+    # Rounds end after steps 4, 8 and 12. Batch hooks are called after every second step.
+    some = [any(differing) for differing in spy.after_batches]
+    assert some == [True, False, True, False, True, False]
+    assert all(spy.after_batches[0])  # also the moving statistics, the last weights but the last layer's
+    assert not np.any(spy.in_validation) and not np.any(spy.at_the_end)
+    assert not any(differ(model.get_weights()))
+    assert model.optimizer.bytes_sent()[0] * 4 < model.optimizer.bytes_sent()[1]
+
+
+RESUMED = {
+    "whole": {"local_steps": 4, "compression": TOPK, "outer": "nesterov"},
+    "stream": {"local_steps": 4, "compression": TOPK, "fragments": "stream", "alpha": 0.5, "min_compress_size": 64},
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_training_that_is_resumed_in_the_middle_of_a_round_equals_one_that_was_not_interrupted(rank, tmp_path, options):
+    directory = hvd.broadcast_object(str(tmp_path), 0)
+    checkpoint = hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")
+    whole = make_model(keras, **options)
+    fit(whole, rank, epochs=2)
+
+    saved = []
+
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            saved.extend([self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]])
+
+    interrupted = make_model(keras, **options)
+    fit(interrupted, rank, callbacks=[checkpoint, Save()])  # 6 steps: a round, and half of the next one
+    assert not any(differ(saved[0])) and any(differ(saved[1]))
+    resumed = make_model(keras, seed=9, **options)
+    resumed.set_weights(saved[0])
+    resumed.optimizer.build(resumed.trainable_variables)
+    for variable, value in zip(resumed.optimizer.variables, saved[1]):
+        variable.assign(value)  # of which the callback broadcasts those of rank 0, as of a saved model
+    fit(resumed, rank, epochs=2, start=1, callbacks=[hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")])
+    for expected, value in zip(whole.get_weights(), resumed.get_weights()):
+        np.testing.assert_array_equal(value, expected)

@@ -72,7 +72,43 @@ class CountingCallback(Callback):
         return self._batches
 
 
-class BroadcastGlobalVariablesCallback(Callback):
+class RoundsCallback(Callback):
+    """Base class of the callbacks that show the synchronized weights of local steps between two epochs.
+
+    From the validation of an epoch until the next epoch begins, the model holds the synchronized weights. So those are
+    validated, and saved at the end of an epoch. The end of training ends the round.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_in_fit = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Continues with this rank's own weights."""
+        self._is_in_fit = True
+        if self._rounds is not None:
+            self._rounds.show_own()
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        """Shows the synchronized weights to the validation of an epoch."""
+        if self._rounds is not None and self._is_in_fit:
+            self._rounds.show_synchronized()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Shows the synchronized weights to the callbacks that save the model."""
+        if self._reducer is not None:
+            self._reducer.end_epoch()
+        if self._rounds is not None:
+            self._rounds.show_synchronized()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Ends the round, on all ranks."""
+        self._is_in_fit = False
+        if self._rounds is not None:
+            self._rounds.synchronize()
+
+
+class BroadcastGlobalVariablesCallback(RoundsCallback):
     """Copies the model and the optimizer from the root rank to all ranks when training starts.
 
     All ranks must start from the same state, whether it is random or restored from a checkpoint on the root rank. The
@@ -102,7 +138,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
-        self.broadcast_done = self._has_trained = self._trains = False
+        self.broadcast_done = self._has_trained = False
         self._local: set[Any] = set()
         if isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
@@ -130,7 +166,6 @@ class BroadcastGlobalVariablesCallback(Callback):
             self._broadcast(stepped=False)
         elif self._rounds is not None:
             self._start_rounds()
-        self._trains = False
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Broadcasts after the first step, if a model was not built before."""
@@ -142,29 +177,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        super().on_epoch_begin(epoch, logs)
         self._begin_epoch(epoch, (self.params or {}).get("epochs"))
-        self._trains = True
-        if self._rounds is not None:
-            self._rounds.show_own()
-
-    def on_test_begin(self, logs: dict | None = None) -> None:
-        """With local steps, validation sees the synchronized weights."""
-        if self._rounds is not None and self._trains:
-            self._rounds.show_synchronized()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
-        if self._reducer is not None:
-            self._reducer.end_epoch()
-        if self._rounds is not None:
-            self._rounds.show_synchronized()  # for the callbacks that save the model
+        super().on_epoch_end(epoch, logs)
         tuning.metrics(logs)
-
-    def on_train_end(self, logs: dict | None = None) -> None:
-        """With local steps, ends the last round."""
-        self._trains = False
-        if self._rounds is not None:
-            self._rounds.synchronize()
 
     def _start_rounds(self) -> None:
         """All ranks begin with the root's weights. Optimizers stay as they are."""
