@@ -17,6 +17,7 @@ try:
 except ImportError:  # TF 2.15: tf.keras is Keras 2
     pass
 
+IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 pytestmark = pytest.mark.usefixtures("fixed_costs")
 STEPS, ROUND = 60, 5
 LR, MOMENTUM = 0.1, 0.5  # of the inner optimizer
@@ -301,3 +302,117 @@ def test_training_that_is_resumed_in_the_middle_of_a_round_equals_one_that_was_n
     fit(resumed, rank, epochs=2, start=1, callbacks=[hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")])
     for expected, value in zip(whole.get_weights(), resumed.get_weights()):
         np.testing.assert_array_equal(value, expected)
+
+
+def quadratic(rank, optimizer):
+    """A matrix, and a step that pulls it to the rank's own target, with a given factor."""
+    variable = tf.Variable(np.zeros((32, 64), np.float32), name="kernel")
+    optimizer.build([variable])
+
+    @tf.function(autograph=False)
+    def step(factor):
+        gradient = factor * (variable - float(rank))
+        scale = getattr(optimizer, "dynamic_scale", None)
+        optimizer.apply_gradients([(gradient if scale is None else gradient * scale, variable)])
+
+    return variable, lambda factor=1.0: step(tf.constant(factor))
+
+
+def test_passes_are_no_steps(rank, size):
+    """Both kinds of gradient accumulation: two rounds of three steps of two passes."""
+    mean = (size - 1) / 2
+    with_passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    optimizers = [hvdc.DistributedOptimizer(keras.optimizers.SGD(0.5), local_steps=3, **with_passes)]
+    if IS_KERAS3:
+        optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+        optimizers.append(hvdc.DistributedOptimizer(optimizer, local_steps=3))
+    for optimizer in optimizers:
+        variable, step = quadratic(rank, optimizer)
+        for passes in range(1, 13):
+            step()
+            steps = passes // 2
+            # Each step halves the distance to the rank's target, each third one is followed by an average.
+            distance = 0.5 ** (steps % 3)
+            start = mean * (1 - 0.5 ** (steps // 3 * 3))
+            np.testing.assert_allclose(variable.numpy(), start * distance + rank * (1 - distance), atol=1e-6)
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has another LossScaleOptimizer")
+@pytest.mark.parametrize("way", ["inside", "around"])
+def test_a_rank_that_overflows_leaves_out_its_own_step_and_stays_in_the_round(way, rank, size):
+    inner, options = keras.optimizers.SGD(0.5), {"local_steps": 2, "compression": "none"}
+    if way == "inside":
+        scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        scaler = hvdc.DistributedOptimizer(scaler, **options)
+    else:
+        scaler = keras.optimizers.LossScaleOptimizer(hvdc.DistributedOptimizer(inner, **options), initial_scale=8.0)
+    variable, step = quadratic(rank, scaler)
+    step(float("nan") if rank == 0 else 1.0)
+    np.testing.assert_allclose(variable.numpy(), 0.5 * rank)
+    step()
+    np.testing.assert_allclose(variable.numpy(), 0.75 * (size - 1) / 2)
+    assert len(set(hvd.allgather_object(float(scaler.dynamic_scale.numpy())))) == 2
+
+
+def test_a_movement_that_is_not_finite_is_left_out_by_all_ranks(rank, size):
+    variable = tf.Variable(np.zeros((32, 64), np.float32))
+    sync = hvdc.LocalSteps([variable], local_steps=2, compression="int8", on_nonfinite="skip")
+    for change in (1.0, float("nan") if rank == 0 else 1.0, rank, rank):
+        variable.assign_add(tf.fill(variable.shape, float(change)))
+        sync()
+    np.testing.assert_allclose(variable.numpy(), size - 1, rtol=1e-2)
+
+
+def test_ranks_that_disagree_get_one_error(rank):
+    variable = tf.Variable(np.zeros((32, 64), np.float32))
+    for name, values in {
+        "local_steps": (2, 3),
+        "outer": ("average", "nesterov:lr=0.7,momentum=0.9"),
+        "local_warmup": (0, 4),
+    }.items():
+        options = {"local_steps": 2, name: values[rank % 2]}
+        sync = hvdc.LocalSteps([variable], compression="none", **options)
+        with pytest.raises(ValueError, match=rf"ranks disagree on {name}: .* has {values[0]}, .* has {values[1]}"):
+            sync()
+
+
+def test_a_streamed_exchange_depends_on_nothing_of_the_step(rank):
+    training = Training(rank, local_steps=ROUND, compression="int8", **STREAM)
+    graph = training._step.get_concrete_function(tf.constant(0)).graph
+    first, second = [op for op in graph.get_operations() if op.type == "Case"]
+    assert "Horovod" in str(graph.as_graph_def())
+
+    def before(op):
+        found, waiting = set(), [op]
+        while waiting:
+            op = waiting.pop()
+            if op not in found:
+                found.add(op)
+                waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+        return found
+
+    assert second not in before(first) and first in before(second)
+    kinds = {op.type for op in before(first)}
+    assert not {kind for kind in kinds if kind.startswith(("Assign", "Mul", "ResourceApply"))}, kinds
+
+
+def test_an_elastic_job_goes_back_to_the_synchronized_weights_of_the_commit(rank):
+    model = make_model(keras, local_steps=4, compression="int8", outer="nesterov")
+    state = hvdc.elastic.KerasState(model)
+    state.sync()
+    fit_options = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(*data(rank, 6), **fit_options)  # one round, and half of the next one
+    state.save()
+    rounds = model.optimizer._hvdc.rounds
+    own = model.get_weights()
+    rounds.show_synchronized()
+    synchronized = model.get_weights()
+    rounds.show_own()
+    assert any(differ(own)) and not any(differ(synchronized))
+    model.fit(*data(rank, 6), **fit_options)
+    state.restore()
+    state.sync()
+    for value, expected in zip(model.get_weights(), synchronized):
+        np.testing.assert_array_equal(value, expected)
+    model.fit(*data(rank, 4), **fit_options)
+    assert not any(differ(model.get_weights()))
