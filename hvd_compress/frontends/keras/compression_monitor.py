@@ -111,7 +111,7 @@ class CompressionMonitor(CountingCallback):
         self._keep(session.stepped(time.perf_counter() - self._start if first else None))
         if first:
             session.log_first_step()
-            if not session.has_steps and hvd.rank() == 0:
+            if not session.has_steps and hvd.rank() == 0 and self._rounds is None:
                 text = "hvd_compress: CompressionMonitor has nothing to show: a single rank exchanges nothing"
                 print(text, file=sys.stderr, flush=True)
         batches = self._count(batch)
