@@ -1,5 +1,6 @@
 """Arguments of local steps, outer optimizers, and how weights are divided into fragments."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,8 +11,13 @@ from hypothesis import strategies as st
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.checkpoint import plan_state
+from hvd_compress.checkpoint.plan_state import Member, PlanState
 from hvd_compress.engine.fragments import divide
 from hvd_compress.engine.outer import resolve_outer
+from hvd_compress.engine.settings import Settings
+from hvd_compress.frontends import build
+from hvd_compress.frontends.rounds import LocalVariable, Rounds
 
 SHAPES = st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), max_size=8)
 
@@ -94,3 +100,40 @@ def test_local_steps_needs_variables():
         hvdc.LocalSteps([], local_steps=2)
     with pytest.raises(ValueError, match=r"build it first, model.build\(input_shape\)"):
         hvdc.LocalSteps(keras.Sequential([keras.layers.Dense(2)]), local_steps=2)
+
+
+def test_another_number_of_ranks_keeps_optimizers_and_drops_the_round():
+    """What is saved of each rank: its weights and the variables of its optimizer."""
+
+    def saved(rank):
+        tensors = {"weights": {0: np.full([2], rank, np.float32)}, "slots": {1: np.full([2], 10 + rank, np.float32)}}
+        members = [Member("kernel", (2,), "own"), Member("velocity", (2,), "own")]
+        return PlanState(members, tensors, {"weights": [], "slots": []}, [], {"counts": np.array([7, 7, 4])})
+
+    for state in (plan_state.merged([saved(1), saved(3)]), plan_state.zeroed(saved(1))):
+        assert list(state.tensors) == ["slots"]
+        np.testing.assert_array_equal(state.tensors["slots"][1], [11, 11])
+        assert state.replicated_state["counts"][1] == 7
+        metadata, arrays = state.packed("0")
+        assert set(PlanState.names([metadata])) == set(arrays)
+
+
+def test_a_rank_that_takes_over_a_state_without_weights_begins_at_the_synchronized_ones():
+    variables = [LocalVariable(v, v) for v in (tf.Variable(tf.ones([3, 2])), tf.Variable(tf.zeros([2])))]
+    settings = Settings(hvdc.Compression.int8, local_steps=4, outer="nesterov")
+    rounds = Rounds(settings, build.new_reducer(settings))
+    rounds.prepare(variables)
+    slot = tf.Variable(5.0)
+    for variable in variables:
+        variable.value.assign_add(tf.ones_like(variable.value))
+    whole = rounds.state([slot])
+    slot.assign(6.0)
+    for state, expected in ((whole, (2.0, 1.0)), (plan_state.without_weights(whole), (1.0, 0.0))):
+        variables[0].value.assign(tf.zeros([3, 2]))
+        rounds.restore(state, [slot])
+        assert [float(tf.reduce_max(v.value)) for v in variables] == list(expected) and float(slot) == 5.0
+    with pytest.raises(ValueError, match="belongs to other variables or another outer optimizer"):
+        other = dataclasses.replace(settings, outer="average")
+        another = Rounds(other, build.new_reducer(other))
+        another.prepare(variables)
+        another.restore(whole, [slot])
