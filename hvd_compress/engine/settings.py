@@ -57,7 +57,7 @@ class Settings:
     local_steps: int | None = None  # None: gradients are exchanged, not movements of weights
     outer: Any = "average"  # becomes an `Outer`
     fragments: str | None = None
-    alpha: float = 0.0
+    alpha: float | None = None  # None becomes 0.5 when streaming, the value of the paper
     local_warmup: int = 0
 
     def __post_init__(self) -> None:
@@ -138,16 +138,19 @@ class Settings:
 
     def _check_local_steps(self) -> None:
         """Checks the settings of local steps, which need `local_steps`."""
-        self._set_checked("alpha", checks.number, 0.0, 1.0)
+        if self.alpha is not None:
+            self._set_checked("alpha", checks.number, 0.0, 1.0)
         self._set_checked("local_warmup", checks.integer, 0)
         object.__setattr__(self, "outer", resolve_outer(self.outer))
         if self.fragments not in (None, "stream"):
             raise ValueError(f"fragments must be None or 'stream', got {error_text(self.fragments)}")
         if self.local_steps is None:
             given = {
-                "outer": self.outer != Average(), "fragments": self.fragments is not None, "alpha": self.alpha != 0.0,
+                "outer": self.outer != Average(),
+                "fragments": self.fragments is not None,
+                "alpha": self.alpha is not None,
                 "local_warmup": self.local_warmup != 0,
-            }  # fmt: skip
+            }
             for name in (name for name, is_given in given.items() if is_given):
                 raise ValueError(f"{name} belongs to local steps: set local_steps as well, or leave it out")
             return
@@ -158,12 +161,14 @@ class Settings:
             raise ValueError(
                 "local_steps needs a named compressor, such as compression='int8': auto does not choose one"
             )
-        if self.fragments is None and self.alpha:
+        if self.fragments is None and self.alpha is not None:
             raise ValueError("alpha mixes weights with fragments='stream' only: set that as well, or leave alpha out")
         if self.fragments is not None and self.local_steps == 1:
             raise ValueError("fragments='stream' needs local_steps of at least 2: one fragment is sent in each step")
         if self.fragments is not None and self.groups is not None:
             raise ValueError("groups and fragments='stream' cannot go together: leave groups out")
+        if self.alpha is None and self.fragments is not None:
+            object.__setattr__(self, "alpha", 0.5)
         if self.alpha == 1.0:
             raise ValueError("alpha must be below 1: with 1.0, the ranks would never take over each other's weights")
 

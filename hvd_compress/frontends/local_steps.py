@@ -76,7 +76,7 @@ class LocalSteps:
         local_steps: int,
         outer: Any = "average",
         fragments: str | None = None,
-        alpha: float = 0.0,
+        alpha: float | None = None,
         local_warmup: int = 0,
         averaged: Sequence[Any] = (),
         compression: CompressionLike = None,

@@ -326,7 +326,8 @@ class Rounds:
             only_averages: Whether to average, whatever the outer optimizer is; a bool scalar, or None for no.
             alpha: The share of the local weights; None for that of the settings.
         """
-        fragment, alpha = self.fragments[f], self.settings.alpha if alpha is None else alpha
+        fragment = self.fragments[f]
+        alpha = (self.settings.alpha or 0.0) if alpha is None else alpha
         trained = len(fragment.outer.weights)
 
         def update() -> None:

@@ -158,14 +158,14 @@ class Training:
 
 
 NESTEROV = {"outer": "nesterov:lr=0.7,momentum=0.9"}
-STREAM = {"fragments": "stream"}
+STREAM = {"fragments": "stream", "alpha": 0.0}
 CASES = {
     "average": ({}, {"outer": "average"}),
     "nesterov": (NESTEROV, {"outer": (0.7, 0.9)}),
     "nesterov after a warm-up": ({**NESTEROV, "local_warmup": 3}, {"outer": (0.7, 0.9), "warmup": 3}),
     "stream": (STREAM, {"outer": "average"}),
     "stream with nesterov, mixed, after a warm-up": (
-        {**STREAM, **NESTEROV, "alpha": 0.5, "local_warmup": 3},
+        {"fragments": "stream", **NESTEROV, "local_warmup": 3},  # alpha is 0.5
         {"outer": (0.7, 0.9), "alpha": 0.5, "warmup": 3},
     ),
 }

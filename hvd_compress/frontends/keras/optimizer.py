@@ -49,7 +49,7 @@ def DistributedOptimizer(
     local_steps: int | None = None,
     outer: Any = "average",
     fragments: str | None = None,
-    alpha: float = 0.0,
+    alpha: float | None = None,
     local_warmup: int = 0,
 ) -> Any:
     """Wraps a Keras optimizer so that it averages gradients over all ranks, compressed, before it applies them.
@@ -119,7 +119,7 @@ def DistributedOptimizer(
             step (Streaming DiLoCo). None exchanges all weights at the end of a round.
         alpha: With `fragments="stream"`, the share of the local weights in the weights that a rank continues with:
             alpha * local + (1 - alpha) * synchronized. From 0 (all ranks continue with the synchronized weights) to
-            below 1.
+            below 1. None is 0.5, the value of the paper.
         local_warmup: The number of steps at the beginning that are rounds by themselves, and are averaged, whatever
             `outer` is (post-local SGD, Lin et al. 2020).
 
