@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .exchange.hosts import init
     from .frontends.allreduce import allreduce, grouped_allreduce
     from .frontends.keras.optimizer import DistributedOptimizer
+    from .frontends.local_steps import LocalSteps
     from .frontends.residuals import load_residuals, save_residuals
     from .frontends.tape import DistributedGradientTape
     from .monitor.profile import profile
@@ -41,6 +42,7 @@ _WITH_TENSORFLOW = {
     "Compressor": "compressors",
     "DistributedGradientTape": "frontends.tape",
     "DistributedOptimizer": "frontends.keras.optimizer",
+    "LocalSteps": "frontends.local_steps",
     "Payload": "compressors.payload",
     "allreduce": "frontends.allreduce",
     "calibrate": "cost.calibrate",

@@ -6,6 +6,7 @@ It is saved per variable, in the variable's shape, so that plans with other chun
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Member(NamedTuple):
 
     path: str  # of its variable, including the counters that Keras puts into names
     shape: tuple[int, ...]  # () if the gradient is None
-    kind: str  # "dense", "sparse" (IndexedSlices) or "none"
+    kind: str  # "dense", "sparse" (IndexedSlices), "none", or "own" if it is a variable and not a gradient
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -41,7 +42,8 @@ class PlanState:
     Attributes:
         members: The plan's gradients.
         tensors: For each saved field of `GroupState` (residuals, velocities): arrays by the position of their
-            gradient, in the variable's shape, float32 or bfloat16.
+            gradient, in the variable's shape, float32 or bfloat16. Local steps save variables instead: "weights", and
+            "slots" of the inner optimizer.
         padding: For the same fields and each layout: the elements of its chunks that belong to no gradient, 1-D.
             Padding never reaches a weight, but compressors see it. It is restored only into the same chunks.
         chunk_layouts: For each layout: the positions of its gradients, the number of chunks, the first chunk's
@@ -88,7 +90,7 @@ class PlanState:
     def summary(self) -> Any:
         """What must be equal on all ranks, or they would exchange different things."""
         fields = {field: sorted(tensors) for field, tensors in self.tensors.items()}
-        values = {name: array.tolist() for name, array in self.replicated_state.items()}
+        values = {name: _summary(array) for name, array in self.replicated_state.items()}
         return [member.key for member in self.members], fields, values
 
     def check(self) -> None:
@@ -97,6 +99,8 @@ class PlanState:
             for i, tensor in tensors.items():
                 if not 0 <= i < len(self.members) or tensor.shape != self.members[i].shape:
                     raise ValueError(f"{field} {i} has the shape {tensor.shape}, which is not its gradient's")
+                if self.members[i].kind == "own":
+                    continue
                 if not tf.as_dtype(tensor.dtype).is_floating:
                     raise ValueError(f"{field} of {self.members[i].path} is of type {tensor.dtype}")
                 if not np.isfinite(tensor.astype(np.float32)).all():
@@ -205,19 +209,40 @@ def merged(states: Sequence[PlanState]) -> PlanState:
     """The state of a rank that takes over the states of several ranks.
 
     Residuals and velocities are summed in float32, so their sum over all ranks stays the same. Padding is dropped. The
-    replicated state is that of the first state.
+    replicated state is that of the first state. Of local steps, the local weights are dropped, which discards the
+    round, and the slots are those of the first state.
     """
 
     def total(field: str, i: int, tensor: np.ndarray) -> np.ndarray:
         summands = [state.tensors[field][i].astype(np.float32) for state in states]
         return np.sum(summands, axis=0, dtype=np.float32).astype(tensor.dtype)
 
-    return states[0].mapped(total)
+    return states[0].mapped(total) if not _is_of_local_steps(states[0]) else without_weights(states[0])
 
 
 def zeroed(state: PlanState) -> PlanState:
-    """The state with zeros for residuals, velocities and padding; its tensors may be empty."""
+    """The state with zeros for residuals, velocities and padding; its tensors may be empty.
+
+    Of local steps, only the local weights are dropped.
+    """
+    if _is_of_local_steps(state):
+        return without_weights(state)
     return state.mapped(lambda _, i, tensor: np.zeros(state.members[i].shape, tensor.dtype))
+
+
+def without_weights(state: PlanState) -> PlanState:
+    """The state of local steps of a rank that begins a round with the synchronized weights."""
+    tensors = {field: of_field for field, of_field in state.tensors.items() if field != "weights"}
+    return dataclasses.replace(state, tensors=tensors, padding={field: [] for field in tensors})
+
+
+def _is_of_local_steps(state: PlanState) -> bool:
+    return any(member.kind == "own" for member in state.members)
+
+
+def _summary(array: np.ndarray) -> Any:
+    """The values; of many values, a checksum."""
+    return array.tolist() if array.size < 1000 else zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 def put(reducer: Reducer, states: Sequence[PlanState]) -> None:

@@ -105,13 +105,23 @@ def _check_model(states: Sequence[PlanState], variables: Sequence[Any], path: st
     shapes = Counter((without_counters(path_of(v)), tuple(v.shape)) for v in variables)
     names = {name for name, _ in shapes}
     for state in states:
-        dense = [m for m in state.members if m.kind == "dense"]
+        members = [m for m in state.members if m.kind != "own"]
+        dense = [m for m in members if m.kind == "dense" and not _is_piece(m, shapes)]
         missing = Counter((without_counters(m.path), m.shape) for m in dense) - shapes
         foreign = [m for m in dense if (without_counters(m.path), m.shape) in missing]
-        foreign += [m for m in state.members if without_counters(m.path) not in names]
+        foreign += [m for m in members if without_counters(m.path) not in names]
         if foreign:
             shape = f" of shape {foreign[0].shape}" if foreign[0].kind == "dense" else ""
             raise ValueError(
                 f"{path} belongs to another model: it has {foreign[0].path}{shape}, which is not among the trained "
                 f"variables ({len(variables)})"
             )
+
+
+def _is_piece(member: plan_state.Member, shapes: Counter[Any]) -> bool:
+    """Whether a member is some rows of a variable: of a fragment of local steps."""
+    name, shape = without_counters(member.path), member.shape
+    return any(
+        name == other and len(shape) == len(whole) > 1 and shape[1:] == whole[1:] and shape[0] < whole[0]
+        for other, whole in shapes
+    )

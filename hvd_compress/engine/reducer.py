@@ -125,6 +125,11 @@ class Reducer:
             self._functions[traced] = tf.function(lambda each, so_far: Step(plan, each).run(so_far), autograph=False)
         return self._functions[traced](list(gradients), so_far)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether steps that are traced now are recorded on this rank."""
+        return bool(self._watcher or watch_all)
+
     def watch(self, make: Callable[[Plan], Observer], anew: bool = False) -> bool:
         """Records the steps that are traced from now on, on this rank only; collectives stay as they are.
 
@@ -151,7 +156,7 @@ class Reducer:
             ValueError: Ranks disagree.
         """
         name, process_set = f"{self.name}_{len(self.plans)}", self.settings.process_set
-        watched = bool(self._watcher or watch_all)
+        watched = self.is_watched
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
                 watched = agreement.check(name, self.settings, gradients, variables, watched, first=not self.plans)

@@ -19,6 +19,7 @@ from ..exchange import hosts
 from . import nonfinite
 from .layout import BUCKET_BYTES as BUCKET_BYTES
 from .layout import MIN_COMPRESS_SIZE as MIN_COMPRESS_SIZE
+from .outer import Average, resolve_outer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Settings:
     delay_warmup: int = 0
     # Whether the optimizer scales each element by the size of its past gradients, as Adam does.
     adaptive: bool = True
+    local_steps: int | None = None  # None: gradients are exchanged, not movements of weights
+    outer: Any = "average"  # becomes an `Outer`
+    fragments: str | None = None
+    alpha: float | None = None  # None becomes 0.5 when streaming, the value of the paper
+    local_warmup: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, type(hvd.Average)) or self.op not in (hvd.Average, hvd.Sum):
@@ -104,6 +110,7 @@ class Settings:
                     f"{compressor.spec} sends every element every step or keeps no residual"
                 )
 
+        self._check_local_steps()
         for count in ("epochs", "training"):
             counting = [c for c in self.compressors if len(c.stages) > 1 and c.counts == count]
             if len({c.steps_per_count for c in counting}) > 1:
@@ -159,6 +166,42 @@ class Settings:
                     f"({dgcs[0].momentum}) are the same thing: leave momentum_correction out"
                 )
             object.__setattr__(self, "momentum_correction", dgcs[0].momentum)
+
+    def _check_local_steps(self) -> None:
+        """Checks the settings of local steps, which need `local_steps`."""
+        if self.alpha is not None:
+            self._set_checked("alpha", checks.number, 0.0, 1.0)
+        self._set_checked("local_warmup", checks.integer, 0)
+        object.__setattr__(self, "outer", resolve_outer(self.outer))
+        if self.fragments not in (None, "stream"):
+            raise ValueError(f"fragments must be None or 'stream', got {error_text(self.fragments)}")
+        if self.local_steps is None:
+            given = {
+                "outer": self.outer != Average(),
+                "fragments": self.fragments is not None,
+                "alpha": self.alpha is not None,
+                "local_warmup": self.local_warmup != 0,
+            }
+            for name in (name for name, is_given in given.items() if is_given):
+                raise ValueError(f"{name} belongs to local steps: set local_steps as well, or leave it out")
+            return
+        self._set_checked("local_steps", checks.integer, 1)
+        if not self.averages:
+            raise ValueError("local_steps averages the movements of the ranks: use op=hvd.Average")
+        if any(compressor.automatic for compressor in self.compressors):
+            raise ValueError(
+                "local_steps needs a named compressor, such as compression='int8': auto does not choose one"
+            )
+        if self.fragments is None and self.alpha is not None:
+            raise ValueError("alpha mixes weights with fragments='stream' only: set that as well, or leave alpha out")
+        if self.fragments is not None and self.local_steps == 1:
+            raise ValueError("fragments='stream' needs local_steps of at least 2: one fragment is sent in each step")
+        if self.fragments is not None and self.groups is not None:
+            raise ValueError("groups and fragments='stream' cannot go together: leave groups out")
+        if self.alpha is None and self.fragments is not None:
+            object.__setattr__(self, "alpha", 0.5)
+        if self.alpha == 1.0:
+            raise ValueError("alpha must be below 1: with 1.0, the ranks would never take over each other's weights")
 
     def _set_checked(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
         """Replaces the value of a field by `checked(name, value, *limits)`."""

@@ -21,8 +21,8 @@ def format_spec(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}:{text}" if text else name
 
 
-def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
-    """The arguments in a spec string of a compressor that takes the `known` ones.
+def parse_arguments(spec: str, known: Sequence[str], kind: str = "compressor") -> dict[str, Any]:
+    """The arguments in a spec string of a compressor, or of another `kind`, that takes the `known` ones.
 
     Raises:
         ValueError: An argument is not known, has no value or stands twice, or parentheses do not match.
@@ -39,7 +39,7 @@ def parse_arguments(spec: str, known: Sequence[str]) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in known:
             raise ValueError(
-                f"compressor {name.strip()!r} has no argument {error_text(key)} (in {error_text(spec)}): "
+                f"{kind} {name.strip()!r} has no argument {error_text(key)} (in {error_text(spec)}): "
                 f"it takes {', '.join(known) or 'no arguments'}"
             )
         if not equals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...common import checks
-from ..keras.callbacks import Callback, CountingCallback
+from ..keras.callbacks import Callback, CountingCallback, RoundsCallback
 
 
 class CommitStateCallback(CountingCallback):
@@ -81,7 +81,7 @@ class UpdateBatchStateCallback(Callback):
             self.model.stop_training = False
 
 
-class UpdateEpochStateCallback(Callback):
+class UpdateEpochStateCallback(RoundsCallback):
     """Keeps the number of completed epochs in `state.epoch`, also across a reset.
 
     Train the remaining ones with `fit(epochs=epochs - state.epoch)`.
@@ -96,12 +96,12 @@ class UpdateEpochStateCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
+        super().on_epoch_begin(epoch, logs)
         epochs = (self.params or {}).get("epochs")
         # Keras counts from 0 again after a reset.
         self._begin_epoch(self.state.epoch, epochs and self.state.epoch + epochs - epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch."""
-        if self._reducer is not None:
-            self._reducer.end_epoch()
+        super().on_epoch_end(epoch, logs)
         self.state.epoch += 1

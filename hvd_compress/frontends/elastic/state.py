@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -54,7 +55,8 @@ class KerasState(ObjectState):
     model, each rank's residuals and the gradients that `backward_passes_per_step` has summed so far. At each
     commit, rank r sends a copy of them to rank r + 1, which takes them over if rank r is gone. So the sum of
     residuals over all ranks is that of the last commit, whether ranks leave, join or are killed. If both ranks
-    are gone at once, the residuals are lost, and a warning says so. See docs/elastic.md.
+    are gone at once, the residuals are lost, and a warning says so. With local steps, all ranks go back to the
+    synchronized weights of the last commit. See docs/elastic.md.
 
     Creating a state communicates nothing. Create it with the same arguments on all ranks. The optimizer must use the
     global process set: Horovod's others do not survive a reset.
@@ -78,9 +80,9 @@ class KerasState(ObjectState):
         if self.optimizer is None:
             raise ValueError("elastic: the model has no optimizer: compile it, or pass the optimizer")
         self.copy_residuals = copy_residuals
-        self._reducer, self._aggregation = None, None
+        self._reducer, self._aggregation, self._rounds = None, None, None
         if optimizer_state.distributed_optimizer(self.optimizer) is not None:
-            self._reducer, self._aggregation, _ = residuals.owner(self.optimizer)
+            self._reducer, self._aggregation, self._rounds, *_ = residuals.owner(self.optimizer)
             if self._reducer.settings.process_set is not hvd.global_process_set:
                 raise ValueError(
                     "elastic: the optimizer's process set must be the global one: "
@@ -88,6 +90,10 @@ class KerasState(ObjectState):
                 )
         # Keras creates them in the first step, but a rank that joins has made no step.
         optimizer_state.create_variables(self.optimizer, model.trainable_variables)
+        if self._rounds is not None:
+            distribution = optimizer_state.distributed_optimizer(self.optimizer)._hvdc
+            distribution.model = weakref.ref(model)
+            distribution.begin_step(model.trainable_variables)
         self._was_reset = False
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
         # The last commit; also the one before, as long as the last may be incomplete on other ranks.
@@ -109,7 +115,7 @@ class KerasState(ObjectState):
             self._reducer.epoch = commit.epoch
             for plan in self._reducer.plans.values():  # may be newer than the commit
                 plan_state.restore(plan, plan_state.zeroed(plan_state.state_of(plan)))
-            residuals.put(self._reducer, self._aggregation, commit.residuals)
+            residuals.put(self._reducer, self._aggregation, self._rounds, commit.residuals)
 
     def check_host_updates(self) -> None:
         """As Horovod's: raises HostsUpdatedInterrupt on all ranks if ranks are about to leave or to join."""
@@ -117,6 +123,8 @@ class KerasState(ObjectState):
             with horovod_errors():
                 super().check_host_updates()
         except HostsUpdatedInterrupt:
+            if self._rounds is not None:
+                self._rounds.synchronize()
             self.save()  # all ranks are still there
             # False: `sync` must not be skipped, because ranks that stay take over the residuals of those that leave.
             raise HostsUpdatedInterrupt(False) from None
@@ -154,7 +162,11 @@ class KerasState(ObjectState):
                 # Training continues, on a rank that was reset or that joins.
                 if old and (self._was_reset or hvd.rank() not in old):
                     self._take_over({rank: statuses[rank].commits[agreed] for rank in old}, root)
+            if self._rounds is not None:
+                self._rounds.discard()
             optimizer_state.broadcast(self._shared_variables(), root, "hvdc_elastic")
+            if self._rounds is not None:
+                self._rounds.adopt()
             attributes = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = hvd.broadcast_object(attributes, root, name="hvdc_elastic_attributes")
             self._set_attrs()
@@ -194,11 +206,13 @@ class KerasState(ObjectState):
             )
         self._reducer.replan([])
         self._reducer.continues = True
-        residuals.put(self._reducer, self._aggregation, states)
+        if self._rounds is not None:
+            self._rounds.forget_traces()
+        residuals.put(self._reducer, self._aggregation, self._rounds, states)
 
     def _snapshot(self, number: int) -> _Commit:
         """The present state of this rank, without copies of another rank's residuals."""
-        states = [] if self._reducer is None else residuals.states_of(self._reducer, self._aggregation)
+        states = [] if self._reducer is None else residuals.states_of(self._reducer, self._aggregation, self._rounds)
         values = [variable.numpy() for variable in self._all_variables()]
         rank, ranks = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
         epoch = None if self._reducer is None else self._reducer.epoch

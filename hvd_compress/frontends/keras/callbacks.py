@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+import weakref
 import zlib
 from typing import Any
 
@@ -38,12 +39,18 @@ class Callback(keras.callbacks.Callback):
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         return None if optimizer is None else optimizer._hvdc.reducer
 
+    @property
+    def _rounds(self) -> Any:
+        """The rounds of the model's distributed optimizer; None without local steps."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        return None if optimizer is None else optimizer._hvdc.rounds
+
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         if optimizer is not None:
             batches = (self.params or {}).get("steps")
-            steps = batches / optimizer_state.batches_per_step(optimizer) if batches else None
+            steps = batches / optimizer_state.batches_per_exchange(optimizer) if batches else None
             optimizer._hvdc.reducer.begin_epoch(epoch, epochs, steps)
 
 
@@ -67,7 +74,43 @@ class CountingCallback(Callback):
         return self._batches
 
 
-class BroadcastGlobalVariablesCallback(Callback):
+class RoundsCallback(Callback):
+    """Base class of the callbacks that show the synchronized weights of local steps between two epochs.
+
+    From the validation of an epoch until the next epoch begins, the model holds the synchronized weights. So those are
+    validated, and saved at the end of an epoch. The end of training ends the round.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_in_fit = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Continues with this rank's own weights."""
+        self._is_in_fit = True
+        if self._rounds is not None:
+            self._rounds.show_own()
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        """Shows the synchronized weights to the validation of an epoch."""
+        if self._rounds is not None and self._is_in_fit:
+            self._rounds.show_synchronized()
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Shows the synchronized weights to the callbacks that save the model."""
+        if self._reducer is not None:
+            self._reducer.end_epoch()
+        if self._rounds is not None:
+            self._rounds.show_synchronized()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Ends the round, on all ranks."""
+        self._is_in_fit = False
+        if self._rounds is not None:
+            self._rounds.synchronize()
+
+
+class BroadcastGlobalVariablesCallback(RoundsCallback):
     """Copies the model and the optimizer from the root rank to all ranks when training starts.
 
     All ranks must start from the same state, whether it is random or restored from a checkpoint on the root rank. The
@@ -76,6 +119,10 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     It broadcasts before the first step, or after it if the model of a rank is built by the first batch. It does so
     once: a second `fit` with the same callback does not broadcast again.
+
+    With the optimizer's `local_steps`, it broadcasts the weights at the beginning of each `fit`, and ends the round at
+    the end. From the validation of an epoch until the next epoch begins, the model holds the synchronized weights, so
+    those are validated, and saved at the end of an epoch. See docs/local-steps.md.
 
     Args:
         root_rank: The rank whose values the others take.
@@ -116,8 +163,14 @@ class BroadcastGlobalVariablesCallback(Callback):
         """Broadcasts if the models of all ranks are built."""
         _check_tensorboard()
         environment.train_begins(self.model)
+        if self._rounds is not None:
+            # Read in the first step: a model may be built by its first batch.
+            optimizer = optimizer_state.distributed_optimizer(self.model.optimizer)
+            optimizer._hvdc.model = weakref.ref(self.model)
         if not self.broadcast_done:
             self._broadcast(stepped=False)
+        elif self._rounds is not None:
+            self._start_rounds()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Broadcasts after the first step, if a model was not built before."""
@@ -130,13 +183,19 @@ class BroadcastGlobalVariablesCallback(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
         environment.epoch_begins(epoch)
+        super().on_epoch_begin(epoch, logs)
         self._begin_epoch(epoch, (self.params or {}).get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
-        if self._reducer is not None:
-            self._reducer.end_epoch()
+        super().on_epoch_end(epoch, logs)
         tuning.metrics(logs)
+
+    def _start_rounds(self) -> None:
+        """All ranks begin with the root's weights. Optimizers stay as they are."""
+        variables = [variable.value for variable in self._rounds.variables]
+        optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast.rounds")
+        self._rounds.adopt()
 
     def _warn_if_alone(self) -> None:
         """Rank 0 warns if nothing is known to reduce gradients, as after a saved model was loaded."""
@@ -180,6 +239,10 @@ class BroadcastGlobalVariablesCallback(Callback):
         with tf.device(self.device):
             optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast")
         self.broadcast_done = True
+        if self._rounds is not None:
+            # Before the first step, so that a checkpoint can be restored into them.
+            optimizer_state.distributed_optimizer(optimizer)._hvdc.begin_step(model.trainable_variables)
+            self._rounds.adopt()
 
 
 def _check_tensorboard() -> None:

@@ -119,7 +119,7 @@ class CompressionMonitor(CountingCallback):
         self._keep(session.stepped(time.perf_counter() - self._start if first else None))
         if first:
             session.log_first_step()
-            if not session.has_steps and hvd.rank() == 0:
+            if not session.has_steps and hvd.rank() == 0 and self._rounds is None:
                 say("CompressionMonitor has nothing to show: a single rank exchanges nothing", "warning")
         batches = self._count(batch)
         if self.update_freq != "epoch" and batches >= int(self.update_freq):

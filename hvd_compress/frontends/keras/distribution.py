@@ -13,8 +13,10 @@ from ...engine import nonfinite
 from ...engine.compression_report import CompressionReport
 from ...engine.settings import Settings
 from ..build import new_reducer
+from ..rounds import LocalVariable, Rounds
 from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
+from .optimizer_state import innermost, moving_statistics, tf_variable
 from .overwritten import OverwrittenVariables, is_overwritten
 
 
@@ -28,14 +30,20 @@ class Distribution:
         settings: How gradients are reduced.
         reducer: Reduces them and keeps the residuals.
         aggregation: Sums the gradients of several passes if `backward_passes_per_step` > 1, else None.
+        rounds: Exchanges the movements of weights in place of gradients if `local_steps` is set, else None.
+        model: A weak reference to the model, if a callback has set it; its moving statistics are averaged.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, accumulation_steps: int = 1) -> None:
         self.settings = settings
         self.reducer = new_reducer(settings)
         self.aggregation = None
         if settings.backward_passes_per_step > 1:
             self.aggregation = LocalGradientAggregation(settings, self.reduce)
+        self.rounds = None
+        if settings.local_steps is not None:
+            self.rounds = Rounds(settings, self.reducer, accumulation_steps)
+        self.model: Callable[[], Any] = lambda: None
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
         self._overwritten = OverwrittenVariables(self.reducer)
 
@@ -46,8 +54,11 @@ class Distribution:
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
         """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`.
 
-        Of variables that Keras overwrites with their gradients, all ranks get the largest values.
+        Of variables that Keras overwrites with their gradients, all ranks get the largest values. With local steps, the
+        gradients stay as they are.
         """
+        if self.rounds is not None:
+            return list(gradients)
         result = self.reduce_overwritten(gradients, variables)
         others = [i for i, variable in enumerate(variables) if not is_overwritten(variable)]
         reduced = reduce_shared(
@@ -60,6 +71,8 @@ class Distribution:
     @checks.plain_errors
     def reduce_overwritten(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces only the gradients of variables that Keras overwrites with them."""
+        if self.rounds is not None:
+            return list(gradients)
         shared = [
             i
             for i, (gradient, variable) in enumerate(zip(gradients, variables))
@@ -93,6 +106,7 @@ class Distribution:
         """Calls `update` if this pass completes a step; otherwise only counts the pass in `iterations`.
 
         `finite` returns whether the update may be made, a bool scalar that is the same on all ranks. None: always.
+        With local steps, each rank decides for itself, and counts the step in any case.
         """
 
         def updated() -> tf.Tensor:
@@ -100,7 +114,9 @@ class Distribution:
             return tf.constant(True)
 
         def complete() -> tf.Tensor:
-            return updated() if finite is None else tf.cond(finite(), updated, lambda: tf.constant(False))
+            has_updated = updated() if finite is None else tf.cond(finite(), updated, lambda: tf.constant(False))
+            self.end_step()
+            return has_updated
 
         def incomplete() -> tf.Tensor:
             iterations.assign_add(1)
@@ -110,6 +126,22 @@ class Distribution:
             complete()
         else:
             tf.cond(self.aggregation.is_step(), complete, incomplete)
+
+    def begin_step(self, variables: Sequence[Any]) -> None:
+        """Before the first update of these variables, keeps their values as the synchronized weights of local steps."""
+        if self.rounds is None:
+            return
+        shared = [v for v in variables if id(v) not in self._local and not is_overwritten(v)]
+        statistics = [] if self.rounds.is_prepared else moving_statistics(self.model())
+        self.rounds.prepare(
+            [LocalVariable(v, tf_variable(v)) for v in shared]
+            + [LocalVariable(v, tf_variable(v), is_statistic=True) for v in statistics]
+        )
+
+    def end_step(self) -> None:
+        """After the update: with local steps, counts the step, and exchanges what its turn is."""
+        if self.rounds is not None:
+            self.rounds.step()
 
     @checks.plain_errors
     def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
@@ -137,7 +169,7 @@ class Distribution:
 
     def raise_if_nonfinite(self, reduced: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
         """Returns the reduced gradients; with `on_nonfinite="raise"`, the step raises if they are not finite."""
-        if self.settings.on_nonfinite != "raise":
+        if self.settings.on_nonfinite != "raise" or self.rounds is not None:  # which check the mean movements
             return list(reduced)
         step = tf.convert_to_tensor(iterations) + 1
         return nonfinite.raise_unless(self.all_finite(reduced, variables), reduced, step)
@@ -152,7 +184,8 @@ class DistributedMixin:
     def _hvdc(self) -> Distribution:
         # Written into __dict__: Keras's __setattr__ would track the object, and save and broadcast its variables.
         if "_hvdc_distribution" not in self.__dict__:
-            self.__dict__["_hvdc_distribution"] = Distribution(self._hvdc_settings)
+            steps = getattr(innermost(self), "gradient_accumulation_steps", None) or 1
+            self.__dict__["_hvdc_distribution"] = Distribution(self._hvdc_settings, steps)
         distribution: Distribution = self.__dict__["_hvdc_distribution"]
         return distribution
 
@@ -165,15 +198,24 @@ class DistributedMixin:
         """Keeps the gradient of the variable `var` local to this rank, as Horovod's method does."""
         self._hvdc.register_local_var(var)
 
+    def synchronize(self) -> None:
+        """With local steps, ends the round now: the ranks exchange what their weights have moved so far.
+
+        All ranks must call it, outside of tf.function. Without local steps, it does nothing.
+        """
+        if self._hvdc.rounds is not None:
+            self._hvdc.rounds.synchronize()
+
     def bytes_sent(self) -> tuple[int, int]:
         """Bytes that each rank sends per step: with this compression, and with stock Horovod.
 
-        For embeddings with IndexedSlices, the rows of the last step count.
+        With local steps, the average over a round after the warm-up. For embeddings with IndexedSlices, the rows of the
+        last step count.
 
         Raises:
             RuntimeError: No step has been made yet.
         """
-        return self._hvdc.reducer.bytes_sent()
+        return (self._hvdc.rounds or self._hvdc.reducer).bytes_sent()
 
     def compression_report(self) -> CompressionReport:
         """The compressor of each bucket; with `compression="auto"` also why it was chosen, and its times.
@@ -181,4 +223,4 @@ class DistributedMixin:
         Raises:
             RuntimeError: No step has been made yet.
         """
-        return self._hvdc.reducer.report()
+        return (self._hvdc.rounds or self._hvdc.reducer).report()

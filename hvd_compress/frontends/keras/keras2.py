@@ -52,6 +52,13 @@ class Keras2Mixin(DistributedMixin):
         known = getattr(self, "_index_dict", None) if getattr(self, "_built", False) else None
         unknown = [v for _, v in pairs if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
         self._hvdc.check([g for g, _ in pairs], [v for _, v in pairs], unknown)
+        if self._hvdc.rounds is not None and self._is_scaled:
+            raise RuntimeError(
+                "the LossScaleOptimizer around the DistributedOptimizer looks at each rank's own gradients, so that "
+                "ranks would count different local_steps: wrap the other way round, "
+                "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer), ...)"
+            )
+        self._hvdc.begin_step([v for _, v in pairs])
         if self.__dict__.pop("_hvdc_pending", None) != _identity(pairs):
             if self._is_scaled:
                 raise RuntimeError(
@@ -74,7 +81,9 @@ class Keras2Mixin(DistributedMixin):
             return super(Keras2Mixin, self).apply_gradients(list(zip(gradients, variables)), *args, **kwargs)  # type: ignore[misc]
 
         if distribution.aggregation is None and not skip:
-            return update()
+            result = update()
+            distribution.end_step()
+            return result
         with tf.init_scope():
             # Outside of the branch of tf.cond that uses the slot variables first.
             create_variables(self, variables)

@@ -51,8 +51,13 @@ class Keras3Mixin(DistributedMixin):
             known = getattr(self, "_trainable_variables_indices", None) if self.built else None  # type: ignore[has-type]
             unknown = [v for v in variables if known is not None and self._var_key(v) not in known]  # type: ignore[attr-defined]
             distribution.check(list(grads), variables, unknown)
-        if len(grads) == 0 or (distribution.aggregation is None and not skip):
+        if len(grads) == 0:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        distribution.begin_step(self._trainable_variables if self.built else variables)  # type: ignore[attr-defined,has-type]
+        if distribution.aggregation is None and not skip:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            distribution.end_step()
             return
         if trainable_variables is not None and not self.built:  # type: ignore[has-type]
             self.build(variables)  # type: ignore[attr-defined]
@@ -157,6 +162,7 @@ def _apply_reduced(
         scaler.build(trainable_variables)
         scaler.built = True
     variables = trainable_variables or scaler._trainable_variables
+    distribution.begin_step(scaler._trainable_variables or variables)
     scale = tf.convert_to_tensor(scaler.dynamic_scale)
     reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
     distribution.update_if_complete(

@@ -48,6 +48,11 @@ def DistributedOptimizer(
     hierarchical: bool | str = "auto",
     delay: int = 0,
     delay_warmup: int = 0,
+    local_steps: int | None = None,
+    outer: Any = "average",
+    fragments: str | None = None,
+    alpha: float | None = None,
+    local_warmup: int = 0,
 ) -> Any:
     """Wraps a Keras optimizer so that it averages gradients over all ranks, compressed, before it applies them.
 
@@ -110,11 +115,23 @@ def DistributedOptimizer(
         delay: 0 or 1. With 1, each step applies the averaged gradients of the step before. They are exchanged beside
             the forward and backward pass, so that a step does not wait for the network. See docs/delay.md for its cost.
         delay_warmup: The number of steps without delay at the beginning of training.
+        local_steps: The number of steps in a round, from 1 on. Each rank trains its own weights, and the ranks exchange
+            the movements of their weights once per round, in place of gradients; see docs/local-steps.md. None
+            exchanges gradients in each step.
+        outer: The outer optimizer, which applies the mean movement of a round to the synchronized weights: "average",
+            "nesterov:lr=0.7,momentum=0.9" (DiLoCo), or a Keras optimizer, of which only the configuration is used.
+        fragments: "stream" divides the weights into `local_steps` fragments and exchanges one in each step, beside the
+            step (Streaming DiLoCo). None exchanges all weights at the end of a round.
+        alpha: With `fragments="stream"`, the share of the local weights in the weights that a rank continues with:
+            alpha * local + (1 - alpha) * synchronized. From 0 (all ranks continue with the synchronized weights) to
+            below 1. None is 0.5, the value of the paper.
+        local_warmup: The number of steps at the beginning that are rounds by themselves, and are averaged, whatever
+            `outer` is (post-local SGD, Lin et al. 2020).
 
     Returns:
         An optimizer whose class is a subclass of the optimizer's class and has the same name, so that a saved
-        model loads without this package. It has three more methods: `register_local_var(variable)`, as Horovod's,
-        `bytes_sent()` and `compression_report()`.
+        model loads without this package. It has four more methods: `register_local_var(variable)`, as Horovod's,
+        `bytes_sent()`, `compression_report()` and, for local steps, `synchronize()`.
 
     Raises:
         TypeError: `optimizer` is not a Keras optimizer or is distributed already, or an argument is of a wrong type.

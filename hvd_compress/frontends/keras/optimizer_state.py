@@ -29,9 +29,10 @@ def distributed_optimizer(optimizer: Any) -> Any:
     return optimizer if hasattr(optimizer, "_hvdc") else None
 
 
-def batches_per_step(optimizer: Any) -> int:
-    """The number of batches whose gradients a distributed optimizer adds up before it exchanges them."""
-    passes = optimizer._hvdc.settings.backward_passes_per_step
+def batches_per_exchange(optimizer: Any) -> int:
+    """The number of batches between two exchanges of a distributed optimizer."""
+    settings = optimizer._hvdc.settings
+    passes = settings.backward_passes_per_step * (settings.local_steps or 1)
     return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
 
 
@@ -93,7 +94,25 @@ def unique(variables: Sequence[Any]) -> list[tf.Variable]:
     return list({v.ref(): v for v in map(tf_variable, variables)}.values())
 
 
-def broadcast(variables: Sequence[tf.Variable], root_rank: int, name: str) -> None:
+def moving_statistics(model: Any) -> list[Any]:
+    """The float weights of a model that are not trained although their layers are, as those of batch normalization."""
+    if model is None:
+        return []
+    frozen = {id(variable) for layer in _layers(model) if not layer.trainable for variable in layer.weights}
+    weights = [weight for weight in model.non_trainable_weights if id(weight) not in frozen]
+    return [weight for weight in weights if tf.as_dtype(weight.dtype).is_floating]
+
+
+def _layers(model: Any) -> Iterable[Any]:
+    """The layers of a model, and those of the models among them."""
+    for layer in getattr(model, "layers", []):
+        yield layer
+        yield from _layers(layer)
+
+
+def broadcast(
+    variables: Sequence[tf.Variable], root_rank: int, name: str, process_set: Any = hvd.global_process_set
+) -> None:
     """Assigns the values of rank `root_rank` to the variables of all ranks, which have the same order and shapes."""
 
     @tf.function(autograph=False)
@@ -103,7 +122,7 @@ def broadcast(variables: Sequence[tf.Variable], root_rank: int, name: str) -> No
             value = tf.convert_to_tensor(variable)
             as_uint16 = value.dtype == tf.bfloat16  # Horovod reduces bfloat16, but does not broadcast it
             value = tf.bitcast(value, tf.uint16) if as_uint16 else value
-            value = hvd.broadcast(value, root_rank, name=f"{name}.{number}")
+            value = hvd.broadcast(value, root_rank, name=f"{name}.{number}", process_set=process_set)
             variable.assign(tf.bitcast(value, tf.bfloat16) if as_uint16 else value)
 
     broadcast_all()

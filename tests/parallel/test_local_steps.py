@@ -1,0 +1,418 @@
+"""Local steps against an independent simulation in NumPy of all ranks, with different data on each."""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+import hvd_compress as hvdc
+from hvd_compress.frontends.keras.callbacks import Callback
+
+KERASES = {"keras": keras}
+try:
+    import tf_keras
+
+    KERASES["tf_keras"] = tf_keras
+except ImportError:  # TF 2.15: tf.keras is Keras 2
+    pass
+
+IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
+pytestmark = pytest.mark.usefixtures("fixed_costs")
+STEPS, ROUND = 60, 5
+LR, MOMENTUM = 0.1, 0.5  # of the inner optimizer
+ROWS, COLUMNS = 40, 64
+RATIO = 0.25
+TOPK = f"topk:ratio={RATIO}"
+
+
+def starts():
+    """The initial matrix, bias and statistic."""
+    rng = np.random.default_rng(5)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in ((ROWS, COLUMNS), (COLUMNS,), (COLUMNS,))]
+
+
+def targets(rank):
+    """What the matrix, the bias and the statistic are drawn to in each step: float32 [STEPS, ...]."""
+    rng = np.random.default_rng(100 + rank)
+    shapes = ((ROWS, COLUMNS), (COLUMNS,), (COLUMNS,))
+    return [(1.0 + rank + rng.standard_normal((STEPS, *shape))).astype(np.float32) for shape in shapes]
+
+
+# The simulation
+
+
+def kept(x, lossy):
+    """What a rank sends of x: everything, or the elements of a matrix of largest magnitude."""
+    if not lossy or x.ndim < 2:
+        return x
+    k = int(np.ceil(RATIO * x.size - 1e-9))
+    result = np.zeros(x.size)
+    largest = np.argsort(-np.abs(x.ravel()), kind="stable")[:k]
+    result[largest] = x.ravel()[largest]
+    return result.reshape(x.shape)
+
+
+class Simulation:
+    """All ranks in float64: `local[rank][i]` are the values of matrix, bias and statistic."""
+
+    def __init__(self, ranks, parts, outer, lossy, alpha=0.0, warmup=0):
+        self.local = [[x.astype(np.float64) for x in starts()] for _ in range(ranks)]
+        self.velocity = [[np.zeros(x.shape) for x in starts()[:2]] for _ in range(ranks)]
+        self.synchronized = [x.astype(np.float64) for x in starts()]
+        self.momentum = [np.zeros(x.shape) for x in starts()]
+        self.residual = [[np.zeros(x.shape) for x in starts()] for _ in range(ranks)]
+        self.targets = [targets(rank) for rank in range(ranks)]
+        # Fragments: lists of (variable, rows).
+        self.parts, self.outer, self.lossy, self.alpha, self.warmup = parts, outer, lossy, alpha, warmup
+        self.steps = self.in_round = 0
+
+    def movements(self, fragment):
+        return [[self.synchronized[i][rows] - local[i][rows] for i, rows in fragment] for local in self.local]
+
+    def exchange(self, fragment, movements, alpha, only_average=False):
+        ranks = len(self.local)
+        for p, (i, rows) in enumerate(fragment):
+            total = np.zeros_like(movements[0][p])
+            for residual, movement in zip(self.residual, movements):
+                x = movement[p] + residual[i][rows]
+                sent = kept(x, self.lossy)
+                residual[i][rows] = x - sent
+                total += sent
+            delta = total / ranks
+            if self.outer == "average" or only_average or i == 2:
+                self.synchronized[i][rows] -= delta
+            else:
+                lr, factor = self.outer
+                self.momentum[i][rows] = factor * self.momentum[i][rows] + delta
+                self.synchronized[i][rows] -= lr * (delta + factor * self.momentum[i][rows])
+            for local in self.local:
+                local[i][rows] = alpha * local[i][rows] + (1 - alpha) * self.synchronized[i][rows]
+
+    def step(self):
+        before = self.movements(self.parts[self.in_round]) if len(self.parts) > 1 else None
+        for rank, local in enumerate(self.local):
+            for i in range(2):
+                gradient = local[i] - self.targets[rank][i][self.steps]
+                self.velocity[rank][i] = MOMENTUM * self.velocity[rank][i] - LR * gradient
+                local[i] += self.velocity[rank][i]
+            local[2] += 0.1 * (self.targets[rank][2][self.steps] - local[2])
+        self.steps += 1
+        if self.steps <= self.warmup:
+            for fragment in self.parts:
+                self.exchange(fragment, self.movements(fragment), 0.0, only_average=True)
+            return
+        if len(self.parts) > 1:
+            self.exchange(self.parts[self.in_round], before, self.alpha)
+        elif self.in_round == ROUND - 1:
+            self.exchange(self.parts[0], self.movements(self.parts[0]), 0.0)
+        self.in_round = (self.in_round + 1) % ROUND
+
+
+WHOLE = [[(i, slice(None)) for i in range(3)]]
+
+
+def streamed():
+    """Fragments of ROUND: rows belong where their middle is; a vector is never divided."""
+    parts, total, offset = [[] for _ in range(ROUND)], ROWS * COLUMNS + 2 * COLUMNS, 0
+    by_row = [int((row + 0.5) * COLUMNS / total * ROUND) for row in range(ROWS)]
+    for f in range(ROUND):
+        rows = [row for row in range(ROWS) if by_row[row] == f]
+        if rows:
+            parts[f].append((0, slice(rows[0], rows[-1] + 1)))
+    for i in (1, 2):
+        offset = ROWS * COLUMNS + (i - 1) * COLUMNS
+        parts[int((offset + COLUMNS / 2) / total * ROUND)].append((i, slice(None)))
+    return parts
+
+
+# Training
+
+
+class Training:
+    """The same training with the package, in a custom loop."""
+
+    def __init__(self, rank, **options):
+        self.variables = [tf.Variable(x, name=name) for x, name in zip(starts(), ("kernel", "bias", "mean"))]
+        self.variables[2]._trainable = False
+        trained = self.variables[:2]
+        self._optimizer = keras.optimizers.SGD(LR, momentum=MOMENTUM)
+        self._optimizer.build(trained)
+        self.sync = hvdc.LocalSteps(trained, averaged=self.variables[2:], **options)
+        data = [tf.constant(x) for x in targets(rank)]
+        self.traces = 0
+
+        @tf.function(autograph=False)
+        def step(t):
+            self.traces += 1
+            gradients = [v - x[t] for v, x in zip(trained, data)]
+            self._optimizer.apply_gradients(list(zip(gradients, trained)))
+            self.variables[2].assign_add(0.1 * (data[2][t] - self.variables[2]))
+            self.sync()
+
+        self._step = step
+
+    def step(self, t):
+        self._step(tf.constant(t))
+        return [variable.numpy() for variable in self.variables]
+
+
+NESTEROV = {"outer": "nesterov:lr=0.7,momentum=0.9"}
+STREAM = {"fragments": "stream", "alpha": 0.0}
+CASES = {
+    "average": ({}, {"outer": "average"}),
+    "nesterov": (NESTEROV, {"outer": (0.7, 0.9)}),
+    "nesterov after a warm-up": ({**NESTEROV, "local_warmup": 3}, {"outer": (0.7, 0.9), "warmup": 3}),
+    "stream": (STREAM, {"outer": "average"}),
+    "stream with nesterov, mixed, after a warm-up": (
+        {"fragments": "stream", **NESTEROV, "local_warmup": 3},  # alpha is 0.5
+        {"outer": (0.7, 0.9), "alpha": 0.5, "warmup": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("lossy", [False, True], ids=["none", "topk"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_equals_the_simulation_of_all_ranks(rank, size, case, lossy):
+    options, simulated = CASES[case]
+    parts = streamed() if "fragments" in options else WHOLE
+    simulation = Simulation(size, parts, lossy=lossy, **simulated)
+    training = Training(
+        rank, local_steps=ROUND, compression=TOPK if lossy else "none", min_compress_size=256, **options
+    )
+    for t in range(STEPS):
+        values = training.step(t)
+        simulation.step()
+        for value, expected in zip(values, simulation.local[rank]):
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5, err_msg=f"step {t}")
+    assert training.traces == 1
+    with training.sync.synchronized():
+        for variable, expected in zip(training.variables, simulation.synchronized):
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
+    for variable, expected in zip(training.variables, simulation.local[rank]):
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+# Keras
+
+
+def make_model(module, optimizer=None, seed=7, **options):
+    module.utils.set_random_seed(seed)
+    layers = [module.layers.Dense(48, activation="relu"), module.layers.BatchNormalization(), module.layers.Dense(4)]
+    model = module.Sequential([module.Input((32,)), *layers])
+    optimizer = hvdc.DistributedOptimizer(optimizer or module.optimizers.Adam(0.01), **options)
+    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=2, jit_compile=False)
+    return model
+
+
+def data(rank, batches):
+    rng = np.random.default_rng(rank)
+    x = rng.standard_normal((8 * batches, 32)).astype(np.float32)
+    return x, x[:, :4] + rank
+
+
+def fit(model, rank, epochs=1, start=0, callbacks=(), batches=6, **more):
+    broadcast = hvdc.callbacks.BroadcastGlobalVariablesCallback(0)
+    options = {"batch_size": 8, "verbose": 0, "shuffle": False, "callbacks": [broadcast, *callbacks]}
+    return model.fit(*data(rank, batches), epochs=epochs, initial_epoch=start, **options, **more)
+
+
+def differ(weights):
+    """By weight, whether it differs between ranks."""
+    everywhere = hvd.allgather_object(weights)
+    return [any(not np.array_equal(w, other[i]) for other in everywhere) for i, w in enumerate(weights)]
+
+
+class Spy(Callback):
+    """Which weights differ between ranks: after each batch, in the validation and at the end of the epoch."""
+
+    _implements_test_batch_hooks = staticmethod(lambda: True)
+
+    def __init__(self):
+        super().__init__()
+        self.after_batches, self.in_validation, self.at_the_end = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after_batches.append(differ(self.model.get_weights()))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.in_validation.append(differ(self.model.get_weights()))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.at_the_end.append(differ(self.model.get_weights()))
+
+
+@pytest.mark.parametrize("module", KERASES)
+def test_one_local_step_of_sgd_equals_the_plain_optimizer(rank, module):
+    module = KERASES[module]
+    found = []
+    for options in ({}, {"local_steps": 1}):
+        module.utils.set_random_seed(3)
+        model = module.Sequential([module.Input((32,)), module.layers.Dense(48), module.layers.Dense(4)])
+        optimizer = hvdc.DistributedOptimizer(module.optimizers.SGD(0.05), **options)
+        model.compile(optimizer=optimizer, loss="mse", steps_per_execution=2, jit_compile=False)
+        fit(model, rank)
+        found.append(model.get_weights())
+    assert not any(differ(found[1]))
+    for plain, local in zip(*found):
+        np.testing.assert_allclose(local, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", KERASES)
+def test_the_model_holds_synchronized_weights_between_epochs_and_its_own_within(rank, module):
+    model = make_model(KERASES[module], local_steps=4, compression="int8")
+    spy = Spy()
+    fit(model, rank, epochs=2, callbacks=[spy], validation_data=data(rank, 1))
+    # Rounds end after steps 4, 8 and 12. Batch hooks are called after every second step.
+    some = [any(differing) for differing in spy.after_batches]
+    assert some == [True, False, True, False, True, False]
+    assert all(spy.after_batches[0])  # also the moving statistics, the last weights but the last layer's
+    assert not np.any(spy.in_validation) and not np.any(spy.at_the_end)
+    assert not any(differ(model.get_weights()))
+    assert model.optimizer.bytes_sent()[0] * 4 < model.optimizer.bytes_sent()[1]
+
+
+RESUMED = {
+    "whole": {"local_steps": 4, "compression": TOPK, "outer": "nesterov"},
+    "stream": {"local_steps": 4, "compression": TOPK, "fragments": "stream", "alpha": 0.5, "min_compress_size": 64},
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_training_that_is_resumed_in_the_middle_of_a_round_equals_one_that_was_not_interrupted(rank, tmp_path, options):
+    directory = hvd.broadcast_object(str(tmp_path), 0)
+    checkpoint = hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")
+    whole = make_model(keras, **options)
+    fit(whole, rank, epochs=2)
+
+    saved = []
+
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            saved.extend([self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]])
+
+    interrupted = make_model(keras, **options)
+    fit(interrupted, rank, callbacks=[checkpoint, Save()])  # 6 steps: a round, and half of the next one
+    assert not any(differ(saved[0])) and any(differ(saved[1]))
+    resumed = make_model(keras, seed=9, **options)
+    resumed.set_weights(saved[0])
+    resumed.optimizer.build(resumed.trainable_variables)
+    for variable, value in zip(resumed.optimizer.variables, saved[1]):
+        variable.assign(value)  # of which the callback broadcasts those of rank 0, as of a saved model
+    fit(resumed, rank, epochs=2, start=1, callbacks=[hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")])
+    for expected, value in zip(whole.get_weights(), resumed.get_weights()):
+        np.testing.assert_array_equal(value, expected)
+
+
+def quadratic(rank, optimizer):
+    """A matrix, and a step that pulls it to the rank's own target, with a given factor."""
+    variable = tf.Variable(np.zeros((32, 64), np.float32), name="kernel")
+    optimizer.build([variable])
+
+    @tf.function(autograph=False)
+    def step(factor):
+        gradient = factor * (variable - float(rank))
+        scale = getattr(optimizer, "dynamic_scale", None)
+        optimizer.apply_gradients([(gradient if scale is None else gradient * scale, variable)])
+
+    return variable, lambda factor=1.0: step(tf.constant(factor))
+
+
+def test_passes_are_no_steps(rank, size):
+    """Both kinds of gradient accumulation: two rounds of three steps of two passes."""
+    mean = (size - 1) / 2
+    with_passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    optimizers = [hvdc.DistributedOptimizer(keras.optimizers.SGD(0.5), local_steps=3, **with_passes)]
+    if IS_KERAS3:
+        optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+        optimizers.append(hvdc.DistributedOptimizer(optimizer, local_steps=3))
+    for optimizer in optimizers:
+        variable, step = quadratic(rank, optimizer)
+        for passes in range(1, 13):
+            step()
+            steps = passes // 2
+            # Each step halves the distance to the rank's target, each third one is followed by an average.
+            distance = 0.5 ** (steps % 3)
+            start = mean * (1 - 0.5 ** (steps // 3 * 3))
+            np.testing.assert_allclose(variable.numpy(), start * distance + rank * (1 - distance), atol=1e-6)
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has another LossScaleOptimizer")
+@pytest.mark.parametrize("way", ["inside", "around"])
+def test_a_rank_that_overflows_leaves_out_its_own_step_and_stays_in_the_round(way, rank, size):
+    inner, options = keras.optimizers.SGD(0.5), {"local_steps": 2, "compression": "none"}
+    if way == "inside":
+        scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        scaler = hvdc.DistributedOptimizer(scaler, **options)
+    else:
+        scaler = keras.optimizers.LossScaleOptimizer(hvdc.DistributedOptimizer(inner, **options), initial_scale=8.0)
+    variable, step = quadratic(rank, scaler)
+    step(float("nan") if rank == 0 else 1.0)
+    np.testing.assert_allclose(variable.numpy(), 0.5 * rank)
+    step()
+    np.testing.assert_allclose(variable.numpy(), 0.75 * (size - 1) / 2)
+    assert len(set(hvd.allgather_object(float(scaler.dynamic_scale.numpy())))) == 2
+
+
+def test_a_movement_that_is_not_finite_is_left_out_by_all_ranks(rank, size):
+    variable = tf.Variable(np.zeros((32, 64), np.float32))
+    sync = hvdc.LocalSteps([variable], local_steps=2, compression="int8", on_nonfinite="skip")
+    for change in (1.0, float("nan") if rank == 0 else 1.0, rank, rank):
+        variable.assign_add(tf.fill(variable.shape, float(change)))
+        sync()
+    np.testing.assert_allclose(variable.numpy(), size - 1, rtol=1e-2)
+
+
+def test_ranks_that_disagree_get_one_error(rank):
+    variable = tf.Variable(np.zeros((32, 64), np.float32))
+    for name, values in {
+        "local_steps": (2, 3),
+        "outer": ("average", "nesterov:lr=0.7,momentum=0.9"),
+        "local_warmup": (0, 4),
+    }.items():
+        options = {"local_steps": 2, name: values[rank % 2]}
+        sync = hvdc.LocalSteps([variable], compression="none", **options)
+        with pytest.raises(ValueError, match=rf"ranks disagree on {name}: .* has {values[0]}, .* has {values[1]}"):
+            sync()
+
+
+def test_a_streamed_exchange_depends_on_nothing_of_the_step(rank):
+    training = Training(rank, local_steps=ROUND, compression="int8", **STREAM)
+    graph = training._step.get_concrete_function(tf.constant(0)).graph
+    first, second = [op for op in graph.get_operations() if op.type == "Case"]
+    assert "Horovod" in str(graph.as_graph_def())
+
+    def before(op):
+        found, waiting = set(), [op]
+        while waiting:
+            op = waiting.pop()
+            if op not in found:
+                found.add(op)
+                waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+        return found
+
+    assert second not in before(first) and first in before(second)
+    kinds = {op.type for op in before(first)}
+    assert not {kind for kind in kinds if kind.startswith(("Assign", "Mul", "ResourceApply"))}, kinds
+
+
+def test_an_elastic_job_goes_back_to_the_synchronized_weights_of_the_commit(rank):
+    model = make_model(keras, local_steps=4, compression="int8", outer="nesterov")
+    state = hvdc.elastic.KerasState(model)
+    state.sync()
+    fit_options = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(*data(rank, 6), **fit_options)  # one round, and half of the next one
+    state.save()
+    rounds = model.optimizer._hvdc.rounds
+    own = model.get_weights()
+    rounds.show_synchronized()
+    synchronized = model.get_weights()
+    rounds.show_own()
+    assert any(differ(own)) and not any(differ(synchronized))
+    model.fit(*data(rank, 6), **fit_options)
+    state.restore()
+    state.sync()
+    for value, expected in zip(model.get_weights(), synchronized):
+        np.testing.assert_array_equal(value, expected)
+    model.fit(*data(rank, 4), **fit_options)
+    assert not any(differ(model.get_weights()))
