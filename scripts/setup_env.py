@@ -68,7 +68,8 @@ class Environment(environment.Environment):
 
     def wanted(self) -> str:
         """A hash of everything that was asked for."""
-        packaging = [(ROOT / file).read_text(encoding="utf-8") for file in ("pyproject.toml", "setup.py")]
+        files = [ROOT / "pyproject.toml", ROOT / "setup.py", *sorted((ROOT / "native").iterdir())]
+        packaging = [file.read_text(encoding="utf-8") for file in files]
         asked = [HOROVOD, RECIPE, BUILD_TOOLS, self.requirements(), *packaging]
         return hashlib.sha256(repr(asked).encode()).hexdigest()
 
