@@ -26,19 +26,22 @@ INLINE void rotate(float* x, float factor) {
   constexpr Lanes kTwo = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
   constexpr Lanes kFour = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
   constexpr Lanes kEight = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
-  const float half = 0.5f * factor;
+  // Sums of quarters: nothing overflows unless a result does.
+  const float twice = 2.0f * factor;
   Floats v[4];
   std::memcpy(v, x, sizeof(v));
   for (int i = 0; i < 4; ++i) {
-    Floats sum = v[i] + __builtin_shuffle(v[i], kOne);
+    Floats sum = v[i] * 0.25f;
+    sum = sum + __builtin_shuffle(sum, kOne);
     sum = sum + __builtin_shuffle(sum, kTwo);
-    v[i] = sum * half - v[i] * factor;
-    sum = v[i] + __builtin_shuffle(v[i], kFour);
+    v[i] = (sum - v[i] * 0.5f) * twice;
+    sum = v[i] * 0.25f;
+    sum = sum + __builtin_shuffle(sum, kFour);
     sum = sum + __builtin_shuffle(sum, kEight);
-    v[i] = sum * half - v[i] * factor;
+    v[i] = (sum - v[i] * 0.5f) * twice;
   }
-  const Floats sum = ((v[0] + v[1]) + (v[2] + v[3])) * half;
-  for (int i = 0; i < 4; ++i) v[i] = sum - v[i] * factor;
+  const Floats sum = (v[0] * 0.25f + v[1] * 0.25f) + (v[2] * 0.25f + v[3] * 0.25f);
+  for (int i = 0; i < 4; ++i) v[i] = (sum - v[i] * 0.5f) * twice;
   std::memcpy(x, v, sizeof(v));
 }
 

@@ -45,10 +45,14 @@ OUTPUT_FILE = units.Parsed("path", output_file)
 
 
 def output() -> Console:
-    """The console on standard output; if that is a pipe, it is wide enough for tables, or as wide as COLUMNS says."""
+    """The console on standard output; if that is a pipe, it is wide enough for tables, or as wide as `launch` says."""
     console = Console(highlight=False)
-    width = os.environ.get("COLUMNS", "")
-    return console if console.is_terminal or width.isdecimal() else Console(highlight=False, width=_PIPE_WIDTH)
+    width = os.environ.get("HVD_COMPRESS_COLUMNS", "")
+    return (
+        console
+        if console.is_terminal
+        else Console(highlight=False, width=int(width) if width.isdecimal() else _PIPE_WIDTH)
+    )
 
 
 def errors() -> Console:

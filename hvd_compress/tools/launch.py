@@ -68,7 +68,7 @@ def run(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     environment = dict(os.environ)
     if sys.stdout.isatty():
-        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        environment["HVD_COMPRESS_COLUMNS"] = str(shutil.get_terminal_size().columns)
     try:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",

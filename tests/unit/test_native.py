@@ -90,7 +90,7 @@ def test_a_bucket_of_chunks_is_that_of_each_chunk(spec, use):
         for part, expected in zip(parts, alone.parts):
             np.testing.assert_array_equal(part, expected)
         np.testing.assert_array_equal(shard.residuals[i], alone.residual)
-    assert shard.payload[-1] == 0 and bool(shard.finite)
+    assert shard.payload[-1] == 0 and bool(shard.finite())
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -102,7 +102,7 @@ def test_what_is_not_finite_lowers_the_flag(spec, bad, use):
         values[position] = bad
         chunks = [heavy_tailed(5000, 1), tf.constant(values)]
         shard = coding.encode(hvdc.Compression.parse(spec), LocalInput(chunks, [None] * 2, 1.0, False, SEEDS))
-        assert shard.payload[-1] == 1 and not bool(shard.finite)
+        assert shard.payload[-1] == 1 and not bool(shard.finite())
 
 
 def test_threads_do_not_change_the_result(use, monkeypatch):

@@ -443,7 +443,8 @@ def test_wrong_usage_is_status_2_and_one_clear_line(arguments, message, monkeypa
     assert len(errors) == 1 and message in errors[0]
 
 
-@pytest.mark.parametrize("command", [command.name for command in cli.COMMANDS])
+# `horovod`, which works without click, has a help of its own.
+@pytest.mark.parametrize("command", [command.name for command in cli.COMMANDS if command.name != "horovod"])
 def test_help_has_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
