@@ -131,6 +131,10 @@ class Settings:
             if self.delay_warmup:
                 raise ValueError(f"delay_warmup={self.delay_warmup} needs delay=1")
             return
+        if self.local_steps is not None:
+            raise ValueError(
+                "local_steps and delay=1 cannot go together: fragments='stream' also sends beside the step"
+            )
         if self.hierarchical is True:
             raise ValueError("hierarchical=True and delay=1 cannot go together: choose one")
         if self.momentum_correction:

@@ -239,6 +239,7 @@ def test_rows_of_an_embedding_are_refused_on_all_ranks():
             "momentum_correction and delay=1 cannot",
         ),
         ({"delay": 1, "hierarchical": True}, "hierarchical=True and delay=1 cannot go together"),
+        ({"delay": 1, "local_steps": 4}, "local_steps and delay=1 cannot go together"),
     ],
 )
 def test_what_does_not_go_together(options, message):
