@@ -86,7 +86,9 @@ def in_use(native_format: NativeFormat | None) -> NativeFormat | None:
 
 def threads() -> int:
     """The threads of an operation: as many as TensorFlow gives to its own."""
-    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    configured = tf.config.threading.get_intra_op_parallelism_threads()
+    wanted = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    return configured or (int(wanted) if wanted.isdecimal() else 0) or len(os.sched_getaffinity(0))
 
 
 def encode(

@@ -163,7 +163,10 @@ class KerasState(ObjectState):
                 if old and (self._was_reset or hvd.rank() not in old):
                     self._take_over({rank: statuses[rank].commits[agreed] for rank in old}, root)
             if self._rounds is not None:
-                self._rounds.discard()
+                if old:
+                    self._rounds.discard()
+                else:  # weights may have been loaded since this object was made
+                    self._rounds.show_own()
             optimizer_state.broadcast(self._shared_variables(), root, "hvdc_elastic")
             if self._rounds is not None:
                 self._rounds.adopt()
