@@ -207,6 +207,8 @@ class KerasState(ObjectState):
                 + ("the rank with their copies is gone, too" if copied else "there are no copies of them"),
                 stacklevel=2,
             )
+        # What waits under a delay is restored on all ranks or on none: of `randomk`, it includes which rows were drawn.
+        states = [dataclasses.replace(state, waiting={}) for state in states]
         self._reducer.replan([])
         self._reducer.continues = True
         if self._rounds is not None:
