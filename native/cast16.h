@@ -37,7 +37,7 @@ INLINE uint16_t to_brain(float x) { return hadamard::to_bfloat16(x); }
 
 INLINE float from_brain(uint16_t bits) { return float_of(static_cast<int32_t>(static_cast<uint32_t>(bits) << 16)); }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 12)
 // The processor's own conversions, eight at a time; the same results.
 __attribute__((target("avx,f16c"))) inline int64_t to_halves(const float* x, int64_t count, uint16_t* out) {
   int64_t j = 0;

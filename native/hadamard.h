@@ -17,27 +17,29 @@ constexpr float kDeviation = 1.2533141373155003f;  // sqrt(pi / 2)
 inline int64_t bytes(int64_t n) { return ceil_div(n, kBlock) * (2 + kBlock / 4); }
 
 typedef float Floats __attribute__((vector_size(64)));
+
+#if defined(__clang__)
+#define LANES(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
 typedef int32_t Lanes __attribute__((vector_size(64)));
+#define LANES(v, ...) __builtin_shuffle(v, Lanes{__VA_ARGS__})
+#endif
 
 // factor^3 times the rotation of a block [64]: products with factor * (J / 2 - I), J the 4x4 matrix of ones, along each
 // of its three axes of 4. The sums of four are the same in all of their lanes: each pair is added, then both pairs.
 INLINE void rotate(float* x, float factor) {
-  constexpr Lanes kOne = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-  constexpr Lanes kTwo = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-  constexpr Lanes kFour = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-  constexpr Lanes kEight = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
   // Sums of quarters: nothing overflows unless a result does.
   const float twice = 2.0f * factor;
   Floats v[4];
   std::memcpy(v, x, sizeof(v));
   for (int i = 0; i < 4; ++i) {
     Floats sum = v[i] * 0.25f;
-    sum = sum + __builtin_shuffle(sum, kOne);
-    sum = sum + __builtin_shuffle(sum, kTwo);
+    sum = sum + LANES(sum, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    sum = sum + LANES(sum, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     v[i] = (sum - v[i] * 0.5f) * twice;
     sum = v[i] * 0.25f;
-    sum = sum + __builtin_shuffle(sum, kFour);
-    sum = sum + __builtin_shuffle(sum, kEight);
+    sum = sum + LANES(sum, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    sum = sum + LANES(sum, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     v[i] = (sum - v[i] * 0.5f) * twice;
   }
   const Floats sum = (v[0] * 0.25f + v[1] * 0.25f) + (v[2] * 0.25f + v[3] * 0.25f);

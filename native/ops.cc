@@ -23,8 +23,15 @@ enum Method : int64_t { kQuantize = 0, kOneBit = 1, kBlockTopK = 2, kHybrid = 3,
 // Payloads of more ranks are summed in groups of so many, as `exchange.coding`.
 constexpr int kRanksPerGroup = 8;
 
+constexpr int64_t kLargestChunk = std::numeric_limits<int32_t>::max();  // positions are 32 bits
+
 struct Format {
   int64_t method, bits;
+
+  bool is_valid() const {
+    const bool has_bits = method == kQuantize || method == kHybrid;
+    return method >= kQuantize && method <= kBrain && (has_bits ? bits >= 1 && bits <= 8 : bits == 0);
+  }
 
   int64_t bytes(int64_t n, int64_t kept) const {
     switch (method) {
@@ -92,6 +99,10 @@ class Attributes {
   ~Attributes() {
     if (TF_GetCode(status_) != TF_OK) TF_OpKernelConstruction_Failure(construction_, status_);
     TF_DeleteStatus(status_);
+  }
+
+  void require(bool condition, const char* message) {
+    if (ok() && !condition) TF_SetStatus(status_, TF_INVALID_ARGUMENT, message);
   }
 
   int64_t integer(const char* name) {
@@ -191,6 +202,7 @@ struct Encode {
     flagged_bytes = attributes.integer("flagged_bytes");
     threads = attributes.integer("threads");
     decay = attributes.real("decay");
+    attributes.require(format.is_valid(), "HvdCompressEncode: no such method or number of bits");
   }
 
   void compute(TF_OpKernelContext* context) const {
@@ -204,15 +216,16 @@ struct Encode {
       int64_t size = 0, of_residual = 0;
       const float* gradient = call.input<float>(static_cast<int>(c), &size);
       const float* residual = residuals ? call.input<float>(static_cast<int>(chunks + c), &of_residual) : nullptr;
-      if (size < 1 || (residual && of_residual != size) || kept[c] < 1 || kept[c] > size)
-        call.fail("HvdCompressEncode: a chunk is empty, or its residual has another size");
+      if (size < 1 || size > kLargestChunk || (residual && of_residual != size) || kept[c] < 1 || kept[c] > size)
+        return call.fail("HvdCompressEncode: a chunk is empty or too large, or its residual has another size");
       sources.push_back({gradient, residual, decay, size});
       begins.push_back(begins.back() + format.bytes(size, kept[c]));
     }
     const int seed_input = static_cast<int>(chunks + residuals);
     const int32_t* seed = call.input<int32_t>(seed_input);
     const bool* before = call.input<bool>(seed_input + 1);
-    if (call.ok() && begins.back() != nbytes) call.fail("HvdCompressEncode: the payload has another length than expected");
+    if (call.ok() && (begins.back() != nbytes || flagged_bytes < nbytes))
+      call.fail("HvdCompressEncode: the payload has another length than expected");
     uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {flagged_bytes});
     std::vector<float*> new_residuals(chunks, nullptr);
     for (int64_t c = 0; c < kept_residuals && call.ok(); ++c)
@@ -221,13 +234,14 @@ struct Encode {
     if (!call.ok()) return;
 
     std::atomic<bool> finite{*before};
-    Pool::run(chunks, threads, [&](int64_t c) {
+    const bool done = Pool::run(chunks, threads, [&](int64_t c) {
       Encoding encoding = how;
       encoding.kept = kept[c];
       if (how.stochastic)
         encoding.seed = quantize::fold(quantize::fold(*seed, static_cast<int32_t>(first_chunk + c)), static_cast<int32_t>(salt));
       if (!format.encode(sources[c], encoding, payload + begins[c], new_residuals[c])) finite = false;
     });
+    if (!done) return call.fail("HvdCompressEncode: out of memory");
     *ok = finite;
     std::memset(payload + nbytes, finite ? 0 : 1, flagged_bytes - nbytes);
   }
@@ -247,6 +261,7 @@ struct Decode {
     ranks = attributes.integer("N");
     nbytes = attributes.integer("nbytes");
     threads = attributes.integer("threads");
+    attributes.require(format.is_valid(), "HvdCompressDecode: no such method or number of bits");
   }
 
   void compute(TF_OpKernelContext* context) const {
@@ -258,19 +273,23 @@ struct Decode {
       if (length < nbytes) call.fail("HvdCompressDecode: a payload is shorter than expected");
     }
     const float* scale = call.input<float>(static_cast<int>(ranks));
+    if (kept.size() != sizes.size()) return call.fail("HvdCompressDecode: `sizes` and `kept` differ in length");
     std::vector<int64_t> begins{0};
     std::vector<float*> out;
     for (size_t c = 0; c < sizes.size() && call.ok(); ++c) {
+      if (sizes[c] < 1 || sizes[c] > kLargestChunk || kept[c] < 1 || kept[c] > sizes[c])
+        return call.fail("HvdCompressDecode: a chunk has no such size");
       begins.push_back(begins.back() + format.bytes(sizes[c], kept[c]));
       out.push_back(call.output<float>(static_cast<int>(c), TF_FLOAT, {sizes[c]}));
     }
     if (call.ok() && begins.back() != nbytes) call.fail("HvdCompressDecode: the payload has another length than expected");
     if (!call.ok()) return;
-    Pool::run(static_cast<int64_t>(sizes.size()), threads, [&](int64_t c) {
+    const bool done = Pool::run(static_cast<int64_t>(sizes.size()), threads, [&](int64_t c) {
       std::vector<const uint8_t*> of_chunk;
       for (const uint8_t* payload : payloads) of_chunk.push_back(payload + begins[c]);
       format.decode(of_chunk, sizes[c], kept[c], *scale, out[c]);
     });
+    if (!done) call.fail("HvdCompressDecode: out of memory");
   }
 };
 

@@ -12,10 +12,14 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(HVD_COMPRESS_SANITIZED)
+// GCC knows these levels from version 12 on. With older ones the features are named: "arch=haswell" would mean Intel's
+// processors only. With clang there is one version, for all processors.
+#if !defined(__x86_64__) || !defined(__linux__) || defined(__clang__) || defined(HVD_COMPRESS_SANITIZED)
+#define CLONED
+#elif __GNUC__ >= 12
 #define CLONED __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
-#define CLONED
+#define CLONED __attribute__((target_clones("default", "avx2", "avx512f")))
 #endif
 #define INLINE static inline __attribute__((always_inline))
 

@@ -190,7 +190,7 @@ def restore(plan: Plan, state: PlanState) -> None:
             variable.assign(True)
         waiting = _waiting(plan)
         kinds = [{name: (tuple(v.shape), v.dtype) for name, v in own.items()} for own in (waiting, state.waiting)]
-        if kinds[0] == kinds[1]:
+        if same_chunks and kinds[0] == kinds[1]:
             for name, variable in waiting.items():
                 variable.assign(state.waiting[name])
         else:

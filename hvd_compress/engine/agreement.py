@@ -187,7 +187,9 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
     # They round differently, so ranks that mix them would have different weights.
-    facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
+    stages = [stage for compressor in settings.compressors for stage in (*compressor.stages, *compressor.candidates)]
+    if any(stage.native_format is not None for stage in stages):
+        facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
     for field in dataclasses.fields(settings):

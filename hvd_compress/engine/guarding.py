@@ -20,8 +20,14 @@ def attach(plan: Plan, guard: Guard) -> None:
     """Lets a guard watch a plan, and gives the plan the compressors of the guard's level.
 
     Raises:
-        ValueError: The plan applies momentum before compression, which milder compressors would lose.
+        ValueError: The plan applies momentum before compression, which milder compressors would lose; or it has a
+            delay, and what waits is a payload of the compressor as configured.
     """
+    if plan.settings.delay:
+        raise ValueError(
+            "CompressionGuard and delay=1 cannot go together: what waits was encoded by the configured compressor; "
+            "leave the callback out, or use delay=0"
+        )
     if plan.settings.momentum_correction:
         raise ValueError(
             "CompressionGuard: dgc and momentum_correction keep the momentum where gradients are compressed, so there "
@@ -132,10 +138,10 @@ def _apply(plan: Plan) -> None:
     """Sets what is kept from step to step to that of a first step, at the guard's level."""
     guard = plan.guard
     assert guard is not None
-    if plan.auto is not None:
-        held = _of_auto(plan, guard.milder[guard.level - 1]) if guard.level else None
-        plan.auto.hold(held, int(plan.state.step))
-    with tf.init_scope():
+    with tf.init_scope():  # a plan may be made while a step is traced
+        if plan.auto is not None:
+            held = _of_auto(plan, guard.milder[guard.level - 1]) if guard.level else None
+            plan.auto.hold(held, int(plan.state.step))
         for group in (*plan.state.groups, *plan.state.embeddings):
             for residual in group.residuals:
                 residual.assign(tf.zeros_like(residual))

@@ -69,7 +69,8 @@ class _KerasUpdate(OuterUpdate):
         super().__init__(weights, {f"keras_{i}": variable for i, variable in enumerate(variables)})
 
     def apply(self, deltas: Sequence[tf.Tensor]) -> None:
-        self._optimizer.apply_gradients(list(zip(deltas, self.weights)))
+        if self.weights:  # a fragment may hold statistics only
+            self._optimizer.apply_gradients(list(zip(deltas, self.weights)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,8 +142,11 @@ class Plan:
         """Drops what waits, if there is a delay. Not for use in a graph."""
         for b, variables in self.state.waiting.items():
             compressor, shapes = self.layout.group_of(b).compressor, self.layout.shapes_of(b)
-            for variable, value in zip(variables, delay.nothing(self.settings, compressor, shapes)):
-                variable.assign(value)
+            values = delay.nothing(self.settings, compressor, shapes)
+            # After a reset with another number of ranks they may differ. Then this plan is about to be dropped.
+            if [v.shape for v in variables] == [value.shape for value in values]:
+                for variable, value in zip(variables, values):
+                    variable.assign(value)
         for variable in self.state.waiting_gradients.values():
             variable.assign(tf.zeros_like(variable))
 

@@ -226,9 +226,15 @@ class Rounds:
         if not tf.executing_eagerly():
             self._step()
             return
-        key = (self.reducer.is_watched, *(len(plan.observers) for plan in self.reducer.plans.values()))
+        self._call("step", self._step)
+
+    def _call(self, name: str, function: Callable[[], None]) -> None:
+        """Calls a function outside of a graph, traced anew where what is observed or the guard's level has changed."""
+        guard = self.reducer.guard
+        observers = [len(plan.observers) for plan in self.reducer.plans.values()]
+        key = (name, self.reducer.is_watched, 0 if guard is None else guard.level, *observers)
         if key not in self._traced:
-            self._traced[key] = tf.function(self._step, autograph=False)
+            self._traced[key] = tf.function(function, autograph=False)
         self._traced[key]()
 
     def _step(self) -> None:
@@ -296,9 +302,7 @@ class Rounds:
         if not self.fragments or steps == start:
             return
         self.show_own()
-        if "synchronize" not in self._traced:
-            self._traced["synchronize"] = tf.function(lambda: self._exchange_all(None), autograph=False)
-        self._traced["synchronize"]()
+        self._call("synchronize", lambda: self._exchange_all(None))
         self._begin_round()
 
     def _exchange_all(self, only_averages: tf.Tensor | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..common.error_text import error_text
+from ..common.error_text import error_text, one_line
 from ..formats.base import Shape, num_kept, size_of
 
 VARIABLE = "HVD_COMPRESS_KERNELS"
@@ -52,12 +52,20 @@ class NativeEncoded(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def library() -> Any | None:
-    """The operations; None if the library was not built, or does not fit this TensorFlow."""
+    """The operations; None if the library was not built, or does not load."""
+    return _load()[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _load() -> tuple[Any | None, str]:
+    """The operations, and why there are none."""
     path = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        return None, "are not built: install hvd_compress where there is a C++ compiler"
     try:
-        return tf.load_op_library(str(path))
-    except (OSError, tf.errors.OpError):
-        return None
+        return tf.load_op_library(str(path)), ""
+    except (OSError, tf.errors.OpError) as error:
+        return None, f"do not load ({one_line(str(error))}): install hvd_compress again"
 
 
 def kind() -> str:
@@ -70,10 +78,7 @@ def kind() -> str:
     if wanted and wanted not in KINDS:
         raise ValueError(f"the environment variable {VARIABLE} must be 'native' or 'xla', got {error_text(wanted)}")
     if wanted == "native" and library() is None:
-        raise ValueError(
-            f"{VARIABLE}=native, but the native kernels are not built: install hvd_compress where there is a C++ "
-            "compiler"
-        )
+        raise ValueError(f"{VARIABLE}=native, but the native kernels {_load()[1]}")
     if wanted:
         return wanted
     return "xla" if library() is None or tf.config.list_logical_devices("GPU") else "native"
@@ -86,7 +91,9 @@ def in_use(native_format: NativeFormat | None) -> NativeFormat | None:
 
 def threads() -> int:
     """The threads of an operation: as many as TensorFlow gives to its own."""
-    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    configured = tf.config.threading.get_intra_op_parallelism_threads()
+    wanted = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    return configured or (int(wanted) if wanted.isdecimal() else 0) or len(os.sched_getaffinity(0))
 
 
 def encode(

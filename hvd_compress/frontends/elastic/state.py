@@ -163,7 +163,10 @@ class KerasState(ObjectState):
                 if old and (self._was_reset or hvd.rank() not in old):
                     self._take_over({rank: statuses[rank].commits[agreed] for rank in old}, root)
             if self._rounds is not None:
-                self._rounds.discard()
+                if old:
+                    self._rounds.discard()
+                else:  # weights may have been loaded since this object was made
+                    self._rounds.show_own()
             optimizer_state.broadcast(self._shared_variables(), root, "hvdc_elastic")
             if self._rounds is not None:
                 self._rounds.adopt()
@@ -204,6 +207,8 @@ class KerasState(ObjectState):
                 + ("the rank with their copies is gone, too" if copied else "there are no copies of them"),
                 stacklevel=2,
             )
+        # What waits under a delay is restored on all ranks or on none: of `randomk`, it includes which rows were drawn.
+        states = [dataclasses.replace(state, waiting={}) for state in states]
         self._reducer.replan([])
         self._reducer.continues = True
         if self._rounds is not None:

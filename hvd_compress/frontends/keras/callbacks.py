@@ -163,6 +163,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         """Broadcasts if the models of all ranks are built."""
         _check_tensorboard()
         environment.train_begins(self.model)
+        self._is_in_fit = False  # an earlier `fit` may have ended with an error
         if self._rounds is not None:
             # Read in the first step: a model may be built by its first batch.
             optimizer = optimizer_state.distributed_optimizer(self.model.optimizer)

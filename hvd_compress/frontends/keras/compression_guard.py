@@ -106,6 +106,8 @@ class CompressionGuard(CountingCallback):
             return
         self._batches, self._sum, self._weight = 0, 0.0, 0.0
         if reducer is not self._guarded:
+            if self._guarded is not None and os.environ.get("HOROVOD_ELASTIC") != "1":
+                self._caution = Caution(self.calm, self._next_level)  # another model
             self._guarded = reducer
             reducer.guard = Guard(self.milder)
         level = self._caution.level

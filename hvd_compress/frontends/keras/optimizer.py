@@ -154,6 +154,11 @@ def DistributedOptimizer(
             "on_nonfinite='skip' cannot leave out a part of the optimizer's gradient_accumulation_steps: "
             "use backward_passes_per_step in its place"
         )
+    if settings.local_steps is not None and getattr(innermost(optimizer), "use_ema", False):
+        raise ValueError(
+            "local_steps and use_ema=True cannot go together: Keras would overwrite the weights with each rank's own "
+            "average; set use_ema=False"
+        )
     dgc = settings.dgc
     momentum = own_momentum(optimizer) if dgc is not None and dgc.momentum else ""
     if momentum:
