@@ -51,5 +51,6 @@ release-check:
 
 clean:
 	[ ! -f "$(VENV)/hvd_compress.json" ] || rm -rf "$(VENV)"
-	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -f hvd_compress/kernels/_native*.so
 	find . -name __pycache__ -not -path "./.venv*" -prune -exec rm -rf {} +

@@ -26,6 +26,8 @@ assert "site-packages" in hvdc.__file__, hvdc.__file__
 files = importlib.resources.files(hvdc)
 for file in ("py.typed", "tools/templates/report.html", "tools/data/gradients.npz"):
     assert (files / file).is_file(), file
+built = [file.name for file in (files / "kernels").iterdir() if file.name.startswith("_native")]
+assert built, "the native kernels are not built: is g++ there?"
 print("hvd_compress", hvdc.__version__, hvdc.CostModel(hvdc.Link(1e-4, 1e-9), 4).predict("int8", 10**6).wire)
 assert "tensorflow" not in sys.modules
 """

@@ -21,7 +21,17 @@ def _checked(name: str, level: Any) -> int:
     raise ValueError(f"{name} must be one of {', '.join(LEVELS)}, got {error_text(level)}")
 
 
-_level = _checked(f"environment variable {VARIABLE}", os.environ.get(VARIABLE, "").strip() or "info")
+def _level_at_start() -> int:
+    """The level of the environment; "info" if that is wrong: no import fails for it."""
+    try:
+        return _checked(f"environment variable {VARIABLE}", os.environ.get(VARIABLE, "").strip() or "info")
+    except ValueError as error:
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(f"hvd_compress: {error}; the level is info", file=sys.stderr, flush=True)
+        return LEVELS["info"]
+
+
+_level = _level_at_start()
 
 
 def set_verbosity(level: str | int) -> None:

@@ -24,7 +24,7 @@ from .settings import Settings
 from .step import Step
 
 _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
-# Make observers for the plans of all reducers that are not watched, see `Reducer.watch`.
+# Make observers for the plans of all reducers that are not watched, see `Reducer.watch`; the last one does.
 watch_all: list[Callable[[Plan], Observer]] = []
 
 
@@ -115,7 +115,7 @@ class Reducer:
             self.plans[key] = self._build(self, name, gradients, variables, watched)
             _say_if_slow(self.plans[key])
         plan = self.plans[key]
-        make_observer = self._watcher or next(iter(watch_all), None)
+        make_observer = self._watcher or next(reversed(watch_all), None)
         if make_observer is not None and not plan.is_recorded:
             plan.observers.append(make_observer(plan))
         if not tf.executing_eagerly():

@@ -78,6 +78,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         progress.start(plan, reducer.epoch)
     tuning.settings(settings)
     end_summary.watch(reducer)
+    environment.begin()
     return plan
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,7 @@ if hvd.rank() == 0:
     built = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, name + "_built")()]
     print("TensorFlow", tf.__version__ + ", built with", ", ".join(built))
 """
-_CHECK_SECONDS = 300
+_CHECK_SECONDS, _END_SECONDS = 300, 10
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,21 +145,32 @@ def check(env: Environment) -> int:
         environment["PATH"] = os.pathsep.join([str(env.python.parent), os.environ.get("PATH", os.defpath)])
         process = subprocess.Popen(
             launcher, cwd=work, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=_CHECK_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # horovodrun ends its ranks
-            process.communicate()
             raise SetupError(f"two ranks did not find each other within {_CHECK_SECONDS} s: is this host's own name in "
                              "/etc/hosts, and does a firewall leave its own addresses alone?") from None  # fmt: skip
+        finally:
+            end(process)
     env.log.write_text(output, encoding="utf-8")
     built = [line.partition("TensorFlow ")[2] for line in output.splitlines() if "<stdout>:TensorFlow" in line]
     if process.returncode or not built:
         raise SetupError(f"{reason(output)}; details in {env.log}")
     say(f"Horovod works between two ranks: TensorFlow {built[0]}")
     return 0
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a launcher, which leads a session of its own, and what it has started."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if process.poll() is None:
+            process.terminate()  # horovodrun ends its ranks
+            process.communicate(timeout=_END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def reason(output: str) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..common.error_text import error_text
 from ..common.units import show_bytes, show_seconds
 from ..common.verbosity import say, shows
 from ..engine.compression_report import BucketReport, CompressionReport
@@ -153,7 +154,10 @@ _left_out: list[bool] = []
 
 def _at_exit() -> None:
     for function in before:
-        function()
+        try:
+            function()
+        except Exception as error:  # a training that has ended well does not end with a traceback
+            say(f"what was measured could not be written ({error_text(error)})", "warning")
     if not shows("info"):
         return
     for reducer in alive():

@@ -1,18 +1,23 @@
 """`HVD_COMPRESS_MONITOR=runs/1`: watches a training whose script knows nothing of it.
 
 It records what `hvdc.callbacks.CompressionMonitor` records. The first plan starts a thread, which reads what the steps
-record and writes it to the files.
+record and writes it to the files. If the script has a monitor or a profile of its own, the steps are recorded by that
+one's recorder, and both read it. Whatever fails here, training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..common.error_text import error_text
 from ..common.verbosity import say
 from ..engine.observer import Observer
 from ..engine.plan import Plan
@@ -40,25 +45,29 @@ class _Watch:
         self._epoch: int | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=VARIABLE, daemon=True)
+        self._has_failed = False
 
     def recorder(self, plan: Plan) -> Observer:
-        """The recorder of a plan's steps; the first one begins the watch."""
-        if self._session is None:
-            try:
-                self._session = Session(alive, self._directory, VARIABLE)
-                self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE)
-            except OSError as error:  # on some ranks perhaps: the others must not wait for this one
-                say(
-                    f"{VARIABLE}: {self._directory} cannot be written to ({error.strerror}); training goes on",
-                    "warning",
-                )
-                self._session, self._exports = Session(alive, None, VARIABLE), Exports(None, VARIABLE)
-            self._session.epoch = self._epoch
-            end_summary.before.append(self.finish)
-            self._thread.start()
+        """The recorder of a plan's steps."""
         return Recorder(plan, self.loss)
 
-    def begin(self, loss: Loss) -> None:
+    def begin(self) -> None:
+        """A plan is made; the first one begins the watch."""
+        if self._session is not None:
+            return
+        try:
+            self._session = Session(alive, self._directory, VARIABLE)
+            self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE)
+        except (OSError, tf.errors.OpError) as error:  # on some ranks perhaps: the others must not wait for this one
+            if hvd.local_rank() == 0:
+                why = error.strerror if isinstance(error, OSError) else error_text(error)
+                say(f"{VARIABLE}: {self._directory} cannot be written to ({why}); training goes on", "warning")
+            self._session, self._exports = Session(alive, None, VARIABLE), Exports(None, VARIABLE)
+        self._session.epoch = self._epoch
+        end_summary.before.append(self.finish)
+        self._thread.start()
+
+    def train_begins(self, loss: Loss) -> None:
         """A Keras model begins to train."""
         if self._session is None:
             self.loss, self._start = loss, time.time()
@@ -66,17 +75,29 @@ class _Watch:
     def new_epoch(self, epoch: int) -> None:
         """Steps from now on are of this epoch."""
         self._epoch = epoch
-        if self._session is not None:
-            self._session.new_epoch(epoch)
+        if self._session is not None and not self._has_failed:
+            with self._failing():
+                self._session.new_epoch(epoch)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error in it, such as a full disk, ends the watch with one line."""
+        try:
+            yield
+        except Exception as error:
+            self._has_failed = True
+            self._end.set()
+            say(f"{VARIABLE}: nothing more is recorded ({error_text(error)}); training goes on", "warning")
 
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._end.wait(_LOOK_EVERY):
-            assert self._session is not None
-            self._keep(self._session.stepped())
-            if time.monotonic() - last > _WRITE_EVERY:
-                last = time.monotonic()
-                self._write()
+        with self._failing():
+            while not self._end.wait(_LOOK_EVERY):
+                assert self._session is not None
+                self._keep(self._session.stepped(least=2))  # at any time, also within a step
+                if time.monotonic() - last > _WRITE_EVERY:
+                    last = time.monotonic()
+                    self._write()
 
     def _keep(self, steps: Steps | None) -> None:
         session, exports = self._session, self._exports
@@ -96,10 +117,13 @@ class _Watch:
         self._end.set()
         self._thread.join()
         assert self._session is not None and self._exports is not None
-        self._keep(self._session.read())
-        self._write()
-        self._session.finish()
-        self._exports.close()
+        if self._has_failed:
+            return
+        with self._failing():
+            self._keep(self._session.read())
+            self._session.finish()
+            self._write()
+            self._exports.close()
 
 
 _watch: _Watch | None = None
@@ -114,11 +138,17 @@ def install() -> None:
         watch_all.append(_watch.recorder)
 
 
+def begin() -> None:
+    """Tells that a plan is made."""
+    if _watch is not None:
+        _watch.begin()
+
+
 def train_begins(model: Any) -> None:
     """Tells which Keras model trains."""
     install()
     if _watch is not None:
-        _watch.begin(lambda: running_loss(model))
+        _watch.train_begins(lambda: running_loss(model))
 
 
 def epoch_begins(epoch: int) -> None:

@@ -60,6 +60,7 @@ class Recorder(Observer):
 
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
         self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
+        self.ranks = plan.settings.process_set.size()  # Horovod may have been shut down when somebody asks
         self._loss = loss
         self._lock = threading.Lock()  # Keras may call callbacks from another thread
         self._num_read: dict[Any, int] = {}  # by reader

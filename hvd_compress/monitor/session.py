@@ -87,7 +87,7 @@ class Session:
         """Whether a step was recorded."""
         return self._plan is not None
 
-    def stepped(self, seconds: float | None = None) -> Steps | None:
+    def stepped(self, seconds: float | None = None, least: int = 1) -> Steps | None:
         """Call it after each step, after the first one with its seconds. It reads if it is time to, see `read`."""
         now = time.monotonic()
         first = self.first_step_seconds is None and seconds is not None
@@ -98,16 +98,21 @@ class Session:
             if first:
                 self.first_step_seconds = seconds
             full = self._recorder is not None and self._recorder.pending(self._name) >= ROWS // 2
-            return self.read() if first or full or now - self._read_at > _READ_EVERY else None
+            return self.read(least) if first or full or now - self._read_at > _READ_EVERY else None
 
-    def read(self) -> Steps | None:
-        """Reads the steps recorded since the last call, and writes them to the files; None if there are none."""
+    def read(self, least: int = 1) -> Steps | None:
+        """Reads the steps recorded since the last call, and writes them to the files; None if there are none.
+
+        The first call that finds `least` steps of some plan selects the plan. Between two steps, 1 is enough. In the
+        middle of a step, perhaps not all plans have taken theirs: with 2, each has taken one.
+        """
         with self._lock:
             self._read_at = time.monotonic()
-            if self._plan is None and not self._start():
+            if self._plan is None and not self._start(least):
                 return None
-            assert self._recorder is not None and self._reader is not None
+            assert self._plan is not None and self._recorder is not None and self._reader is not None
             rows = self._recorder.read(self._name)
+            self._recorder = recorder_of(self._plan) or self._recorder  # another monitor may have replaced it
             if not len(rows):
                 return None
             steps = self._with_losses(self._reader.steps(rows))
@@ -153,10 +158,10 @@ class Session:
             if self._reader is not None:
                 self._reader.new_epoch()
 
-    def _start(self) -> bool:
+    def _start(self, least: int) -> bool:
         """Selects the plan; returns whether there is one."""
         watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending(self._name)]
-        if not watched:
+        if not any(recorder.pending(self._name) >= least for _, recorder in watched):
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
         self._reader = Reader(self.buckets, self.auto_buckets)
@@ -168,13 +173,13 @@ class Session:
         return [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
 
     def _describe(self, **more: Any) -> None:
-        if self._files is None or self._rank != 0 or self._plan is None:
+        if self._files is None or self._rank != 0 or self._plan is None or self._recorder is None:
             return
         settings, shapes, link = self._plan.settings, self._plan.layout.shapes, self._plan.link
         run = {
             "what": self._what,
             "started": self._started,
-            "ranks": settings.process_set.size(),
+            "ranks": self._recorder.ranks,
             "host": socket.gethostname(),
             "model": {
                 "parameters": sum(map(math.prod, shapes)),

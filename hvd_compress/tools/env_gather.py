@@ -131,14 +131,17 @@ def reach(host: str) -> tuple[str, float]:
     """Tries ssh to a host: why it failed (empty if it did not), and by how many seconds that host's clock is ahead."""
     start = time.time()
     try:
-        done = subprocess.run([*_SSH, host, "date +%s.%N"], capture_output=True, text=True, timeout=30,
+        done = subprocess.run([*_SSH, "--", host, "date +%s.%N"], capture_output=True, text=True, timeout=30,
                               stdin=subprocess.DEVNULL)  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(getattr(error, "strerror", None) or "ssh did not answer within 30 s"), 0.0
     end = time.time()
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"ssh ended with status {done.returncode}"])[-1], 0.0
-    there = float(re.findall(r"\d+(?:\.\d+)?", done.stdout)[-1])
+    numbers = re.findall(r"\d+(?:\.\d+)?", done.stdout)
+    if not numbers:
+        return "ssh works, but `date +%s.%N` printed no time", 0.0
+    there = float(numbers[-1])
     # It was read between the two.
     return "", max(there - end, 0.0) or min(there - start, 0.0)
 

@@ -66,4 +66,23 @@ def test_a_directory_that_cannot_be_written_does_not_stop_training(horovodrun, t
     result = horovodrun(2, ["-c", SCRIPT], timeout=180, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stderr.splitlines() if "hvd_compress:" in line]
-    assert len(lines) == 2 and all("cannot be written to (Not a directory); training goes on" in line for line in lines)
+    (line,) = lines  # of one rank on each host
+    assert line.startswith("[0]") and "cannot be written to (Not a directory); training goes on" in line
+
+
+def test_the_script_has_a_monitor_of_its_own_and_shuts_horovod_down(horovodrun, tmp_path):
+    own, watched = tmp_path / "own", tmp_path / "watched"
+    monitor = f", hvdc.callbacks.CompressionMonitor({str(own)!r})]"
+    script = SCRIPT.replace("BroadcastGlobalVariablesCallback(0)]", f"BroadcastGlobalVariablesCallback(0){monitor}")
+    assert monitor in script
+    environment = {"HVD_COMPRESS_MONITOR": str(watched)}
+    result = horovodrun(2, ["-c", script + "hvd.shutdown()\n"], timeout=180, env=environment)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr[-3000:]
+    for rank in range(2):
+        rows = []
+        for directory in (own, watched):
+            with open(directory / f"rank-{rank}.csv") as file:
+                rows.append([(row["step"], row["epoch"], row["loss"], row["time"]) for row in csv.DictReader(file)])
+        assert len(rows[0]) == 20 and rows[0] == rows[1]
+    run = json.loads((watched / "run.json").read_text())
+    assert run["what"] == "HVD_COMPRESS_MONITOR" and run["finished"] and run["ranks"] == 2

@@ -136,11 +136,13 @@ def test_this_host(monkeypatch, tmp_path):
 
 
 def test_ssh_and_the_clock_of_another_host(monkeypatch, tmp_path):
-    (tmp_path / "ssh").write_text("#!/bin/sh\nfor last; do :; done\necho $(($(/bin/date +%s) + 3600)).5\n")
+    text = '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n[ "$2" = -b ] || { echo "no date here"; exit; }\n'
+    (tmp_path / "ssh").write_text(text + "echo $(($(/bin/date +%s) + 3600)).5\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    why, ahead = env_gather.reach("b")
+    why, ahead = env_gather.reach("-b")  # a host, and no option
     assert why == "" and ahead == pytest.approx(3600, abs=60)
+    assert env_gather.reach("c") == ("ssh works, but `date +%s.%N` printed no time", 0.0)
 
 
 def test_the_page(monkeypatch, capsys):

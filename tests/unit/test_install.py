@@ -2,10 +2,12 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import textwrap
+import time
 from pathlib import Path
 from platform import libc_ver
 
@@ -244,6 +246,20 @@ class TestInstall:
             "[0]<stderr>:RuntimeError: connection closed by peer": "RuntimeError: connection closed by peer",
         }.items():
             assert reason in command.reason(output)
+
+    def test_a_launcher_that_hangs_leaves_nothing_behind(self, monkeypatch, tmp_path):
+        """The launcher and its child ignore SIGTERM."""
+        text = "trap '' TERM; sleep 600 & echo $!; wait"
+        monkeypatch.setattr(command, "_END_SECONDS", 0.5)
+        process = subprocess.Popen(["sh", "-c", text], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        child = Path("/proc", process.stdout.readline().strip(), "stat")
+        assert child.exists()
+        command.end(process)
+        assert process.returncode == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while child.exists() and child.read_text().rpartition(") ")[2][0] not in "ZX" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert time.monotonic() < deadline
 
 
 class TestWithoutPackages:

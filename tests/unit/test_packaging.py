@@ -1,5 +1,6 @@
 """The packages, and the files that ship beside them: what they hold, and that they agree with each other."""
 
+import json
 import os
 import re
 import shutil
@@ -26,10 +27,12 @@ def wheel(tmp_path_factory):
     copy.mkdir()
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / file, copy)
-    shutil.copytree(ROOT / "hvd_compress", copy / "hvd_compress", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "native", copy / "native")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "hvd_compress", copy / "hvd_compress", ignore=ignored)
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     built = subprocess.run(
-        [sys.executable, "-c", code, str(copy)], cwd=copy, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(copy)], cwd=copy, capture_output=True, text=True, timeout=280
     )
     assert built.returncode == 0, built.stderr[-2000:]
     with zipfile.ZipFile(copy / built.stdout.split()[-1]) as archive:
@@ -45,6 +48,7 @@ def test_the_wheel_holds_the_package_and_its_data(wheel):
         "hvd_compress/tools/data/gradients.npz",
     }
     assert source | data <= names
+    assert len([name for name in names if re.fullmatch(r"hvd_compress/kernels/_native\..*so", name)]) == 1
     assert not [name for name in names if not name.startswith(("hvd_compress/", "hvd_compress-"))]
 
 
@@ -64,6 +68,8 @@ def test_metadata(wheel):
     # A package index has neither the files nor the images of the clone.
     targets = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     assert targets and all(target.startswith("http") for target in targets)
+    assert "{} needs Python {}.{}".format(last, *PYTHONS[last][0]) in readme
+    assert "{} at most {}.{}".format(first, *PYTHONS[first][1]) in readme
     assert "docs/install.md" in metadata.get_payload() and "![" not in metadata.get_payload()
 
 
@@ -128,7 +134,12 @@ class TestKubernetes:
         words = launcher["template"]["spec"]["containers"][0]["args"]
         assert int(words[words.index("-np") + 1]) == worker["replicas"] * spec["slotsPerWorker"]
         assert (ROOT / next(word for word in words if word.endswith(".py"))).exists()
-        assert worker["template"]["spec"]["containers"][0]["command"] == ["/usr/sbin/sshd"]
+        (container,) = worker["template"]["spec"]["containers"]
+        assert container["command"] == ["/usr/sbin/sshd"]
+        # horovodrun passes the launcher's environment on; that of the workers' sshd does not reach the ranks.
+        environment = {each["name"]: each["value"] for each in launcher["template"]["spec"]["containers"][0]["env"]}
+        cores = int(container["resources"]["limits"]["cpu"])
+        assert int(environment["TF_NUM_INTRAOP_THREADS"]) * spec["slotsPerWorker"] == cores and "env" not in container
 
 
 class TestDocker:
@@ -153,7 +164,16 @@ class TestDocker:
 
     def test_nothing_of_the_machine_goes_into_the_image(self):
         ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
-        assert {".git", ".venv*", "build", "dist"} <= set(ignored)
+        assert {".git", ".venv*", "build", "dist", "**/*.so"} <= set(ignored)
+
+    def test_training_starts_outside_of_the_clone(self):
+        """`python -c` there would import the clone, in which no library is built, and not the installed package."""
+        copies = [rest.split() for name, rest in self.instructions() if name == "COPY"]
+        (folder,) = (rest for name, rest in self.instructions() if name == "WORKDIR")
+        assert copies == [[".", "/opt/hvd_compress"], ["examples", f"{folder}/examples"]]
+        assert not folder.startswith("/opt/hvd_compress")
+        (command,) = (json.loads(rest) for name, rest in self.instructions() if name == "CMD")
+        assert command[-1].startswith("examples/") and (ROOT / command[-1]).exists()
 
     def test_what_is_installed_for_horovod(self, tmp_path):
         """With stand-ins for the commands: the build argument reaches the command."""

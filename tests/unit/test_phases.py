@@ -86,11 +86,16 @@ def test_an_unknown_level_is_an_error(level):
 
 
 def test_the_environment_sets_the_level():
-    code = "from hvd_compress.common.verbosity import say; say('a'); say('b', 'warning')"
+    code = "from hvd_compress.common.verbosity import say; say('a'); say('b', 'warning'); say('c', 'debug')"
 
-    def run(value):
-        environment = {**os.environ, verbosity.VARIABLE: value}
+    def run(value, rank="0"):
+        environment = {**os.environ, verbosity.VARIABLE: value, "HOROVOD_RANK": rank}
         return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
     assert run("warning").stderr == "hvd_compress: b\n"
-    assert "environment variable HVD_COMPRESS_VERBOSITY must be one of" in run("silent").stderr.splitlines()[-1]
+    warning, *rest = run("silent").stderr.splitlines()
+    assert warning == (
+        "hvd_compress: environment variable HVD_COMPRESS_VERBOSITY must be one of debug, info, warning, error, got "
+        "'silent'; the level is info"
+    )
+    assert rest == run("silent", rank="1").stderr.splitlines() == ["hvd_compress: a", "hvd_compress: b"]
