@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -411,7 +412,9 @@ class Rounds:
             return self._pending
         variables = [(variable.given, variable.value) for variable in self.variables]
         variables += [(variable, variable) for variable in own]
-        members = [Member(path_of(given), tuple(value.shape.as_list()), "own") for given, value in variables]
+        # An optimizer puts a layer's counter into the middle of a name, and ranks may count their layers differently.
+        paths = [re.sub(r"_\d+(?=[_/]|$)", "", path_of(given)) for given, _ in variables]
+        members = [Member(path, tuple(value.shape.as_list()), "own") for path, (_, value) in zip(paths, variables)]
         tensors: dict[str, dict[int, np.ndarray]] = {}
         if with_local:
             with self._own_weights():

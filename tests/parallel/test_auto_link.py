@@ -55,8 +55,10 @@ def test_the_first_choice_follows_the_given_link(link, first, timed, rank, size,
     for b, nbytes in enumerate(introspect.selector_bytes(training.plan)):
         for candidate in introspect.bucket_reports(training.plan)[b].candidates:
             wire = model.predict(candidate.compressor, nbytes).wire
-            if first == "int8":  # the link takes nearly all of the time
+            if first == "int8" and candidate.compressor == "none":  # the link takes nearly all of the time
                 assert candidate.predicted == pytest.approx(wire, rel=0.1)
+            elif first == "int8":  # a busy machine may have slow kernels
+                assert candidate.predicted >= 0.9 * wire
             elif candidate.compressor == "int8":  # the kernels take most of it
                 assert candidate.predicted > 2 * wire
 
