@@ -60,6 +60,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self.why = open(path.with_suffix(".failures"), "w", buffering=1, encoding="utf-8")  # noqa: SIM115
         self.collected = False
 
     def write(self, test: str, outcome: str) -> None:
@@ -87,6 +88,8 @@ class Recorder:
         """One report each for set-up, call and tear-down; a later line replaces an earlier one."""
         if report.failed:
             self.write(report.nodeid, "failed")
+            # pytest shows it at the end, which a rank that is ended in a later test does not reach.
+            self.why.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n")
         elif report.skipped or report.when == "call":
             self.write(report.nodeid, report.outcome)
 
@@ -170,6 +173,10 @@ def run_part(name: str, part: Part, tests: list[str]) -> tuple[int, int]:
     not_run = [test for test in not_run if test not in failures]
     passed = {t for rank in ranks for t, o in ranks[rank].items() if o == "passed"} - failures - {*not_run}
     skipped = {t for rank in ranks for t, o in ranks[rank].items() if o == "skipped"} - failures - passed
+    if status != 0:
+        for path in sorted(results.glob("rank*.failures")):
+            text = path.read_text(encoding="utf-8")
+            print(f"-- failures of {path.stem} --\n{text}" if text else "", end="")
     for rank in ranks:
         if rank and failed[rank] - failed.get(0, set()):
             log = results / f"rank{rank}.log"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import horovod.tensorflow as hvd
-import tensorflow as tf
 
 from ..common.error_text import error_text
 from ..common.units import show_bytes, show_seconds
@@ -34,19 +35,37 @@ class _Trained(NamedTuple):
     report: CompressionReport
 
 
-class _Ended:
-    """What the plans of deleted reducers did: the largest one, and the number of all."""
+class _Deleted:
+    """The plans of deleted reducers: the one with the most gradients, and the number of the others.
+
+    A reducer is deleted wherever Python collects garbage, which may be in the middle of a step of another one. So
+    nothing here may call TensorFlow before the process ends.
+    """
 
     def __init__(self) -> None:
-        self.largest: list[_Trained] = []
-        self.count = 0
+        self.largest: Plan | None = None
+        self.others = 0
 
-    def add(self, trained: list[_Trained]) -> None:
-        self.count += len(trained)
-        self.largest = sorted(self.largest + trained, key=lambda one: one.steps * one.bytes_sent[1])[-1:]
+    def add(self, plans: Mapping[object, Plan]) -> None:
+        for plan in plans.values():
+            self.others += self.largest is not None
+            if self.largest is None or _elements(plan) >= _elements(self.largest):
+                self.largest = _without_residuals(plan)
 
 
-_ended = _Ended()
+def _elements(plan: Plan) -> int:
+    return sum(math.prod(shape) for shape in plan.layout.shapes)
+
+
+def _without_residuals(plan: Plan) -> Plan:
+    """What the summary needs of a plan, without the variables that have the size of the model."""
+    state = dataclasses.replace(
+        plan.state, groups=[], factors=[], embeddings=[], velocities={}, waiting={}, waiting_gradients={}
+    )
+    return dataclasses.replace(plan, state=state, observers=[])
+
+
+_deleted = _Deleted()
 
 
 def exchange_lines(
@@ -123,20 +142,20 @@ def watch(reducer: Reducer) -> None:
         atexit.register(_at_exit)
     if reducer not in _watched:
         _watched.add(reducer)
-        # The plans are kept until then, and not the reducer.
-        weakref.finalize(reducer, lambda plans: _ended.add(_trained(plans)), reducer.plans).atexit = False
+        weakref.finalize(reducer, _deleted.add, reducer.plans).atexit = False
 
 
 _watched: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _ended_at_exit: list[bool] = []
 
 
-def _trained(plans: Mapping[object, Plan]) -> list[_Trained]:
+def _trained(plans: Iterable[Plan]) -> list[_Trained]:
+    """What the plans did that made a step; nothing on ranks other than 0."""
     trained: list[_Trained] = []
-    # Also called when an optimizer is deleted, or when training has failed: nothing may come of it but a missing line.
-    with contextlib.suppress(Exception), tf.init_scope():
-        if shows("info") and hvd.is_initialized() and hvd.rank() == 0 and tf.executing_eagerly():
-            for plan in plans.values():
+    # Also called when training has failed: nothing may come of it but a missing line.
+    with contextlib.suppress(Exception):
+        if hvd.is_initialized() and hvd.rank() == 0:
+            for plan in plans:
                 steps = int(plan.state.step)
                 if steps:
                     report = CompressionReport(tuple(plan.report()))
@@ -160,10 +179,11 @@ def _at_exit() -> None:
             say(f"what was measured could not be written ({error_text(error)})", "warning")
     if not shows("info"):
         return
-    for reducer in alive():
-        _ended.add(_trained(reducer.plans))
-    for trained in _ended.largest:
-        for line in lines(trained, _ended.count - 1):
+    plans = [plan for reducer in alive() for plan in reducer.plans.values()]
+    trained = _trained(plans if _deleted.largest is None else [*plans, _deleted.largest])
+    if trained:
+        largest = max(trained, key=lambda one: one.steps * one.bytes_sent[1])
+        for line in lines(largest, len(trained) - 1 + _deleted.others):
             say(line)
 
 
