@@ -68,6 +68,11 @@ def _load() -> tuple[Any | None, str]:
         return None, f"do not load ({one_line(str(error))}): install hvd_compress again"
 
 
+def missing() -> str:
+    """Why there is no library, and what to do; empty if there is one."""
+    return _load()[1]
+
+
 def kind() -> str:
     """The kernels in use, "native" or "xla".
 
@@ -78,7 +83,7 @@ def kind() -> str:
     if wanted and wanted not in KINDS:
         raise ValueError(f"the environment variable {VARIABLE} must be 'native' or 'xla', got {error_text(wanted)}")
     if wanted == "native" and library() is None:
-        raise ValueError(f"{VARIABLE}=native, but the native kernels {_load()[1]}")
+        raise ValueError(f"{VARIABLE}=native, but the native kernels {missing()}")
     if wanted:
         return wanted
     return "xla" if library() is None or tf.config.list_logical_devices("GPU") else "native"

@@ -48,7 +48,7 @@ def report(ranks: Sequence[Facts], findings: Sequence[env_rules.Finding]) -> lis
     first = ranks[0]
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     lines = [f"{first.size} rank{'s' if first.size > 1 else ''} on {first.hosts} host{'s' if first.hosts > 1 else ''}"]
-    lines += [versions, horovod(first), "", *aligned(table(per_host(ranks)), left=(0, 5)), "", network(first)]
+    lines += [versions, horovod(first), kernels(first), "", *aligned(table(per_host(ranks)), left=(0, 5)), "", network(first)]
     lines += [f"auto: {needs}" for needs in auto(first)]
     for finding in findings:
         lines += ["", f"{finding.problem}{'' if finding.serious else ' (a note)'}"]
@@ -65,6 +65,21 @@ def horovod(facts: Facts) -> str:
     built_for = f", built for TensorFlow {facts.horovod_for}" if facts.horovod_for else ""
     started = f"; this job runs over {facts.controller}" if facts.controller else ""
     return f"Horovod: with {', '.join(facts.built)}{built_for}{started}"
+
+
+def kernels(facts: Facts) -> str:
+    """Which kernels the compressors use, in one line."""
+    if facts.horovod_error:
+        return "kernels: not known without Horovod"
+    given = facts.settings.get("HVD_COMPRESS_KERNELS")
+    why = "the default"
+    if given:
+        why = f"HVD_COMPRESS_KERNELS={given}"
+    elif facts.native_missing:
+        why = f"the native kernels {facts.native_missing}"
+    elif facts.gpus:
+        why = "the host has GPUs"
+    return f"kernels: {facts.kernels} ({why})"
 
 
 def table(hosts: Sequence[Facts]) -> list[list[str]]:

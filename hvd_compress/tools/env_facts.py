@@ -46,6 +46,8 @@ class Facts:
     cores: int = 1  # that the processes of this host may use
     threads: int = 0  # of TensorFlow inside of an operation, as set for this rank; 0: one for each core
     gpus: int = 0
+    kernels: str = "native"  # those of the compressors, or "xla"
+    native_missing: str = ""  # why there are no native kernels; empty if there are
     tensorflow_cuda: bool = False
     open_files: int = 2**20  # the limit of this process
     locked_memory: int = -1  # its limit, bytes; -1: none

@@ -22,7 +22,7 @@ from ..version import __version__
 from .env_facts import Facts, Interface
 
 _PACKAGES = ("keras", "tf_keras", "horovod", "numpy")
-_SETTINGS = ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_CALIBRATION")
+_SETTINGS = ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_CALIBRATION", "HVD_COMPRESS_KERNELS")
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10")
 _ROUNDS = 3  # of comparing clocks
@@ -195,6 +195,12 @@ def all_ranks(facts: Facts) -> list[Facts]:
     except Exception as error:  # of the loader, of TensorFlow, of Horovod
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         return [dataclasses.replace(facts, horovod_error=text)]
+    from ..kernels import native
+
+    try:
+        kernels, wrong = native.kind(), facts.settings_error
+    except ValueError as error:
+        kernels, wrong = "none", str(error)
     built = tuple(name for name in ("gloo", "mpi", "nccl") if getattr(hvd, f"{name}_built")())
     here = dataclasses.replace(
         facts,
@@ -204,6 +210,9 @@ def all_ranks(facts: Facts) -> list[Facts]:
         built=built,
         controller=("mpi" if "mpi" in built and hvd.mpi_enabled() else "gloo") if hvd.size() > 1 else "",
         tensorflow_cuda=tf.test.is_built_with_cuda(),
+        kernels=kernels,
+        native_missing=native.missing(),
+        settings_error=wrong,
     )
     if hvd.size() == 1:
         return [here]

@@ -79,8 +79,20 @@ def settings_differ(ranks: Sequence[Facts]) -> str | None:
     return _differing(ranks, [facts.settings for facts in ranks])
 
 
+def kernels_differ(ranks: Sequence[Facts]) -> str | None:
+    """Some ranks have native kernels, and others XLA's."""
+    return _groups(ranks, [facts.kernels for facts in ranks])
+
+
+def not_native(ranks: Sequence[Facts]) -> str | None:
+    """A host without GPUs has no native kernels, and nobody has asked for the others."""
+    without = [facts for facts in ranks if facts.native_missing and not facts.gpus and not facts.settings_error
+               and "HVD_COMPRESS_KERNELS" not in facts.settings]  # fmt: skip
+    return f"{whose(ranks, without)}: the native kernels {without[0].native_missing}" if without else None
+
+
 def wrong_settings(ranks: Sequence[Facts]) -> str | None:
-    """What `HVD_COMPRESS` or `HVD_COMPRESS_CALIBRATION` names cannot be used."""
+    """What a variable of this package in the environment names cannot be used."""
     wrong = [facts for facts in ranks if facts.settings_error]
     return f"{whose(ranks, wrong)}: {wrong[0].settings_error}" if wrong else None
 
@@ -208,6 +220,11 @@ RULES: tuple[Rule, ...] = (
          "set the variable where horovodrun is started: it passes its environment on to all hosts"),
     Rule("wrong settings", wrong_settings,
          "correct the variable, or unset it"),
+    Rule("ranks with different kernels", kernels_differ,
+         "install hvd_compress with a C++ compiler on all hosts, or start horovodrun with HVD_COMPRESS_KERNELS=xla"),
+    Rule("no native kernels", not_native,
+         "install a C++ compiler (apt-get install g++) and then hvd_compress again: XLA's kernels take longer in the "
+         "first step and in all others", serious=False),
     Rule("wrong network interface", wrong_interface,
          "name the right one: horovodrun --network-interfaces eth0 ..., and the same in NCCL_SOCKET_IFNAME"),
     Rule("several network interfaces", ambiguous_interface,

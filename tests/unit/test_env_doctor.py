@@ -50,6 +50,8 @@ PLANTED = {
     "TensorFlow or Horovod does not load": ({"horovod_error": "No module named 'horovod'"}, "No module named"),
     "ranks with different settings": ({"settings": {"HVD_COMPRESS": "int8"}}, "ranks 0, 1 (host a): none"),
     "wrong settings": ({"settings_error": "HVD_COMPRESS: unknown"}, "ranks 2, 3 (host b): HVD_COMPRESS: unknown"),
+    "ranks with different kernels": ({"kernels": "xla"}, "ranks 0, 1 (host a): native; ranks 2, 3 (host b): xla"),
+    "no native kernels": ({"native_missing": "are not built: x"}, "2, 3 (host b): the native kernels are not built: x"),
     "the host does not know its own name": ({"name_resolves": False}, "own name, b"),
     "GPUs": ({"gpus": 1, "tensorflow_cuda": True, "built": ("gloo", "nccl")}, "2 ranks on host b share 1 GPUs"),
     "Horovod without NCCL": ({"gpus": 2, "tensorflow_cuda": True}, "without NCCL"),
@@ -152,6 +154,7 @@ def test_the_page(monkeypatch, capsys):
     assert env_doctor.main([]) == 0  # horovodrun would add its own messages to any other status
     out = capsys.readouterr().out
     assert "4 ranks on 2 hosts" in out and "built for TensorFlow 2.21.0" in out and "MTU mismatch\n" in out
+    assert "\nkernels: native (the default)\n" in out
     assert "auto: measures link and kernels in its first step" in out and "hvdc.init()" in out
     assert env_doctor.main(["--json"]) == 0
     result = json.loads(capsys.readouterr().out)
