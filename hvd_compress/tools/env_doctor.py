@@ -48,8 +48,8 @@ def report(ranks: Sequence[Facts], findings: Sequence[env_rules.Finding]) -> lis
     first = ranks[0]
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     lines = [f"{first.size} rank{'s' if first.size > 1 else ''} on {first.hosts} host{'s' if first.hosts > 1 else ''}"]
-    lines += [versions, horovod(first), kernels(first), "", *aligned(table(per_host(ranks)), left=(0, 5)), "", network(first)]
-    lines += [f"auto: {needs}" for needs in auto(first)]
+    lines += [versions, horovod(first), kernels(first), "", *aligned(table(per_host(ranks)), left=(0, 5)), ""]
+    lines += [network(first), *(f"auto: {needs}" for needs in auto(first))]
     for finding in findings:
         lines += ["", f"{finding.problem}{'' if finding.serious else ' (a note)'}"]
         lines += [f"  what:   {finding.figures}", f"  advice: {finding.advice}"]
