@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from . import console, options, plots, units
 from .advice import Case, Ranges, case_of, stops_paying
 from .models import MODELS, of_size
 from .network import Network, calibrated
+from .other_steps import OtherStep, other_steps
 from .workload import Workload
+
+# Of the compressors, the one that is compared besides the best: it is meant for long rounds.
+_STRONG = "hybrid:ratio=0.01,bits=4"
+_OTHER_PROGRESS = (
+    "Not known: how much progress these steps make. They are another algorithm: compare the loss after equal steps."
+)
 
 
 @click.command(
@@ -25,6 +33,7 @@ from .workload import Workload
 Examples:
   hvd-compress plan --params 25.6M --ranks 8,16,64 --bandwidth 10gbit --latency 50us --backward 120ms
   hvd-compress plan --model resnet50 --calibration link.json --backward 120ms --plot plan.png
+  hvd-compress plan --params 1M --ranks 2 --bandwidth 20mbit --latency 60ms --backward 70ms --local-steps 8,30
   hvd-compress plan --model bert_base --ranks 512 --bandwidth 25gbit --topology fat-tree --oversubscription 4""",
 )
 @click.option("--params", type=units.PARAMETERS, help="Parameters of the model, such as 25.6M.")
@@ -54,11 +63,15 @@ Examples:
 @click.option("--calibration", type=click.Path(path_type=Path), help="What `hvd-compress calibrate` wrote.")
 @options.compressors
 @options.bucket_bytes
+@click.option(
+    "--local-steps", type=units.LOCAL_STEPS,
+    help="Also predict steps that exchange once in so many, such as 8,30, and with delay=1.",
+)  # fmt: skip
 @click.option("--plot", type=plots.PLOT_FILE, help="Draw step times against bandwidth and ranks.")
 @console.json_option
 def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, specs: tuple[str, ...],
-         forward: float, backward: float, bucket_bytes: int, plot: Path | None, as_json: bool,
-         **network_options: Any) -> None:  # fmt: skip
+         forward: float, backward: float, bucket_bytes: int, local_steps: tuple[int, ...] | None, plot: Path | None,
+         as_json: bool, **network_options: Any) -> None:  # fmt: skip
     """Predict how fast training is with every compressor, and where compression pays.
 
     Needs neither TensorFlow nor Horovod nor a network. Gradients become ready while the backward pass goes on, and
@@ -68,6 +81,8 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     """
     _check_given(params, model, ranks, network_options["bandwidth"], network_options["calibration"])
     shapes = MODELS[model]() if model else of_size(params or 0)
+    if local_steps and not forward + backward:
+        raise click.UsageError("--local-steps needs --backward or --forward: what a step does beside its exchange.")
     network, calibration = network_of(**network_options)
     if ranks is None:
         assert calibration is not None
@@ -76,6 +91,11 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     is_choice, specs = specs != options.SPECS, options.with_none(specs)
     with console.usage("--workers-per-host"), console.working("predicting"):
         cases = [case_of(work, network, count, specs) for count in ranks]
+    others = []
+    if local_steps:
+        for case in cases:
+            compared = dict.fromkeys(specs if is_choice else [case.best.compressor, _STRONG])
+            others.append(other_steps(work, network, case.ranks, list(compared), local_steps))
     if plot is not None:
         with console.working("drawing"):
             plots.plan(plot, work, network, specs, ranks[0])
@@ -92,16 +112,20 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
             "kernels": str(network_options["calibration"] or "defaults"),
             "kernels_by_default": by_default,
             "cases": [case.as_json() for case in cases],
+            **({"other_steps": [[dataclasses.asdict(step) for step in steps] for steps in others]} if others else {}),
         })  # fmt: skip
         return
     out = console.output()
     out.print(_title(work, network))
     for line in _unknown(work, network_options["calibration"], by_default):
         out.print(line, soft_wrap=True)
-    for case in cases:
+    for i, case in enumerate(cases):
         out.print(_table(case))
         for sentence in _advice(case, network, is_choice=is_choice):
             out.print(sentence, soft_wrap=True)
+        if others:
+            out.print(_other_table(case.ranks, others[i]))
+            out.print(_OTHER_PROGRESS, soft_wrap=True)
         out.print()
     if plot is not None:
         out.print(f"plot: {plot}")
@@ -189,6 +213,21 @@ def _table(case: Case) -> Table:
             "ratio": f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}",
         })  # fmt: skip
     return console.table(f"{case.ranks} ranks, predicted", rows)
+
+
+def _other_table(ranks: int, steps: Sequence[OtherStep]) -> Table:
+    """A row for each compressor and way to exchange."""
+    rows = [
+        {
+            "compressor": each.compressor,
+            "exchange": each.setting or "in each step",
+            "step": units.show_seconds(each.step),
+            "training": f"{each.computing:.0%} of it",
+            "sent per step": units.show_bytes(each.sent),
+        }
+        for each in steps
+    ]
+    return console.table(f"{ranks} ranks, exchanging less often or beside the next step, predicted", rows)
 
 
 def _advice(case: Case, network: Network, is_choice: bool) -> list[str]:

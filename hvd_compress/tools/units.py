@@ -35,6 +35,13 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
+def _parse_local_steps(text: str) -> tuple[int, ...]:
+    counts = tuple(parse_count(part) for part in text.split(","))
+    if min(counts) < 2:
+        raise ValueError("local steps start from 2: with 1, each step exchanges")
+    return counts
+
+
 def _parse_parameters(text: str) -> int:
     parameters = parse_count(text)
     if parameters > _MOST_PARAMETERS:
@@ -79,4 +86,5 @@ SECONDS = Parsed("time", parse_seconds)
 BYTES = Parsed("bytes", parse_bytes)
 DURATION = Parsed("time", _parse_duration)
 RANKS = Parsed("ranks", _parse_ranks)
+LOCAL_STEPS = Parsed("local steps", _parse_local_steps)
 SPEC = Parsed("spec", _parse_spec)

@@ -24,6 +24,7 @@ from hvd_compress.formats.auto import CANDIDATES
 from hvd_compress.tools import advice, bench, cli, options, prediction
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
+from hvd_compress.tools.other_steps import other_steps
 from hvd_compress.tools.prediction import noise_lost
 from hvd_compress.tools.workload import Workload
 
@@ -48,6 +49,37 @@ def test_no_compression_by_hand():
     # On a fast link all but the last bucket hide.
     fast = prediction.forecast("none", work, Network(100e9, 0.0), 4)
     assert fast.step == pytest.approx(0.05 + 1.5 * 4 * 2**20 * 8e-11)
+
+
+def test_other_steps_by_hand():
+    # One matrix of 4 MB takes 4.2 s on this link, and a fragment of a quarter 1.05 s. Training takes 1 s.
+    work, network = Workload(((1024, 1024),), backward=0.75, rest=0.25), Network(8e6, 0.0)
+    steps = {step.setting: step for step in other_steps(work, network, 2, ["none"], [4])}
+    exchange, fragment = 4 * 2**20 * 1e-6, 2**20 * 1e-6
+    assert steps[""].step == pytest.approx(1.0 + exchange)  # nothing hides: its only bucket is complete at the end
+    assert steps["delay=1"].step == pytest.approx(exchange)
+    assert steps["local_steps=4"].step == pytest.approx(1.0 + exchange / 4)
+    assert steps["local_steps=4"].sent == 2**20
+    stream = steps['local_steps=4, fragments="stream"']
+    assert stream.step == pytest.approx(fragment, rel=1e-3) and stream.computing == pytest.approx(1 / 1.05, rel=1e-2)
+    # What the processor does is not hidden.
+    work = Workload(((1024, 1024),), backward=10.0)
+    (delayed,) = (step for step in other_steps(work, network, 2, ["int8"], []) if step.setting == "delay=1")
+    codec = prediction.forecast("int8", work, network, 2)
+    assert delayed.step == pytest.approx(10.0 + codec.encode + codec.decode) and delayed.step > 10.0
+    assert [step.setting for step in other_steps(work, network, 2, ["powersgd:rank=2"], [])] == [""]
+
+
+def test_local_steps_are_predicted_where_they_are_named():
+    few = ["plan", "--params", "1M", "--ranks", "2,4", "--bandwidth", "20mbit", "--latency", "60ms"]
+    result = invoke(*few, "--backward", "70ms", "--local-steps", "8,30")
+    assert result.exit_code == 0 and result.output.count("exchanging less often") == 2
+    assert 'local_steps=30, fragments="stream"' in result.output
+    found = json.loads(invoke(*few, "--backward", "70ms", "-c", "int4", "--local-steps", "8", "--json").output)
+    assert {step["compressor"] for step in found["other_steps"][1]} == {"none", "int4"}
+    assert "other_steps" not in json.loads(invoke(*few, "--json").output)
+    assert "--local-steps needs --backward or --forward" in invoke(*few, "--local-steps", "8").output
+    assert "local steps start from 2" in invoke(*few, "--backward", "70ms", "--local-steps", "1").output
 
 
 def test_a_compressor_by_hand():
