@@ -5,6 +5,8 @@ VENV ?= .venv
 TF ?=
 # For example: make test TESTS=tests/unit/test_buckets.py
 TESTS ?=
+# SLOW=1: with the tests that take long.
+SLOW ?=
 
 BIN := $(VENV)/bin
 
@@ -14,6 +16,7 @@ help:
 	@echo "make setup   make the environment $(VENV): TensorFlow, Horovod, this package"
 	@echo "make train   train examples/keras_mnist.py on two workers"
 	@echo "make test    run all tests, or those named: make test TESTS=tests/unit"
+	@echo "             make test SLOW=1 with the tests that take long"
 	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make format  let ruff format the code"
 	@echo "make docs    build the pages of docs/ into site/"
@@ -28,7 +31,7 @@ train: setup
 	$(BIN)/horovodrun -np 2 $(BIN)/python examples/keras_mnist.py
 
 test: setup
-	@$(BIN)/python scripts/run_tests.py $(TESTS)
+	@$(BIN)/python scripts/run_tests.py $(if $(SLOW),--slow) $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check .

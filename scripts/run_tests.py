@@ -4,7 +4,7 @@
 Every part runs under a time limit, and all parts run even if one fails. A part that reaches its limit counts as
 one failure, and says which tests were not run. The last line printed is `N passed, N failed` over all parts. In a
 parallel part a test fails if it fails on any rank; only rank 0 prints, and the others' output is shown if they
-failed where rank 0 did not.
+failed where rank 0 did not. Tests with the marker `slow` are left out, unless asked for or named (file::test).
 """
 
 from __future__ import annotations
@@ -126,13 +126,16 @@ def outcomes(results: Path) -> dict[int, dict[str, str]]:
     return ranks
 
 
-def run(part: Part, tests: list[str], results: Path) -> int:
+def run(part: Part, tests: list[str], results: Path, slow: bool) -> int:
     """Runs one part under its time limit and prints its output; returns the exit status."""
     command = [sys.executable, os.path.abspath(__file__), "--worker", str(results), *(tests or [part.folder])]
     command += ["--continue-on-collection-errors"]
+    markers = [part.marker] if part.marker else []
+    markers += [] if slow or any("::" in test for test in tests) else ["not slow"]
+    command += ["-m", " and ".join(markers)]
     if part.processes:
         # Thread time-outs end a rank that waits inside Horovod, where a signal handler would not run.
-        command += ["-m", part.marker, "-p", "no:cacheprovider", "-o", "timeout_method=thread"]
+        command += ["-p", "no:cacheprovider", "-o", "timeout_method=thread"]
         command += ["-p", "no:hypothesispytest"]  # no test here uses it, and each rank would import it
         horovodrun = str(Path(sys.executable).parent / "horovodrun")
         command = [horovodrun, "--gloo", "-np", str(part.processes), *command]
@@ -156,12 +159,12 @@ def run(part: Part, tests: list[str], results: Path) -> int:
         raise
 
 
-def run_part(name: str, part: Part, tests: list[str]) -> tuple[int, int]:
+def run_part(name: str, part: Part, tests: list[str], slow: bool = False) -> tuple[int, int]:
     """Runs one part and prints its summary; returns how many tests passed and failed."""
     start = time.monotonic()
     print(f"== {name} ==", flush=True)
     results = Path(tempfile.mkdtemp(prefix=f"hvd_compress-{name}-"))
-    status = run(part, tests, results)
+    status = run(part, tests, results, slow)
     ranks = outcomes(results)
     at_limit = status in TIMED_OUT
     # At the limit, a test that was under way has not failed: it is one of those that were not run.
@@ -209,6 +212,7 @@ def main() -> int:
     """Reads the command line, runs the parts, prints the totals."""
     parser = argparse.ArgumentParser(description="Run the test suite.")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: %(default)s")
+    parser.add_argument("--slow", action="store_true", help="with the tests that take long")
     parser.add_argument("tests", nargs="*", help="files or test ids below tests/ (default: all)")
     args = parser.parse_args()
     unknown = set(args.parts.split(",")) - set(PARTS)
@@ -218,7 +222,7 @@ def main() -> int:
     for name in args.parts.split(","):
         tests = [t for t in args.tests if t.startswith(PARTS[name].folder)]
         if bool(tests) == bool(args.tests):
-            results = run_part(name, PARTS[name], tests)
+            results = run_part(name, PARTS[name], tests, args.slow)
             passed, failed = passed + results[0], failed + results[1]
     print(f"{passed} passed, {failed} failed")
     return 0 if passed and not failed else 1

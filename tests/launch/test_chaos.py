@@ -13,6 +13,7 @@ KINDS = ["disk_full", "join", "kill_in_commit", "truncate"]
 
 @needs_root
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_training_survives_its_faults(tmp_path):
     file, logs = tmp_path / "chaos.json", tmp_path / "logs"
     command = [sys.executable, "benchmarks/chaos.py", "--hosts", "2", "--faults", "4", "--mtbf", "4", "--seed", "1"]

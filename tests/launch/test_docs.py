@@ -22,6 +22,7 @@ def test_pages_run_on_two_ranks(horovodrun, tmp_path):
 
 
 @pytest.mark.timeout(320)
+@pytest.mark.slow
 def test_the_notebook_runs(python, tmp_path):
     result = python(["tests/doc_blocks.py", str(tmp_path), "examples/quickstart.ipynb"])
     assert result.returncode == 0, result.stderr[-3000:]

@@ -103,7 +103,10 @@ def wait_for_any(folder, pattern, alive, seconds=150):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "spec, package, ending",
-    [("hybrid:ratio=0.05,bits=4", "keras", "killed"), ("auto:candidates=(int8|int4)", "tf_keras", "removed")],
+    [
+        ("hybrid:ratio=0.05,bits=4", "keras", "killed"),
+        pytest.param("auto:candidates=(int8|int4)", "tf_keras", "removed", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     hosts = Hosts(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.timeout(620)
+@pytest.mark.slow
 def test_nothing_grows_and_nothing_drifts(horovodrun, tmp_path):
     result_file = tmp_path / "endurance.json"
     options = "--steps 1200 --check-every 50 --switch-every 25"

@@ -123,6 +123,7 @@ def test_keras_resnet20(horovodrun):
     assert accuracy(lines) > 0.5
 
 
+@pytest.mark.slow
 def test_keras_resnet50(horovodrun):
     small = (
         "--model resnet50 --synthetic --image-size 32 --batch-size 2 --steps 2 --compression hybrid:ratio=0.01,bits=4"
@@ -232,6 +233,7 @@ def check_line(result, line):
         assert f"[{rank}]<stderr>:Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_is_named_on_all_workers(horovodrun, image_folders, tmp_path):
     shutil.copytree(image_folders, tmp_path / "data")
     file = sorted((tmp_path / "data" / "train" / "flower").glob("*.jpg"))[0]
@@ -242,6 +244,7 @@ def test_an_image_that_cannot_be_read_is_named_on_all_workers(horovodrun, image_
     check_line(result, line)
 
 
+@pytest.mark.slow
 def test_a_record_that_one_worker_cannot_use_ends_the_training(horovodrun, image_records, tmp_path):
     import tensorflow as tf
 
@@ -326,6 +329,7 @@ for roots in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_used_are_explained_on_all_workers(horovodrun, image_folders, image_records, tmp_path):
     def copy(name, source):
         return shutil.copytree(source, tmp_path / name)

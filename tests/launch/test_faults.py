@@ -116,7 +116,10 @@ def resume(horovodrun, folder, ranks, spec):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(KILLS))
-@pytest.mark.parametrize("ranks, spec", [(2, "int8"), (3, "hybrid:ratio=0.05,bits=4"), (2, "auto")])
+@pytest.mark.parametrize(
+    "ranks, spec",
+    [(2, "int8"), pytest.param(3, "hybrid:ratio=0.05,bits=4", marks=pytest.mark.slow), (2, "auto")],
+)
 def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, seed):
     # At any point: while plans are made (calibration with auto), in a step, while residuals are saved.
     drawn = random.Random(f"{spec} {seed}")
@@ -203,7 +206,14 @@ print("rank", rank, "differs by", difference, flush=True)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("spec, most", [("none", 1e-6), ("int8", 0.01), ("topk:ratio=0.3", 0.5)])
+@pytest.mark.parametrize(
+    "spec, most",
+    [
+        pytest.param("none", 1e-6, marks=pytest.mark.slow),
+        ("int8", 0.01),
+        pytest.param("topk:ratio=0.3", 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_joins_counts_as_zeros(horovodrun, spec, most):
     result = horovodrun(2, ["-c", JOINING, spec], timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -212,6 +222,7 @@ def test_a_rank_that_joins_counts_as_zeros(horovodrun, spec, most):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_more_than_two_ranks_cannot_join_what_is_gathered(horovodrun):
     result = horovodrun(3, ["-c", JOINING, "int8"], timeout=200)
     assert result.returncode != 0

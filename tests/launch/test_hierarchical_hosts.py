@@ -62,6 +62,7 @@ def test_two_hosts_of_two_workers(run):
     assert not lines
 
 
+@pytest.mark.slow
 def test_uneven_hosts_stay_flat_and_say_so_once(run):
     told, lines = run("localhost:2,127.0.0.1:1")
     assert told == [f"{rank} flat 2.00" for rank in range(3)]

@@ -60,6 +60,7 @@ def test_a_script_that_knows_nothing_of_it_is_watched(horovodrun, tmp_path):
     assert measured.endswith(f" for exchanges, {share:.0%} of the time")
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_does_not_stop_training(horovodrun, tmp_path):
     (tmp_path / "file").write_text("")
     environment = {"HVD_COMPRESS_MONITOR": str(tmp_path / "file" / "run"), "HVD_COMPRESS_VERBOSITY": "warning"}

@@ -164,7 +164,7 @@ def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypa
         np.testing.assert_allclose(out + gather(new).mean(0), total + gather(old).mean(0), atol=1e-4)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_fit_traces_all_candidates_once_they_are_worth_it(steps_per_execution, rank, gather, monkeypatch):
     introspect.trace_all_candidates(monkeypatch, False)
     keras.utils.set_random_seed(1)

@@ -82,7 +82,10 @@ def cosines(a, b):
     "settings",
     [
         {},
-        {"groups": 2, "residual_decay": 0.9, "residual_dtype": "bfloat16", "gradient_predivide_factor": 2.0},
+        pytest.param(
+            {"groups": 2, "residual_decay": 0.9, "residual_dtype": "bfloat16", "gradient_predivide_factor": 2.0},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_switching_to_and_fro_loses_nothing(settings, rank, size, gather, training):
@@ -146,6 +149,7 @@ def test_without_residual(rank, size):
     assert not introspect.residual_variables(training.plan)
 
 
+@pytest.mark.slow
 def test_some_variables_have_compressors_of_their_own(rank, size):
     training = new_training(rank, policy=(("v2", hvdc.Compression.int8), ("v4", hvdc.Compression.none)))
     training.step()
@@ -159,6 +163,7 @@ def test_some_variables_have_compressors_of_their_own(rank, size):
     np.testing.assert_allclose(outputs[4], means[4], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_with_other_clocks_choose_alike(rank, gather, monkeypatch):
     def other_clock(time):
         if rank == 0:
@@ -201,6 +206,7 @@ def test_a_nan_on_one_rank_leaves_no_trace(rank, size):
         assert all(np.isfinite(value.numpy()).all() for value in training.selector)
 
 
+@pytest.mark.slow
 def test_what_lets_enough_through_is_chosen(rank):
     """Gradients of rank 1 pass, those of noise do not."""
     spec = "auto:objective=step,candidates=({}|powersgd:rank=2),target=0.9,probe_every=1"
@@ -276,6 +282,7 @@ def test_a_restored_run_goes_on_to_the_bit(rank, training):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_it_is_watched(rank, size):
     training = new_training(rank, watched=True)
     training.step()
@@ -303,6 +310,7 @@ def test_it_is_watched(rank, size):
     assert (steps.exchange[2:] <= steps.seconds[2:] + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_training_converges(rank, size):
     keras.utils.set_random_seed(1)
     digits = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)

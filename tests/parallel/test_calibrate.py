@@ -22,6 +22,7 @@ def test_all_ranks_find_the_same(rank, size):
     assert all(a > b > 0 for a, b in zip(large, small))
 
 
+@pytest.mark.slow
 def test_compressors_of_ones_own(rank, size):
     class Half(hvdc.Compressor):
         def compress(self, tensor):

@@ -173,7 +173,14 @@ class Loop:
         return new
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in ("hybrid", "int8")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "momentum" else [])
+        for name in CONFIGURATIONS
+        if name not in ("hybrid", "int8")
+    ],
+)
 def test_whatever_is_kept_is_taken_up_to_the_bit(name, rank, shared):
     """What a run goes on with after a save is what a new one goes on with after loading it."""
     options = CONFIGURATIONS[name]

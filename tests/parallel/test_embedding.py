@@ -109,6 +109,7 @@ def test_uncompressed_is_one_process_with_all_batches(rank, size):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_quantized_rows_learn_as_uncompressed_ones(learnt):
     found = {spec: learnt(spec)[1][-1] for spec in ("none", "int8")}
     assert abs(found["int8"] / found["none"] - 1.0) < 0.05
@@ -180,7 +181,9 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("options", RESUMED, ids=str)
+@pytest.mark.parametrize(
+    "options", [RESUMED[0], *(pytest.param(o, marks=pytest.mark.slow) for o in RESUMED[1:])], ids=str
+)
 def test_a_resumed_run_continues_bit_identically(options, rank, tmp_path):
     shared = hvd.broadcast_object(str(tmp_path), 0)
     first = distributed(tf_dot_keras, **options)

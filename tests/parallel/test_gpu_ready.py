@@ -117,7 +117,10 @@ def test_auto_with_a_candidate_for_all_buckets():
     check(traced("auto:candidates=(none|int8|powersgd:rank=2)", watched=True), "Case", "MatMul")
 
 
-@pytest.mark.parametrize("spec", ["auto", "topk:ratio=0.01", "quantize:bits=2,rounding=stochastic", "none"])
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param("auto", marks=pytest.mark.slow), "topk:ratio=0.01", "quantize:bits=2,rounding=stochastic", "none"],
+)
 def test_watched(spec):
     graph = traced(spec, watched=True)
     check(graph, "ResourceScatterNdUpdate")

@@ -108,7 +108,14 @@ def gradients(rank, step):
     return [tf.constant(first), tf.constant(second), slices]
 
 
-@pytest.mark.parametrize("spec", ["powersgd:rank=1", "schedule:(0=onebit|2=int4)", "auto:candidates=(none|int4)"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param("powersgd:rank=1", marks=pytest.mark.slow),
+        "schedule:(0=onebit|2=int4)",
+        pytest.param("auto:candidates=(none|int4)", marks=pytest.mark.slow),
+    ],
+)
 def test_without_compression_gradients_are_exact_and_the_way_back_begins_with_no_residual(
     spec, rank, size, fixed_costs
 ):

@@ -76,7 +76,7 @@ def quantized(x, bits):
     return np.where(step > 0, (code + first) * safe, x), unsure, step
 
 
-@pytest.mark.parametrize("bits, op", [(8, hvd.Average), (4, hvd.Sum)])
+@pytest.mark.parametrize("bits, op", [(8, hvd.Average), pytest.param(4, hvd.Sum, marks=pytest.mark.slow)])
 def test_fifty_steps_as_simulated(bits, op, rank, size, gather):
     training = Training(f"quantize:bits={bits}", op=op)
     residuals = np.zeros((size, ROWS, COLUMNS))

@@ -15,6 +15,7 @@ def test_{}():
     os.kill(os.getppid(), signal.SIGALRM)
     time.sleep(600)
 """
+SLOW = "import pytest\n@pytest.mark.slow\ndef test_{}(): pass\n"
 DIES = "import os\ndef test_{}(): os._exit(3)\n"
 
 
@@ -30,10 +31,10 @@ def script():
 def run(script, tmp_path, capfd):
     """Runs a part of these tests; returns how many passed and failed, and the lines that it has printed."""
 
-    def run(*tests):
+    def run(*tests, slow=False):
         names = "abcdefghijklmnopqrstuvwxyz"
         (tmp_path / "test_some.py").write_text("".join(map(str.format, tests, names)))
-        counts = script.run_part("some", script.Part(str(tmp_path), 0, "", 600), [])
+        counts = script.run_part("some", script.Part(str(tmp_path), 0, "", 600), [], slow)
         return counts, capfd.readouterr().out.splitlines()
 
     return run
@@ -47,6 +48,11 @@ def test_all_pass(run):
     counts, lines = run(PASSES, PASSES)
     assert counts == (2, 0)
     assert not names(lines, "FAILED") and not names(lines, "NOT RUN")
+
+
+def test_slow_tests_are_left_out_unless_asked_for(run):
+    assert run(PASSES, SLOW, PASSES)[0] == (2, 0)
+    assert run(PASSES, SLOW, PASSES, slow=True)[0] == (3, 0)
 
 
 def test_at_its_limit_a_part_says_what_was_not_run(run):
