@@ -133,7 +133,10 @@ def run(part: Part, tests: list[str], results: Path, slow: bool) -> int:
     markers = [part.marker] if part.marker else []
     markers += [] if slow or any("::" in test for test in tests) else ["not slow"]
     command += ["-m", " and ".join(markers)]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **os.environ}
     if part.processes:
+        # A rank that waits for 30 s for a slow one would end both.
+        environment.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "120")
         # Thread time-outs end a rank that waits inside Horovod, where a signal handler would not run.
         command += ["-p", "no:cacheprovider", "-o", "timeout_method=thread"]
         command += ["-p", "no:hypothesispytest"]  # no test here uses it, and each rank would import it
@@ -142,7 +145,6 @@ def run(part: Part, tests: list[str], results: Path, slow: bool) -> int:
     elif part.workers and not tests:
         command += ["-n", str(part.workers), "--dist", "loadfile"]  # tests of one file share what they trace
     command = ["timeout", "-k", "20", str(part.limit), *command]
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **os.environ}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )

@@ -222,7 +222,7 @@ def _other_table(ranks: int, steps: Sequence[OtherStep]) -> Table:
             "compressor": each.compressor,
             "exchange": each.setting or "in each step",
             "step": units.show_seconds(each.step),
-            "training": f"{each.computing:.0%} of it",
+            "computing": f"{each.computing:.0%}",
             "sent per step": units.show_bytes(each.sent),
         }
         for each in steps
@@ -264,8 +264,8 @@ def _unknown(work: Workload, calibration: Path | None, by_default: Sequence[str]
     """What the predictions do not know of the user's machines and model, and how to find out."""
     if calibration is None:
         measured = (
-            "Not measured: your link, and your kernels (taken from one server core). Run `horovodrun -np 2 "
-            "hvd-compress calibrate -o link.json`, then add --calibration link.json."
+            "Not measured: your link, and your kernels (taken from one server core). Run `hvd-compress calibrate -np 2 "
+            "-o link.json`, then add --calibration link.json."
         )
     else:
         others = f", but those of {', '.join(by_default)}, which are of another machine" if by_default else ""

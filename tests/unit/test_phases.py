@@ -16,7 +16,7 @@ from hvd_compress.kernels import compile
 
 
 @pytest.fixture(autouse=True)
-def level():
+def same_level_afterwards():
     before = verbosity._level
     yield
     verbosity._level = before
