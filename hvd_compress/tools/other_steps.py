@@ -36,7 +36,7 @@ def other_steps(
     for spec in specs:
         whole = forecast(spec, work, network, ranks)
         steps = [("", whole.step, float(whole.sent))]
-        if not formats.parse(spec).model_wide:  # its factors need the gradients of their own step
+        if not formats.parse(spec).model_wide:  # `engine.settings` refuses it
             steps.append(("delay=1", _beside(train, whole), float(whole.sent)))
         for count in local_steps:
             fragment = forecast(spec, _fragment(work, count), network, ranks)

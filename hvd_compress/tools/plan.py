@@ -91,11 +91,11 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     is_choice, specs = specs != options.SPECS, options.with_none(specs)
     with console.usage("--workers-per-host"), console.working("predicting"):
         cases = [case_of(work, network, count, specs) for count in ranks]
-    others = []
+    others: dict[int, list[OtherStep]] = {}  # by the number of ranks
     if local_steps:
         for case in cases:
-            compared = dict.fromkeys(specs if is_choice else [case.best.compressor, _STRONG])
-            others.append(other_steps(work, network, case.ranks, list(compared), local_steps))
+            compared = specs if is_choice else tuple(dict.fromkeys([case.best.compressor, _STRONG]))
+            others[case.ranks] = other_steps(work, network, case.ranks, compared, local_steps)
     if plot is not None:
         with console.working("drawing"):
             plots.plan(plot, work, network, specs, ranks[0])
@@ -112,19 +112,19 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
             "kernels": str(network_options["calibration"] or "defaults"),
             "kernels_by_default": by_default,
             "cases": [case.as_json() for case in cases],
-            **({"other_steps": [[dataclasses.asdict(step) for step in steps] for steps in others]} if others else {}),
+            **({"other_steps": [list(map(dataclasses.asdict, others[count])) for count in ranks]} if others else {}),
         })  # fmt: skip
         return
     out = console.output()
     out.print(_title(work, network))
     for line in _unknown(work, network_options["calibration"], by_default):
         out.print(line, soft_wrap=True)
-    for i, case in enumerate(cases):
+    for case in cases:
         out.print(_table(case))
         for sentence in _advice(case, network, is_choice=is_choice):
             out.print(sentence, soft_wrap=True)
         if others:
-            out.print(_other_table(case.ranks, others[i]))
+            out.print(_other_table(case.ranks, others[case.ranks]))
             out.print(_OTHER_PROGRESS, soft_wrap=True)
         out.print()
     if plot is not None:

@@ -26,8 +26,12 @@ def _parse_duration(text: str) -> float:
     return seconds
 
 
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_count, text.split(",")))
+
+
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    ranks = tuple(parse_count(part) for part in text.split(","))
+    ranks = _parse_counts(text)
     if min(ranks) < 2:
         raise ValueError("ranks start from 2: a single one exchanges nothing")
     if max(ranks) > _MOST_RANKS:
@@ -36,7 +40,7 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def _parse_local_steps(text: str) -> tuple[int, ...]:
-    counts = tuple(parse_count(part) for part in text.split(","))
+    counts = _parse_counts(text)
     if min(counts) < 2:
         raise ValueError("local steps start from 2: with 1, each step exchanges")
     return counts

@@ -238,9 +238,8 @@ def flat_weights(model):
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 
-@pytest.mark.parametrize(
-    "at", [pytest.param(2, marks=pytest.mark.slow), 6]
-)  # saved after 4 steps: the freeze is before or behind
+# Saved after 4 steps: the freeze is before or behind.
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.slow), 6])
 def test_a_resumed_run_continues_bit_identically(at, rank, shared):
     first = make_model(freeze_step=at)
     fit(first, rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(shared)])
