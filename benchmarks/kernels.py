@@ -3,8 +3,9 @@
     python benchmarks/kernels.py
     python benchmarks/kernels.py --only int8 --piece 24576000
 
-Kernels run as in a training step: compiled, in a tf.function, over chunks of a recorded gradient. The ratios depend on
-the version of TensorFlow, which is part of the table's title.
+Kernels run as in a training step, in a tf.function, over chunks of a recorded gradient: native operations where they
+are in use (`HVD_COMPRESS_KERNELS`), else compiled with XLA. The ratios depend on the version of TensorFlow, which is
+part of the table's title, as the kind of the kernels is.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.compressors import Seeds
+    from hvd_compress.exchange import coding
+    from hvd_compress.exchange.local_input import LocalInput
+    from hvd_compress.kernels import native
     from hvd_compress.tools.recorded import gradients
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -110,19 +114,35 @@ def main() -> None:
 
         @tf.function
         def encode(chunks: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
-            encoded = [compressor.encode(x, seeds, r, keep=True) for x, r in zip(chunks, residuals)]
-            return [(e.parts, e.residual, e.finite) for e in encoded]
+            if compressor.per_tensor:
+                encoded = [compressor.encode(x, seeds, r, keep=True) for x, r in zip(chunks, residuals)]
+                return [(e.parts, e.residual, e.finite) for e in encoded]
+            inputs = (LocalInput([[x]], [r], 1.0, True, seeds) for x, r in zip(chunks, residuals))
+            shards = [coding.encode(compressor, local_input) for local_input in inputs]
+            return [(shard.payload, shard.residuals) for shard in shards]
 
         return lambda: encode(*inputs)
 
     def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
-        chunks = matrices if compressor.per_tensor else pieces
-        encoded = [compressor.encode(chunk, seeds) for chunk in chunks]
-        payloads = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
+        scale = tf.constant(0.25)
+        if compressor.per_tensor:
+            encoded = [compressor.encode(matrix, seeds) for matrix in matrices]
+            parts = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
+            contexts = [e.ctx for e in encoded]
+
+            @tf.function
+            def decode_parts(parts: Sequence[Any]) -> list[Any]:
+                return [compressor.decode_sum(p, ctx, scale) for p, ctx in zip(parts, contexts)]
+
+            return lambda: decode_parts(parts)
+
+        shards = [coding.encode(compressor, LocalInput([[x]], [None], 1.0, False, seeds)) for x in pieces]
+        payloads = [[tf.identity(shard.payload) for _ in range(ranks)] for shard in shards]
 
         @tf.function
         def decode(payloads: Sequence[Any]) -> list[Any]:
-            return [compressor.decode_sum(p, e.ctx, tf.constant(0.25)) for p, e in zip(payloads, encoded)]
+            of_chunks = zip(payloads, shards)
+            return [coding.decode(compressor, [(args.piece,)], p, s.contexts, scale) for p, s in of_chunks]
 
         return lambda: decode(payloads)
 
@@ -153,7 +173,7 @@ def main() -> None:
         for name, s in stats.items()
     ]  # fmt: skip
     size = f"{count * args.piece / 1e6:.1f}M elements in {count} pieces"
-    title = f"{size}, one core, TensorFlow {tf.__version__}"
+    title = f"{size}, one core, TensorFlow {tf.__version__}, {native.kind()} kernels"
     common.print_table(title, ["kernel", "times x + 1", "quartiles", "ms"], rows)
     settings = {"elements": count * args.piece, "piece": args.piece}
     common.save(args.json, {"benchmark": "kernels", **settings, "kernels": stats})

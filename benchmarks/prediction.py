@@ -71,7 +71,7 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     @tf.function(autograph=False)
     def run() -> Any:
         residuals: list[Any] = [r.value() for r in variables] or [None] * count
-        share = LocalInput([p.value() for p in pieces], residuals, 1.0, keep, no_seeds())
+        share = LocalInput([[p.value()] for p in pieces], residuals, 1.0, keep, no_seeds())
         result = collective.reduce(compressor, share, 1.0 / hvd.size(), group)
         for variable, value in zip(variables, result.residuals):
             variable.assign(value)

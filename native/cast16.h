@@ -71,7 +71,7 @@ INLINE bool encode_values(const Source& source, uint8_t* payload, float* residua
     const int64_t count = source.size - begin < kTile ? source.size - begin : kTile;
     float x[kTile];
     uint16_t codes[kTile];
-    READ(source, begin, count, x);
+    read(source, begin, count, x);
     for (int64_t j = 0; j < count; ++j) {
       const int32_t key = bits_of(x[j]) & kMagnitude;
       largest = key > largest ? key : largest;
@@ -79,8 +79,10 @@ INLINE bool encode_values(const Source& source, uint8_t* payload, float* residua
     for (int64_t j = Half && has_f16c() ? to_halves(x, count, codes) : 0; j < count; ++j)
       codes[j] = Half ? to_half(x[j]) : to_brain(x[j]);
     std::memcpy(payload + 2 * begin, codes, 2 * count);
-    if (residual)
-      for (int64_t j = 0; j < count; ++j) residual[begin + j] = x[j] - (Half ? from_half(codes[j]) : from_brain(codes[j]));
+    if (residual) {
+      for (int64_t j = 0; j < count; ++j) x[j] -= Half ? from_half(codes[j]) : from_brain(codes[j]);
+      write_back(x, count, residual + begin);
+    }
   }
   return largest < kInfinity;
 }

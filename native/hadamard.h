@@ -16,35 +16,57 @@ constexpr float kDeviation = 1.2533141373155003f;  // sqrt(pi / 2)
 
 inline int64_t bytes(int64_t n) { return ceil_div(n, kBlock) * (2 + kBlock / 4); }
 
-typedef float Floats __attribute__((vector_size(64)));
+// A block is eight of these: elements 8 i to 8 i + 7 are in the i-th. AVX2 and AVX-512 have operations for them.
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(8)));
+constexpr int kVectors = 8, kLanes = 8;
 
 #if defined(__clang__)
 #define LANES(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 #else
-typedef int32_t Lanes __attribute__((vector_size(64)));
-#define LANES(v, ...) __builtin_shuffle(v, Lanes{__VA_ARGS__})
+#define LANES(v, ...) __builtin_shuffle(v, Ints{__VA_ARGS__})
 #endif
 
-// factor^3 times the rotation of a block [64]: products with factor * (J / 2 - I), J the 4x4 matrix of ones, along each
-// of its three axes of 4. The sums of four are the same in all of their lanes: each pair is added, then both pairs.
-INLINE void rotate(float* x, float factor) {
+INLINE Floats magnitude(Floats x) { return (Floats)((Ints)x & kMagnitude); }
+
+// factor^3 times the rotation of a block: products with factor * (J / 2 - I), J the 4x4 matrix of ones, along each of
+// its three axes of 4. The sums of four are the same in all of their lanes: each pair is added, then both pairs.
+INLINE void rotate(Floats* v, float factor) {
   // Sums of quarters: nothing overflows unless a result does.
   const float twice = 2.0f * factor;
-  Floats v[4];
-  std::memcpy(v, x, sizeof(v));
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     Floats sum = v[i] * 0.25f;
-    sum = sum + LANES(sum, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    sum = sum + LANES(sum, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    v[i] = (sum - v[i] * 0.5f) * twice;
-    sum = v[i] * 0.25f;
-    sum = sum + LANES(sum, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    sum = sum + LANES(sum, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    sum = sum + LANES(sum, 1, 0, 3, 2, 5, 4, 7, 6);
+    sum = sum + LANES(sum, 2, 3, 0, 1, 6, 7, 4, 5);
     v[i] = (sum - v[i] * 0.5f) * twice;
   }
-  const Floats sum = (v[0] * 0.25f + v[1] * 0.25f) + (v[2] * 0.25f + v[3] * 0.25f);
-  for (int i = 0; i < 4; ++i) v[i] = (sum - v[i] * 0.5f) * twice;
-  std::memcpy(x, v, sizeof(v));
+  for (int i = 0; i < kVectors; i += 2) {
+    Floats low = v[i] * 0.25f, high = v[i + 1] * 0.25f;
+    low = low + LANES(low, 4, 5, 6, 7, 0, 1, 2, 3);
+    high = high + LANES(high, 4, 5, 6, 7, 0, 1, 2, 3);
+    const Floats sum = low + high;
+    v[i] = (sum - v[i] * 0.5f) * twice;
+    v[i + 1] = (sum - v[i + 1] * 0.5f) * twice;
+  }
+  for (int half = 0; half < 2; ++half) {
+    Floats* x = v + half;
+    const Floats sum = (x[0] * 0.25f + x[2] * 0.25f) + (x[4] * 0.25f + x[6] * 0.25f);
+    for (int i = 0; i < kVectors; i += 2) x[i] = (sum - x[i] * 0.5f) * twice;
+  }
+}
+
+// The mean magnitude of a block, summed by halves.
+INLINE float mean_magnitude(const Floats* v) {
+  Floats sums[kVectors];
+  for (int i = 0; i < kVectors; ++i) sums[i] = magnitude(v[i]) * (1.0f / kBlock);
+  for (int half = kVectors / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] = sums[i] + sums[half + i];
+  Floats sum = sums[0];
+  sum = sum + LANES(sum, 4, 5, 6, 7, 0, 1, 2, 3);
+  sum = sum + LANES(sum, 2, 3, 0, 1, 6, 7, 4, 5);
+  sum = sum + LANES(sum, 1, 0, 3, 2, 5, 4, 7, 6);
+  return sum[0];
 }
 
 INLINE uint16_t to_bfloat16(float x) {
@@ -59,44 +81,53 @@ INLINE float from_bfloat16(const uint8_t* at) {
   return float_of(static_cast<int32_t>(static_cast<uint32_t>(bits) << 16));
 }
 
+// Which elements have the higher level; all bits of these are set.
+INLINE Ints is_high(Floats x, float threshold) { return (Ints)(magnitude(x) > threshold); }
+
+// The levels, with the signs in the highest bits of `signs`.
+INLINE Floats level(Ints high_ones, Ints signs, float low, float high) {
+  const Ints lows = (Ints)(Floats{} + low), highs = (Ints)(Floats{} + high);
+  return (Floats)((high_ones & highs) | (~high_ones & lows) | (signs & ~kMagnitude));
+}
+
 CLONED bool encode(const Source& source, uint8_t* payload, float* residual) {
   const int64_t n = source.size, rows = ceil_div(n, kBlock);
   uint8_t* codes = payload + 2 * rows;
   bool finite = true;
   for (int64_t row = 0; row < rows; ++row) {
-    float x[kBlock], y[kBlock], magnitudes[kBlock];
+    Floats x[kVectors], y[kVectors];
     const int64_t begin = row * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+    float* elements = reinterpret_cast<float*>(x);
     if (count == kBlock) {
-      READ(source, begin, kBlock, x);
+      read(source, begin, kBlock, elements);
     } else {
-      READ(source, begin, count, x);
-      for (int64_t j = count; j < kBlock; ++j) x[j] = 0.0f;
+      read(source, begin, count, elements);
+      for (int64_t j = count; j < kBlock; ++j) elements[j] = 0.0f;
     }
-    std::memcpy(y, x, sizeof(x));
+    for (int i = 0; i < kVectors; ++i) y[i] = x[i];
     rotate(y, 0.5f);  // an eighth of the rotation: nothing overflows
-    for (int j = 0; j < kBlock; ++j) magnitudes[j] = float_of(bits_of(y[j]) & kMagnitude) * (1.0f / kBlock);
-    for (int half = kBlock / 2; half; half /= 2)
-      for (int j = 0; j < half; ++j) magnitudes[j] += magnitudes[half + j];
-    const uint16_t scale_bits = to_bfloat16(magnitudes[0] * kDeviation);
-    finite &= std::isfinite(magnitudes[0]);
+    const float mean = mean_magnitude(y);
+    const uint16_t scale_bits = to_bfloat16(mean * kDeviation);
+    finite &= std::isfinite(mean);
     std::memcpy(payload + 2 * row, &scale_bits, 2);
     const float scale = from_bfloat16(payload + 2 * row);
     const float threshold = kThreshold * scale, low = kLow * scale, high = kHigh * scale;
-    for (int j = 0; j < kBlock / 4; ++j) {
-      int byte = 0;
-      for (int i = 0; i < 4; ++i) {
-        const float value = y[i * (kBlock / 4) + j];
-        byte |= ((float_of(bits_of(value) & kMagnitude) > threshold ? 1 : 0) + (value < 0.0f ? 2 : 0)) << (2 * i);
-      }
-      codes[row * (kBlock / 4) + j] = static_cast<uint8_t>(byte);
+    // Element j of 16 is in the byte j: the four quarters of a block share its bits.
+    Ints bytes[2] = {};
+    for (int i = 0; i < kVectors; ++i) {
+      const Ints code = (is_high(y[i], threshold) & 1) | ((Ints)(y[i] < 0.0f) & 2);
+      bytes[i % 2] |= code << (2 * (i / 2));
+    }
+    for (int half = 0; half < 2; ++half) {
+      const Bytes packed = __builtin_convertvector(bytes[half], Bytes);
+      std::memcpy(codes + row * (kBlock / 4) + half * kLanes, &packed, kLanes);
     }
     if (residual) {
-      for (int j = 0; j < kBlock; ++j) {
-        const float level = float_of(bits_of(y[j]) & kMagnitude) > threshold ? high : low;
-        y[j] = y[j] < 0.0f ? -level : level;
-      }
+      for (int i = 0; i < kVectors; ++i)
+        y[i] = level(is_high(y[i], threshold), (Ints)(y[i] < 0.0f), low, high);
       rotate(y, 2.0f);
-      for (int64_t j = 0; j < count; ++j) residual[begin + j] = x[j] - y[j];
+      for (int i = 0; i < kVectors; ++i) x[i] = x[i] - y[i];
+      write_back(elements, count, residual + begin);
     }
   }
   return finite;
@@ -105,26 +136,29 @@ CLONED bool encode(const Source& source, uint8_t* payload, float* residual) {
 CLONED void decode(const uint8_t* const* ranks, int count, int64_t n, float scale, bool add, float* out) {
   const int64_t rows = ceil_div(n, kBlock);
   for (int64_t row = 0; row < rows; ++row) {
-    float total[kBlock];
+    Floats total[kVectors];
     for (int rank = 0; rank < count; ++rank) {
       const float factor = from_bfloat16(ranks[rank] + 2 * row);
-      const uint8_t* codes = ranks[rank] + 2 * rows + row * (kBlock / 4);
-      for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < kBlock / 4; ++j) {
-          const int code = (codes[j] >> (2 * i)) & 3;
-          const float level = (code & 1 ? kHigh : kLow) * factor;
-          const float value = code & 2 ? -level : level;
-          float* sum = total + i * (kBlock / 4) + j;
-          *sum = rank ? *sum + value : value;
+      const float low = kLow * factor, high = kHigh * factor;
+      for (int half = 0; half < 2; ++half) {
+        Bytes packed;
+        std::memcpy(&packed, ranks[rank] + 2 * rows + row * (kBlock / 4) + half * kLanes, kLanes);
+        const Ints bytes = __builtin_convertvector(packed, Ints);
+        for (int i = half; i < kVectors; i += 2) {
+          const Ints code = bytes >> (2 * (i / 2));
+          const Floats value = level(-(code & 1), code << 30, low, high);
+          total[i] = rank ? total[i] + value : value;
         }
+      }
     }
-    for (int j = 0; j < kBlock; ++j) total[j] *= scale;
+    for (int i = 0; i < kVectors; ++i) total[i] = total[i] * scale;
     rotate(total, 2.0f);
     const int64_t begin = row * kBlock, length = n - begin < kBlock ? n - begin : kBlock;
+    const float* elements = reinterpret_cast<const float*>(total);
     if (add) {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] += total[j];
+      for (int64_t j = 0; j < length; ++j) out[begin + j] += elements[j];
     } else {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] = total[j];
+      std::memcpy(out + begin, elements, length * sizeof(float));
     }
   }
 }

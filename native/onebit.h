@@ -35,7 +35,7 @@ INLINE bool encode_rows(const Source& source, uint8_t* payload, float* residual)
   for (int64_t row = 0; row < rows; ++row) {
     float x[kBlock], magnitudes[kBlock];
     const int64_t begin = row * block, count = n - begin < block ? n - begin : block;
-    READ(source, begin, count, x);
+    read(source, begin, count, x);
     for (int64_t j = count; j < block; ++j) x[j] = x[count - 1];
     for (int64_t j = 0; j < block; ++j)
       magnitudes[j] = j < count ? float_of(bits_of(x[j]) & kMagnitude) * (1.0f / kBlock) : 0.0f;
@@ -48,8 +48,10 @@ INLINE bool encode_rows(const Source& source, uint8_t* payload, float* residual)
       for (int i = 0; i < 8; ++i) byte |= (x[i * step + j] < 0.0f ? 1 : 0) << i;
       signs[row * step + j] = static_cast<uint8_t>(byte);
     }
-    if (residual)
-      for (int64_t j = 0; j < count; ++j) residual[begin + j] = x[j] - (x[j] < 0.0f ? -mean : mean);
+    if (residual) {
+      for (int64_t j = 0; j < count; ++j) x[j] -= x[j] < 0.0f ? -mean : mean;
+      write_back(x, count, residual + begin);
+    }
   }
   return finite;
 }

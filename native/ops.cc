@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cast16.h"
@@ -184,8 +185,8 @@ class Call {
 struct Encode {
   Format format;
   Encoding how;
-  std::vector<int64_t> kept;
-  int64_t chunks, residuals, kept_residuals, first_chunk, salt, nbytes, flagged_bytes, threads;
+  std::vector<int64_t> kept, pieces_of;  // of each chunk
+  int64_t pieces, residuals, kept_residuals, first_chunk, salt, nbytes, flagged_bytes, threads;
   float decay;
 
   explicit Encode(TF_OpKernelConstruction* construction) {
@@ -193,7 +194,8 @@ struct Encode {
     format = {attributes.integer("method"), attributes.integer("bits")};
     how = {static_cast<int>(format.bits), attributes.boolean("stochastic"), 0, 0};
     kept = attributes.integers("kept");
-    chunks = attributes.integer("N");
+    pieces_of = attributes.integers("pieces_of");
+    pieces = attributes.integer("N");
     residuals = attributes.integer("M");
     kept_residuals = attributes.integer("K");
     first_chunk = attributes.integer("first_chunk");
@@ -207,21 +209,32 @@ struct Encode {
 
   void compute(TF_OpKernelContext* context) const {
     Call call(context);
-    std::vector<Source> sources;
-    std::vector<int64_t> begins{0};
-    if (static_cast<int64_t>(kept.size()) != chunks || (residuals && residuals != chunks) ||
+    const int64_t chunks = static_cast<int64_t>(kept.size());
+    if (chunks < 1 || static_cast<int64_t>(pieces_of.size()) != chunks || (residuals && residuals != chunks) ||
         (kept_residuals && kept_residuals != chunks))
       return call.fail("HvdCompressEncode: the numbers of chunks, residuals and `kept` differ");
+    std::vector<Source> sources;
+    std::vector<int64_t> begins{0};
+    int64_t next = 0;  // piece
     for (int64_t c = 0; c < chunks && call.ok(); ++c) {
-      int64_t size = 0, of_residual = 0;
-      const float* gradient = call.input<float>(static_cast<int>(c), &size);
-      const float* residual = residuals ? call.input<float>(static_cast<int>(chunks + c), &of_residual) : nullptr;
-      if (size < 1 || size > kLargestChunk || (residual && of_residual != size) || kept[c] < 1 || kept[c] > size)
-        return call.fail("HvdCompressEncode: a chunk is empty or too large, or its residual has another size");
-      sources.push_back({gradient, residual, decay, size});
-      begins.push_back(begins.back() + format.bytes(size, kept[c]));
+      Source source{{}, nullptr, decay, 0};
+      for (int64_t end = next + pieces_of[c]; next < end && call.ok(); ++next) {
+        int64_t size = 0;
+        const float* data = next < pieces ? call.input<float>(static_cast<int>(next), &size) : nullptr;
+        if (data == nullptr || size < 1 || source.size + size > kLargestChunk)
+          return call.fail("HvdCompressEncode: a chunk is too large, or a piece is empty or missing");
+        source.pieces.push_back({data, source.size, source.size + size});
+        source.size += size;
+      }
+      int64_t of_residual = source.size;
+      if (residuals) source.residual = call.input<float>(static_cast<int>(pieces + c), &of_residual);
+      if (source.size < 1 || of_residual != source.size || kept[c] < 1 || kept[c] > source.size)
+        return call.fail("HvdCompressEncode: a chunk is empty, or its residual has another size");
+      begins.push_back(begins.back() + format.bytes(source.size, kept[c]));
+      sources.push_back(std::move(source));
     }
-    const int seed_input = static_cast<int>(chunks + residuals);
+    if (next != pieces) return call.fail("HvdCompressEncode: there are pieces of no chunk");
+    const int seed_input = static_cast<int>(pieces + residuals);
     const int32_t* seed = call.input<int32_t>(seed_input);
     const bool* before = call.input<bool>(seed_input + 1);
     if (call.ok() && (begins.back() != nbytes || flagged_bytes < nbytes))
@@ -240,6 +253,7 @@ struct Encode {
       if (how.stochastic)
         encoding.seed = quantize::fold(quantize::fold(*seed, static_cast<int32_t>(first_chunk + c)), static_cast<int32_t>(salt));
       if (!format.encode(sources[c], encoding, payload + begins[c], new_residuals[c])) finite = false;
+      finish_writes();
     });
     if (!done) return call.fail("HvdCompressEncode: out of memory");
     *ok = finite;
@@ -247,18 +261,22 @@ struct Encode {
   }
 };
 
-// Decodes the payloads of all ranks to the scaled sum of each chunk.
+// Decodes the payloads of all ranks to the scaled sum of each chunk. The chunks are outputs of their own, or one output
+// end to end. They may come in shares of equal length, each with payloads of its own: first those of all ranks of the
+// first share.
 struct Decode {
   Format format;
   std::vector<int64_t> sizes, kept;
-  int64_t ranks, nbytes, threads;
+  int64_t payloads, shares, outputs, nbytes, threads;
 
   explicit Decode(TF_OpKernelConstruction* construction) {
     Attributes attributes(construction);
     format = {attributes.integer("method"), attributes.integer("bits")};
     sizes = attributes.integers("sizes");
     kept = attributes.integers("kept");
-    ranks = attributes.integer("N");
+    payloads = attributes.integer("N");
+    shares = attributes.integer("shares");
+    outputs = attributes.integer("C");
     nbytes = attributes.integer("nbytes");
     threads = attributes.integer("threads");
     attributes.require(format.is_valid(), "HvdCompressDecode: no such method or number of bits");
@@ -266,28 +284,40 @@ struct Decode {
 
   void compute(TF_OpKernelContext* context) const {
     Call call(context);
-    std::vector<const uint8_t*> payloads;
-    for (int64_t rank = 0; rank < ranks && call.ok(); ++rank) {
+    const int64_t chunks = static_cast<int64_t>(sizes.size());
+    if (static_cast<int64_t>(kept.size()) != chunks || (outputs != 1 && outputs != chunks))
+      return call.fail("HvdCompressDecode: the numbers of chunks, `kept` and outputs differ");
+    if (shares < 1 || chunks % shares || payloads % shares)
+      return call.fail("HvdCompressDecode: the chunks or the payloads cannot be divided into the shares");
+    std::vector<const uint8_t*> given;
+    for (int64_t i = 0; i < payloads && call.ok(); ++i) {
       int64_t length = 0;
-      payloads.push_back(call.input<uint8_t>(static_cast<int>(rank), &length));
+      given.push_back(call.input<uint8_t>(static_cast<int>(i), &length));
       if (length < nbytes) call.fail("HvdCompressDecode: a payload is shorter than expected");
     }
-    const float* scale = call.input<float>(static_cast<int>(ranks));
-    if (kept.size() != sizes.size()) return call.fail("HvdCompressDecode: `sizes` and `kept` differ in length");
-    std::vector<int64_t> begins{0};
-    std::vector<float*> out;
-    for (size_t c = 0; c < sizes.size() && call.ok(); ++c) {
+    const float* scale = call.input<float>(static_cast<int>(payloads));
+    const int64_t of_share = chunks / shares, ranks = payloads / shares;
+    std::vector<int64_t> begins, firsts;  // of each chunk: in its payload, and in the output
+    int64_t begin = 0, first = 0;
+    for (int64_t c = 0; c < chunks; ++c) {
       if (sizes[c] < 1 || sizes[c] > kLargestChunk || kept[c] < 1 || kept[c] > sizes[c])
         return call.fail("HvdCompressDecode: a chunk has no such size");
-      begins.push_back(begins.back() + format.bytes(sizes[c], kept[c]));
-      out.push_back(call.output<float>(static_cast<int>(c), TF_FLOAT, {sizes[c]}));
+      if (c % of_share == 0) begin = 0;
+      begins.push_back(begin);
+      firsts.push_back(outputs == 1 ? first : 0);
+      begin += format.bytes(sizes[c], kept[c]);
+      first += sizes[c];
+      if ((c + 1) % of_share == 0 && begin != nbytes)
+        return call.fail("HvdCompressDecode: the payload has another length than expected");
     }
-    if (call.ok() && begins.back() != nbytes) call.fail("HvdCompressDecode: the payload has another length than expected");
+    std::vector<float*> out;
+    for (int64_t c = 0; c < outputs && call.ok(); ++c)
+      out.push_back(call.output<float>(static_cast<int>(c), TF_FLOAT, {outputs == 1 ? first : sizes[c]}));
     if (!call.ok()) return;
-    const bool done = Pool::run(static_cast<int64_t>(sizes.size()), threads, [&](int64_t c) {
+    const bool done = Pool::run(chunks, threads, [&](int64_t c) {
       std::vector<const uint8_t*> of_chunk;
-      for (const uint8_t* payload : payloads) of_chunk.push_back(payload + begins[c]);
-      format.decode(of_chunk, sizes[c], kept[c], *scale, out[c]);
+      for (int64_t rank = 0; rank < ranks; ++rank) of_chunk.push_back(given[c / of_share * ranks + rank] + begins[c]);
+      format.decode(of_chunk, sizes[c], kept[c], *scale, out[outputs == 1 ? 0 : c] + firsts[c]);
     });
     if (!done) call.fail("HvdCompressDecode: out of memory");
   }
@@ -335,14 +365,14 @@ void register_op(const char* name, const std::vector<const char*>& inputs, const
 
 const bool kRegistered = [] {
   register_op<Encode>("HvdCompressEncode",
-                      {"chunks: N * float", "residuals: M * float", "seed: int32", "before: bool"},
+                      {"pieces: N * float", "residuals: M * float", "seed: int32", "before: bool"},
                       {"payload: uint8", "new_residuals: K * float", "finite: bool"},
                       {"N: int >= 1", "M: int >= 0", "K: int >= 0", "method: int", "bits: int", "stochastic: bool",
-                       "kept: list(int)", "decay: float", "first_chunk: int", "salt: int", "nbytes: int",
+                       "pieces_of: list(int)", "kept: list(int)", "decay: float", "first_chunk: int", "salt: int", "nbytes: int",
                        "flagged_bytes: int", "threads: int"});
   register_op<Decode>("HvdCompressDecode", {"payloads: N * uint8", "scale: float"}, {"chunks: C * float"},
-                      {"N: int >= 1", "C: int >= 1", "method: int", "bits: int", "sizes: list(int)", "kept: list(int)",
-                       "nbytes: int", "threads: int"});
+                      {"N: int >= 1", "C: int >= 1", "shares: int", "method: int", "bits: int", "sizes: list(int)",
+                       "kept: list(int)", "nbytes: int", "threads: int"});
   register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
   return true;
 }();

@@ -73,16 +73,21 @@ INLINE uint8_t* pack_field(const uint8_t* codes, int64_t block, int shift, uint8
   return out + step;
 }
 
-// Adds the field of `Width` bits to codes, whose bits are shifted to make room for it.
+// Adds the field of `Width` bits to codes, whose bits are shifted to make room for it; writes them if it is the first.
 template <int Width>
-INLINE void unpack_field(const uint8_t* packed, int64_t block, uint8_t* codes) {
+INLINE void unpack_field(const uint8_t* packed, int64_t block, bool is_first, uint8_t* codes) {
   constexpr int kPerByte = 8 / Width;
   constexpr int kMask = (1 << Width) - 1;
   const int64_t step = block / kPerByte;
-  for (int i = 0; i < kPerByte; ++i)
-    for (int64_t j = 0; j < step; ++j)
-      codes[i * step + j] =
-          static_cast<uint8_t>(((codes[i * step + j] << Width) & 0xFF) | ((packed[j] >> (i * Width)) & kMask));
+  for (int i = 0; i < kPerByte; ++i) {
+    if (is_first) {
+      for (int64_t j = 0; j < step; ++j) codes[i * step + j] = static_cast<uint8_t>((packed[j] >> (i * Width)) & kMask);
+    } else {
+      for (int64_t j = 0; j < step; ++j)
+        codes[i * step + j] =
+            static_cast<uint8_t>(((codes[i * step + j] << Width) & 0xFF) | ((packed[j] >> (i * Width)) & kMask));
+    }
+  }
 }
 
 // The parts of a payload: steps, bases, and one matrix of packed codes for each field of the width.
@@ -164,14 +169,13 @@ INLINE void decode_block(const Parts<const uint8_t>& parts, int64_t row, int64_t
   float step, base;
   std::memcpy(&step, parts.step + 4 * row, 4);
   std::memcpy(&base, parts.base + 4 * row, 4);
-  if (parts.widths[0] < 8) std::memset(codes, 0, sizeof(codes));
   for (int f = 0; f < parts.fields; ++f) {
     const uint8_t* packed = parts.codes[f] + row * (block * parts.widths[f] / 8);
     switch (parts.widths[f]) {
       case 8: std::memcpy(codes, packed, block); break;
-      case 4: unpack_field<4>(packed, block, codes); break;
-      case 2: unpack_field<2>(packed, block, codes); break;
-      default: unpack_field<1>(packed, block, codes);
+      case 4: unpack_field<4>(packed, block, f == 0, codes); break;
+      case 2: unpack_field<2>(packed, block, f == 0, codes); break;
+      default: unpack_field<1>(packed, block, f == 0, codes);
     }
   }
   if (add) {
@@ -190,14 +194,14 @@ INLINE bool encode_rows(const Source& source, const Encoding& how, uint8_t* payl
     float x[kBlock];
     const int64_t begin = row * block, count = n - begin < block ? n - begin : block;
     if (Full && count == kBlock) {
-      READ(source, begin, kBlock, x);
+      read(source, begin, kBlock, x);
       finite &= encode_block(x, kBlock, row, how, parts, residual != nullptr);
-      if (residual) std::memcpy(residual + begin, x, kBlock * sizeof(float));
+      if (residual) write_back(x, kBlock, residual + begin);
     } else {
-      READ(source, begin, count, x);
+      read(source, begin, count, x);
       for (int64_t j = count; j < block; ++j) x[j] = x[count - 1];
       finite &= encode_block(x, block, row, how, parts, residual != nullptr);
-      if (residual) std::memcpy(residual + begin, x, count * sizeof(float));
+      if (residual) write_back(x, count, residual + begin);
     }
   }
   return finite;

@@ -38,6 +38,24 @@ INLINE float float_of(int32_t bits) {
   return x;
 }
 
+// Copies to memory that is not read again in this step, such as a new residual. On x86 it is written past the caches: it
+// need not be read before, and what is needed soon stays there.
+INLINE void write_back(const float* x, int64_t count, float* out) {
+#if defined(__x86_64__)
+  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    for (; count >= 4; count -= 4, x += 4, out += 4) _mm_stream_ps(out, _mm_loadu_ps(x));
+  }
+#endif
+  std::memcpy(out, x, count * sizeof(float));
+}
+
+// Other threads see what `write_back` wrote after this.
+INLINE void finish_writes() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // Treats subnormal floats as zero while it exists, as TensorFlow's threads and XLA do.
 class FlushSubnormals {
  public:

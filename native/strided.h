@@ -10,7 +10,9 @@
 
 namespace strided {
 
-constexpr int64_t kTile = 1024;  // columns that are searched together: their maxima stay in the first-level cache
+// Columns that are searched together: their maxima stay in the second-level cache, and rows are read in long runs.
+constexpr int64_t kTile = 16384;
+constexpr int64_t kRead = 1024;  // elements that are read at once
 
 inline int row_bytes(int64_t rows) { return rows <= 256 ? 1 : rows <= 65536 ? 2 : 4; }
 
@@ -43,21 +45,23 @@ CLONED bool select(const Source& source, int64_t k, int32_t* selected, float* va
   while (mask < rows - 1) mask = 2 * mask + 1;
   const int32_t row_mask = static_cast<int32_t>(mask), of_magnitude = kMagnitude & ~row_mask;
   bool finite = true;
+  int32_t largest[kTile];
   for (int64_t first = 0; first < k; first += kTile) {
     const int64_t columns = k - first < kTile ? k - first : kTile;
-    int32_t largest[kTile];
     for (int64_t j = 0; j < columns; ++j) largest[j] = INT32_MIN;
-    float x[kTile];
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t begin = row * k + first;
-      const int64_t count = n - begin < columns ? (n - begin < 0 ? 0 : n - begin) : columns;
-      READ(source, begin, count, x);
       const int32_t code = row_mask - static_cast<int32_t>(row);
-      for (int64_t j = 0; j < count; ++j) {
-        const int32_t key = (bits_of(x[j]) & of_magnitude) | code;
-        largest[j] = key > largest[j] ? key : largest[j];
+      const int64_t last = row * k + first + columns < n ? columns : n - row * k - first;
+      for (int64_t column = 0; column < last; column += kRead) {
+        const int64_t begin = row * k + first + column, count = last - column < kRead ? last - column : kRead;
+        float own[kRead];
+        float* x = residual ? residual + begin : own;
+        read(source, begin, count, x);
+        for (int64_t j = 0; j < count; ++j) {
+          const int32_t key = (bits_of(x[j]) & of_magnitude) | code;
+          largest[column + j] = key > largest[column + j] ? key : largest[column + j];
+        }
       }
-      if (residual) std::memcpy(residual + begin, x, count * sizeof(float));
     }
     for (int64_t j = 0; j < columns; ++j) {
       finite &= largest[j] < kInfinity;
@@ -85,7 +89,7 @@ inline bool encode(const Source& source, const Encoding& how, uint8_t* payload, 
     return finite;
   }
   std::vector<float> lost(residual ? k : 0);
-  const Source of_values = {values.data(), nullptr, 1.0f, k};
+  const Source of_values{{{values.data(), 0, k}}, nullptr, 1.0f, k};
   quantize::encode(of_values, how, payload + k * size, residual ? lost.data() : nullptr);
   if (residual)
     for (int64_t j = 0; j < k; ++j) residual[selected[j] * k + j] -= values[j] - lost[j];

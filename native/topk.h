@@ -36,13 +36,13 @@ CLONED int32_t collect(const Source& source, int32_t least, float* sums, std::ve
     float* x = sums + begin;
     int32_t of_cell = 0;
     if (count == kCell) {
-      READ(source, begin, kCell, x);
+      read(source, begin, kCell, x);
       for (int64_t j = 0; j < kCell; ++j) {
         const int32_t key = bits_of(x[j]) & kMagnitude;
         of_cell = key > of_cell ? key : of_cell;
       }
     } else {
-      READ(source, begin, count, x);
+      read(source, begin, count, x);
       for (int64_t j = 0; j < count; ++j) {
         const int32_t key = bits_of(x[j]) & kMagnitude;
         of_cell = key > of_cell ? key : of_cell;

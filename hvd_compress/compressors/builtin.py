@@ -49,7 +49,7 @@ class BuiltinCompressor(Format, Compressor):
             return super().encode(gradient, seeds, residual, decay, keep)
         shape = tuple(gradient.shape.as_list())
         payload, residuals, finite = native.encode(
-            native_format, self.wire_bytes(shape), [gradient], [residual], decay, keep, seeds.local, seeds.chunk
+            native_format, self.wire_bytes(shape), [[gradient]], [residual], decay, keep, seeds.local, seeds.chunk
         )
         return Encoded(take(payload, [self.layout(shape)])[0], shape, residuals[0] if keep else None, finite)
 

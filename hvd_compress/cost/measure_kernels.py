@@ -41,12 +41,12 @@ def measure_kernels(
     # In graphs only, as in training: kernels that are called eagerly would be compiled once more.
     @tf.function(autograph=False)
     def encode(gradients: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> Any:
-        encoded = coding.encode(compressor, LocalInput(gradients, residuals, 1.0, keep, no_seeds()))
+        encoded = coding.encode(compressor, LocalInput([[x] for x in gradients], residuals, 1.0, keep, no_seeds()))
         return encoded.payload, [residual for residual in encoded.residuals if keep]
 
     @tf.function(autograph=False)
     def decode(gradient: tf.Tensor, residual: tf.Tensor | None, payloads: int) -> Any:
-        encoded = coding.encode(compressor, LocalInput([gradient], [residual], 1.0, keep, no_seeds()))
+        encoded = coding.encode(compressor, LocalInput([[gradient]], [residual], 1.0, keep, no_seeds()))
         # With a different factor each: TensorFlow would decode equal sums only once.
         factors = [tf.constant(1.0 + i) for i in range(_CHUNKS)]
         received = [encoded.payload] * payloads

@@ -41,7 +41,7 @@ def nothing(settings: Settings, compressor: Compressor, shapes: Sequence[Shape])
     # With residuals of zeros, so that kernels are compiled once for this and for training.
     keep = settings.feeds_back(compressor)
     residuals = [tf.zeros(shape, settings.residual_dtype) if keep else None for shape in shapes]
-    zeros = LocalInput([tf.zeros(s) for s in shapes], residuals, settings.residual_decay, keep, no_seeds())
+    zeros = LocalInput([[tf.zeros(s)] for s in shapes], residuals, settings.residual_decay, keep, no_seeds())
     return _tensors(collective.encode(compressor, zeros, Group(settings.process_set, None)))
 
 

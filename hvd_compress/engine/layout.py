@@ -105,12 +105,12 @@ class FlatLayout:
         return self._count_of(max(1, self.size))
 
     def _count_of(self, size: int) -> int:
-        return self.multiple * math.ceil(max(1, self._offsets[-1]) / (size * self.multiple))
+        return self.multiple * math.ceil(max(1, self.offsets[-1]) / (size * self.multiple))
 
     @functools.cached_property
     def size(self) -> int:
         """The elements of each chunk."""
-        size = math.ceil(self._offsets[-1] / self._count_of(self.largest))
+        size = math.ceil(self.offsets[-1] / self._count_of(self.largest))
         alignments = [self.alignment]
         while alignments[-1] % (2 * BLOCK) == 0:
             alignments.append(alignments[-1] // 2)
@@ -137,8 +137,8 @@ class FlatLayout:
         return buckets
 
     @functools.cached_property
-    def _offsets(self) -> list[int]:
-        """The position of each gradient, and the end of the last."""
+    def offsets(self) -> list[int]:
+        """The position of each gradient in all chunks end to end, and the end of the last one."""
         cell = _CELL if self.tensors.numel >= 100 * _CELL else 1
         offsets, end = [], 0
         for size in self.tensors.sizes:
@@ -168,7 +168,7 @@ class FlatLayout:
     def spans(self) -> list[list[Span]]:
         """The parts of each gradient."""
         spans = []
-        for offset, numel in zip(self._offsets, self.tensors.sizes):
+        for offset, numel in zip(self.offsets, self.tensors.sizes):
             of_gradient, first = [], 0
             while first < numel:
                 chunk, begin = divmod(offset + first, self.size)

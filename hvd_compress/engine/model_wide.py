@@ -129,7 +129,7 @@ def _norms(
         return [()] * len(layout.auto_buckets)
 
     def take() -> tf.Tensor:
-        sums = _packed(layout, [local.sum(i) for i in range(len(local.chunks))])
+        sums = _packed(layout, [local.sum(i) for i in range(local.num_chunks)])
         gradients, rows = _packed(layout, chunks), []
         for bucket in (layout.buckets[b] for b in layout.auto_buckets):
             within = slice(bucket.chunks.start, bucket.chunks.stop)

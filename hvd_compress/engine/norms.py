@@ -46,10 +46,10 @@ def of_bucket(
         if not compressor.pure:  # it may keep state from call to call
             return tf.constant(math.nan)
         again = local._replace(keep=True)
-        return norm_of([again.encode(compressor, i).residual for i in range(len(local.chunks))])
+        return norm_of([again.encode(compressor, i).residual for i in range(local.num_chunks)])
 
     def take() -> tf.Tensor:
-        summed = [local.sum(i) for i in range(len(local.chunks))]
+        summed = [local.sum(i) for i in range(local.num_chunks)]
         residual = tf.constant(0.0) if residuals is None else norm_of(residuals)
         return tf.stack([norm_of(gradients), norm_of(summed), lost() if residuals is None else residual, residual])
 

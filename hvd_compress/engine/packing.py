@@ -1,15 +1,20 @@
 """Gradients packed into the chunks of a layout, and back.
 
-Nothing is copied where a chunk lies within one gradient, or a gradient within one chunk.
+Nothing is copied where a chunk lies within one gradient, or a gradient within one tensor of chunks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from .layout import SMALL, Layout, PerTensorLayout, Span
+from ..exchange.transfers import concat
+from .layout import SMALL, Layout, PerTensorLayout
+
+# Pieces of fewer elements are put together with their neighbours: a bucket may have ten thousand of them.
+_SMALL_PIECE = 2**14
 
 
 def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf.Tensor]:
@@ -20,8 +25,13 @@ def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf
         tensors: All gradients of the layout, in the order of its members.
         chunks: Positions of the wanted chunks.
     """
+    return [concat(of_chunk) for of_chunk in pieces(layout, tensors, chunks)]
+
+
+def pieces(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[list[tf.Tensor]]:
+    """As `pack`, but the pieces of each chunk: one tensor, or several that form the chunk end to end."""
     if isinstance(layout, PerTensorLayout):
-        return [tf.identity(tf.cast(tensors[i], tf.float32)) for i in chunks]
+        return [[tf.identity(tf.cast(tensors[i], tf.float32))] for i in chunks]
     parts: dict[int, list[tf.Tensor]] = {chunk: [] for chunk in chunks}
     filled = dict.fromkeys(chunks, 0)
 
@@ -38,44 +48,59 @@ def pack(layout: Layout, tensors: Sequence[tf.Tensor], chunks: range) -> list[tf
             filled[span.chunk] = span.end
     for chunk in chunks:
         pad(chunk, layout.size)
-    return [_concat(of_chunk) for of_chunk in parts.values()]
+    return [_with_small_joined(of_chunk) for of_chunk in parts.values()]
+
+
+def _with_small_joined(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    joined: list[tf.Tensor] = []
+    for is_small, run in itertools.groupby(parts, lambda part: part.shape[0] < _SMALL_PIECE):
+        of_run = list(run)
+        joined += [concat(of_run)] if is_small else of_run
+    return joined or [tf.zeros([0])]
 
 
 def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    """The inverse of `pack` for all chunks: tensors of the gradients' shapes, in their `dtypes`."""
+    """The inverse of `pack` for all chunks: tensors of the gradients' shapes, in their `dtypes`.
+
+    Each of `chunks` may be several chunks end to end.
+    """
     if isinstance(layout, PerTensorLayout):
         return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
-    parts: list[list[tf.Tensor]] = [[] for _ in layout.spans]
-    neighbours: list[tuple[int, Span]] = []  # small gradients that follow each other in a chunk
+    ends = list(itertools.accumulate(chunk.shape[0] for chunk in chunks))
+    parts: list[list[tf.Tensor]] = [[] for _ in layout.tensors.sizes]
+    neighbours: list[int] = []  # small gradients that follow each other in a tensor
+    at = 0  # the first tensor that holds elements of the next gradient
 
     def split_neighbours() -> None:
         if neighbours:
-            first, last = neighbours[0][1], neighbours[-1][1]
-            joined = _slice(chunks[first.chunk], first.begin, last.end)
-            sizes = [span.end - span.begin for _, span in neighbours]
-            for (i, _), part in zip(neighbours, tf.split(joined, sizes)):
+            start = ends[at] - chunks[at].shape[0]
+            sizes = [layout.tensors.sizes[i] for i in neighbours]
+            first = layout.offsets[neighbours[0]] - start
+            joined = _slice(chunks[at], first, first + sum(sizes))
+            for i, part in zip(neighbours, tf.split(joined, sizes)):
                 parts[i].append(part)
             neighbours.clear()
 
-    for i, spans in enumerate(layout.spans):
-        for span in spans:
-            if layout.tensors.sizes[i] >= SMALL:
-                parts[i].append(_slice(chunks[span.chunk], span.begin, span.end))
-                continue
-            if neighbours:
-                before = neighbours[-1][1]
-                if (before.chunk, before.end) != (span.chunk, span.begin):
-                    split_neighbours()
-            neighbours.append((i, span))
+    for i, (first, size) in enumerate(zip(layout.offsets, layout.tensors.sizes)):
+        last = first + size
+        follows = bool(neighbours) and layout.offsets[i - 1] + layout.tensors.sizes[i - 1] == first
+        if not (size < SMALL and follows and last <= ends[at]):
+            split_neighbours()
+        while size and ends[at] <= first:
+            at += 1
+        if 0 < size < SMALL and last <= ends[at]:
+            neighbours.append(i)
+            continue
+        while first < last:
+            start, end = ends[at] - chunks[at].shape[0], min(last, ends[at])
+            parts[i].append(_slice(chunks[at], first - start, end - start))
+            first = end
+            at += first < last
     split_neighbours()
     return [
-        tf.cast(tf.reshape(_concat(of_gradient), shape), dtype)
+        tf.cast(tf.reshape(concat(of_gradient) if of_gradient else tf.zeros([0]), shape), dtype)
         for of_gradient, shape, dtype in zip(parts, layout.tensors.shapes, dtypes)
     ]
-
-
-def _concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    return parts[0] if len(parts) == 1 else tf.concat(parts, 0) if parts else tf.zeros([0])
 
 
 def _slice(flat: tf.Tensor, first: int, last: int) -> tf.Tensor:

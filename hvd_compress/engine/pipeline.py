@@ -26,15 +26,16 @@ from ..exchange.collective import Collective, Reduction
 from ..exchange.group import Group
 from ..exchange.local_input import LocalInput
 from ..exchange.send_order import next_can_start
+from ..exchange.transfers import concat
 from ..formats.base import Shape
-from . import clock, delay
-from .layout import Layout
-from .packing import pack
-from .selector import Selector
+from ..kernels import native
+from . import clock, delay, packing
+from .layout import FlatLayout, Layout
+from .selector import FixedSelector, Selector
 from .state import NO_STATE, BucketState
 from .transforms import LocalChunks, Transform, value_of
 
-# Arguments: the compressor, the gradients in chunks, what was encoded, and the new residuals or None.
+# Arguments: the compressor, the gradients in pieces, what was encoded, and the new residuals or None.
 Measure = Callable[[Compressor, Sequence[tf.Tensor], LocalInput, Any], Any]
 
 
@@ -71,7 +72,7 @@ class BucketInput(NamedTuple):
 class BucketResult(NamedTuple):
     """One bucket after its exchange."""
 
-    chunks: list[tf.Tensor]  # reduced; the same on all ranks
+    chunks: list[tf.Tensor]  # reduced; the same on all ranks; see `Reduction.chunks`
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite; with a delay, of this rank
     new_state: BucketState  # tensors; `Step` assigns them if all buckets are finite (`waiting` in any case)
     next_can_start: tf.Tensor  # ready when the next bucket may be encoded
@@ -105,12 +106,16 @@ def reduce_bucket(
         with tf.control_dependencies(after):
             ready = [clock.stamp([gradients[bucket.layout.reaching_into(bucket.chunks)[-1]]])]
     with tf.control_dependencies([*after, *ready]):
-        chunks = pack(bucket.layout, gradients, bucket.chunks)
+        pieces = packing.pieces(bucket.layout, gradients, bucket.chunks)
+        chunks = [concat(of_chunk) for of_chunk in pieces]  # pruned from the graph where the pieces are read
 
     # 2. Transform. Momentum correction adds the residual already here.
     state = bucket.state
     old_residuals = state.residuals or [None] * len(chunks)
     local = context.transforms.apply(LocalChunks(chunks, old_residuals, context.residual_decay, state.velocities))
+    is_native, is_flat = native.kind() == "native", isinstance(bucket.layout, FlatLayout)
+    if local.chunks is not chunks or not is_native:
+        pieces = [[chunk] for chunk in local.chunks]
 
     # 3. Select: the selector calls `exchange` once for each candidate.
     def exchange(compressor: Compressor) -> BucketResult:
@@ -120,7 +125,7 @@ def reduce_bucket(
         factors = value_of(state.factors[0]) if state.factors else None
         with tf.device("CPU"):
             foreign = value_of(state.has_foreign_residual[0]) if state.has_foreign_residual else None
-        sent = LocalInput(local.chunks, residuals, local.decay, keep, bucket.seeds, factors, foreign)
+        sent = LocalInput(pieces, residuals, local.decay, keep, bucket.seeds, factors, foreign, joined=is_flat)
         collective = context.collective(compressor, sent.shapes)
         group, new_waiting = bucket.group(compressor), list[tf.Tensor]()
         if state.waiting:
@@ -147,10 +152,13 @@ def reduce_bucket(
 
         # 6. Measure
         times = clock.timestamps_of(reduction) if bucket.timed else ()
-        gradients_in_chunks = local.velocities or local.chunks
-        measured = bucket.measure(compressor, gradients_in_chunks, sent, new_residuals if keep else None)
+        gradient_pieces = local.velocities or [piece for of_chunk in pieces for piece in of_chunk]
+        measured = bucket.measure(compressor, gradient_pieces, sent, new_residuals if keep else None)
         start_signal = _start_signal(reduction, times)
-        return BucketResult(reduction.chunks, reduction.ok, new_state, start_signal, times, measured)
+        reduced = reduction.chunks
+        if is_native and is_flat and not isinstance(bucket.selector, FixedSelector):
+            reduced = [concat(reduced)]  # the same structure with all candidates
+        return BucketResult(reduced, reduction.ok, new_state, start_signal, times, measured)
 
     result = bucket.selector.switch(bucket.position, exchange)
     return result._replace(timestamps=clock.Timestamps(*ready, *result.timestamps)) if bucket.timed else result

@@ -52,18 +52,19 @@ class GatheringCollective(Collective):
         payloads: Sequence[tf.Tensor],
         contexts: Sequence[Any],
         factor: tf.Tensor,
+        joined: bool,
+        workers: int = 1,
     ) -> list[tf.Tensor]:
-        """Decodes the payloads of all ranks to the summed chunks, times `factor`."""
+        """Decodes the payloads of all ranks to the summed chunks, times `factor`.
+
+        With several `workers`, the chunks are those of one worker after the other, and so are the payloads. See
+        `LocalInput.joined`.
+        """
         from . import coding
 
-        if not self.splits_bucket:
-            return coding.decode(compressor, shapes, payloads, contexts, factor)
-        # Each payload holds the summed chunks of its owner.
-        chunks: list[tf.Tensor] = []
-        for payload in payloads:
-            share = slice(len(chunks), len(chunks) + len(shapes) // len(payloads))
-            chunks += coding.decode(compressor, shapes[share], [payload], contexts[share], factor)
-        return chunks
+        # If the bucket is split, each payload holds the summed chunks of its owner.
+        shares = len(payloads) if self.splits_bucket else workers
+        return coding.decode(compressor, shapes, payloads, contexts, factor, shares, joined)
 
     def exchange(
         self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group
@@ -75,7 +76,7 @@ class GatheringCollective(Collective):
         payloads = transfers.allgather(shard.payload, group)
         ok = flags.all_of([flags.flag_of(payload) for payload in payloads])
         factor = flags.scale_or_nan(scale, ok)
-        chunks = self.decode(compressor, local_input.shapes, payloads, shard.contexts, factor)
+        chunks = self.decode(compressor, local_input.shapes, payloads, shard.contexts, factor, local_input.joined)
         return Reduction(chunks, shard.residuals, ok, shard.outgoing, payloads[group.rank - 1])
 
 

@@ -45,7 +45,7 @@ class Allreduce(Collective):
 
         from . import coding, flags
 
-        encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
+        encoded = [local_input.encode(compressor, i) for i in range(local_input.num_chunks)]
         finite = flags.all_of([e.finite for e in encoded])
         values = [tf.reshape(e.parts[0], [-1]) for e in encoded]
         payload = tf.concat([*values, tf.cast(~finite, tf.float32)[None]], 0)

@@ -103,7 +103,8 @@ def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.
     if native_format is not None:
         return _encode_natively(native_format, compressor, local_input, before)
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
-    inputs = local_input._replace(factors=None, has_foreign_residual=None)
+    inputs = local_input.with_chunks(local_input.chunks, local_input.residuals)
+    inputs = inputs._replace(factors=None, has_foreign_residual=None)
     payload, contexts, residuals = _encode(compressor, inputs, list(before))
     return EncodedShard(payload, contexts, residuals, payload, lambda: flags.flag_of(payload))
 
@@ -115,7 +116,7 @@ def _encode_natively(
     payload, residuals, finite = native.encode(
         native_format,
         nbytes,
-        local_input.chunks,
+        local_input.pieces,
         local_input.residuals,
         local_input.decay,
         local_input.keep,
@@ -124,7 +125,7 @@ def _encode_natively(
         flags.all_of(before) if before else True,
         flagged_bytes(nbytes),
     )
-    residuals = residuals or [None] * len(local_input.chunks)
+    residuals = residuals or [None] * local_input.num_chunks
     return EncodedShard(payload, local_input.shapes, residuals, payload, lambda: finite)
 
 
@@ -132,7 +133,7 @@ def _encode_natively(
 def _encode(
     compressor: Compressor, local_input: LocalInput, before: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, list[Any], list[tf.Tensor | None]]:
-    encoded = [local_input.encode(compressor, i) for i in range(len(local_input.chunks))]
+    encoded = [local_input.encode(compressor, i) for i in range(local_input.num_chunks)]
     return flags.join(encoded, before), [e.ctx for e in encoded], [e.residual for e in encoded]
 
 
@@ -142,12 +143,25 @@ def decode(
     payloads: Sequence[tf.Tensor],
     contexts: Sequence[Any],
     factor: tf.Tensor,
+    shares: int = 1,
+    joined: bool = False,
 ) -> list[tf.Tensor]:
-    """Decodes payloads of these chunks, uint8 with their flags, to the sum of each chunk, times `factor`."""
+    """Decodes payloads of these chunks, uint8 with their flags, to the sum of each chunk, times `factor`.
+
+    The chunks are divided into `shares` of equal length. The payloads are those of all ranks for the first share, then
+    for the next one. If `joined`, the result may be one tensor, all chunks end to end.
+    """
+    of_share, ranks = len(shapes) // shares, len(payloads) // shares
     native_format = native.in_use(compressor.native_format)
     if native_format is not None:
-        return native.decode(native_format, payload_bytes(compressor, shapes), payloads, shapes, factor)
-    return _decode(compressor, shapes, payloads, contexts, factor)
+        nbytes = payload_bytes(compressor, shapes[:of_share])
+        return native.decode(native_format, nbytes, payloads, shapes, factor, shares, joined)
+    chunks: list[tf.Tensor] = []
+    for share in range(shares):
+        part = slice(share * of_share, (share + 1) * of_share)
+        of_ranks = payloads[share * ranks : (share + 1) * ranks]
+        chunks += _decode(compressor, shapes[part], of_ranks, contexts[part], factor)
+    return chunks
 
 
 @_traced_once

@@ -33,7 +33,8 @@ class Phases(NamedTuple):
 class Reduction(NamedTuple):
     """The result of a collective on one rank."""
 
-    chunks: list[tf.Tensor]  # the scaled sums, the same on all ranks
+    # The scaled sums, the same on all ranks: chunks, or several of them end to end, see `LocalInput.joined`.
+    chunks: list[tf.Tensor]
     residuals: list[tf.Tensor | None]  # the new ones, one for each chunk
     ok: tf.Tensor  # bool scalar: whether all gradients of all ranks were finite
     outgoing: tf.Tensor  # what this rank sends first: ready once the bucket is encoded

@@ -103,7 +103,7 @@ class FactorAllreduce(Collective):
 
         # 5. P Q^T, and the other tensors behind the left factors.
         factor = flags.scale_or_nan(scale, ok)
-        chunks: list[tf.Tensor] = list(local_input.chunks)
+        chunks = local_input.chunks
         rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
         for i, left, right in zip(matrix_chunks, lefts, rights):
             chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])

@@ -90,20 +90,20 @@ class Hierarchical(Collective):
         assert not isinstance(self.hosts, HostCounts), "counts are for predictions only"
         local = group.among(self.hosts.local, "_local")
         across = group.among(self.hosts.across, "_across")
-        per_worker = len(local_input.chunks) // local.size
+        per_worker = local_input.num_chunks // local.size
         first, last = local.rank * per_worker, (local.rank + 1) * per_worker
 
         # 1. Sum this worker's share within the host.
         others = local_input._replace(
-            chunks=[*local_input.chunks[:first], *local_input.chunks[last:]],
+            pieces=[*local_input.pieces[:first], *local_input.pieces[last:]],
             residuals=[*local_input.residuals[:first], *local_input.residuals[last:]],
         )
         outgoing, residuals = within_host.pack_shares(others)
-        own_chunks, own_residuals = local_input.chunks[first:last], local_input.residuals[first:last]
-        sums, received = within_host.reduce_scatter(own_chunks, own_residuals, local_input.decay, outgoing, local)
+        own = local_input.part(first, last)
+        sums, received = within_host.reduce_scatter(own.chunks, own.residuals, local_input.decay, outgoing, local)
 
         # 2. Exchange the sums, which contain the residuals, between hosts.
-        share = local_input._replace(chunks=sums, residuals=[None] * per_worker, decay=1.0)
+        share = local_input.with_chunks(sums, [None] * per_worker)._replace(decay=1.0)
         shard = self.between.encode_shard(compressor, share, across)
         gathered = transfers.allgather_joined(shard.payload, across)
 
@@ -112,13 +112,11 @@ class Hierarchical(Collective):
         payloads_of_shares = [transfers.split(p, across.size, length) for p in within_host.allgather(gathered, local)]
 
         # 4. Decode. The contexts are those of this worker's share: they depend on the place in a share only.
-        ok = flags.all_of([flags.flag_of(payload) for payloads in payloads_of_shares for payload in payloads])
+        payloads = [payload for of_share in payloads_of_shares for payload in of_share]
+        ok = flags.all_of([flags.flag_of(payload) for payload in payloads])
         factor = flags.scale_or_nan(scale, ok)
-        chunks = [
-            chunk
-            for payloads in payloads_of_shares
-            for chunk in self.between.decode(compressor, share.shapes, payloads, shard.contexts, factor)
-        ]
+        shapes, contexts = share.shapes * local.size, [*shard.contexts] * local.size
+        chunks = self.between.decode(compressor, shapes, payloads, contexts, factor, local_input.joined, local.size)
         residuals[first:first] = shard.residuals
         incoming = payloads_of_shares[local.rank][across.rank - 1]
         return Reduction(

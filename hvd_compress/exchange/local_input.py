@@ -9,13 +9,17 @@ import tensorflow as tf
 
 from ..compressors import Compressor, Encoded, Seeds
 from ..formats.base import Shape
+from ..kernels import native
 from ..kernels.compile import fed_back
+from . import transfers
 
 
 class LocalInput(NamedTuple):
     """The chunks of a bucket on one rank, and what encoding them needs."""
 
-    chunks: Sequence[tf.Tensor]  # float32, of static shapes
+    # The pieces of each chunk, float32, of static shapes: one tensor in the chunk's shape, or several vectors. Native
+    # operations read them where they are.
+    pieces: Sequence[Sequence[tf.Tensor]]
     residuals: Sequence[tf.Tensor | None]  # one for each chunk, of the same shape
     decay: float  # of the residuals
     keep: bool  # whether new residuals are wanted
@@ -24,16 +28,31 @@ class LocalInput(NamedTuple):
     # Of `Hierarchical`, bool scalar on the host: whether residuals of chunks that other ranks send between hosts may
     # be other than zero.
     has_foreign_residual: tf.Tensor | None = None
-    first_chunk: int = 0  # the index of the first of `chunks`: each chunk draws other random numbers
+    first_chunk: int = 0  # the index of the first chunk: each chunk draws other random numbers
+    joined: bool = False  # whether reduced chunks may come end to end in one tensor
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks."""
+        return len(self.pieces)
+
+    @property
+    def chunks(self) -> list[tf.Tensor]:
+        """The chunks; those in several pieces are put together."""
+        return [transfers.concat(of_chunk) for of_chunk in self.pieces]
+
+    def with_chunks(self, chunks: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> LocalInput:
+        """Other chunks, with these residuals."""
+        return self._replace(pieces=[[chunk] for chunk in chunks], residuals=residuals)
 
     def sum(self, i: int) -> tf.Tensor:
         """Chunk `i` plus its decayed residual."""
-        return fed_back(self.chunks[i], self.residuals[i], self.decay)
+        return fed_back(transfers.concat(self.pieces[i]), self.residuals[i], self.decay)
 
     def part(self, first: int, last: int) -> LocalInput:
         """The chunks from `first` to before `last`."""
         return self._replace(
-            chunks=self.chunks[first:last],
+            pieces=self.pieces[first:last],
             residuals=self.residuals[first:last],
             first_chunk=self.first_chunk + first,
         )
@@ -41,9 +60,10 @@ class LocalInput(NamedTuple):
     @property
     def shapes(self) -> list[Shape]:
         """The shapes of the chunks."""
-        return [tuple(chunk.shape.as_list()) for chunk in self.chunks]
+        return [native.shape_of(of_chunk) for of_chunk in self.pieces]
 
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes chunk `i`."""
         seeds = self.seeds._replace(chunk=self.first_chunk + i)
-        return compressor.encode(self.chunks[i], seeds, self.residuals[i], self.decay, self.keep)
+        chunk = transfers.concat(self.pieces[i])
+        return compressor.encode(chunk, seeds, self.residuals[i], self.decay, self.keep)

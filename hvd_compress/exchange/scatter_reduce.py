@@ -72,8 +72,8 @@ class ScatterReduce(GatheringCollective):
         from ..compressors import error_feedback
         from . import coding, flags, transfers
 
-        per_owner = len(local_input.chunks) // group.size
-        shares = [local_input.part(first, first + per_owner) for first in range(0, len(local_input.chunks), per_owner)]
+        per_owner = local_input.num_chunks // group.size
+        shares = [local_input.part(first, first + per_owner) for first in range(0, local_input.num_chunks, per_owner)]
         own = shares[group.rank]
 
         # 1. Encode the chunks of the others. The own chunks are encoded, too, for the contexts; as nothing reads the
@@ -105,9 +105,7 @@ class ScatterReduce(GatheringCollective):
         own = slice(group.rank * per_owner, (group.rank + 1) * per_owner)
         shapes, contexts = local_input.shapes[own], encoded.contexts[own]
         others = coding.decode(compressor, shapes, received, contexts, tf.constant(1.0))
-        summed = local_input._replace(
-            chunks=others,
-            residuals=encoded.sums,
+        summed = local_input.with_chunks(others, encoded.sums)._replace(
             decay=1.0,
             first_chunk=count + local_input.first_chunk + own.start,  # not the noise of the first encoding
         )

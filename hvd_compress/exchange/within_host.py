@@ -6,6 +6,7 @@ reduce-scatter and allgather, which do so in steps, one after the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -21,7 +22,7 @@ def pack_shares(others: LocalInput) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
 
     Returns the chunks end to end, and the residuals that remain here.
     """
-    chunks, residuals = transfers.concat(others.chunks), list(others.residuals)
+    chunks, residuals = transfers.concat([*itertools.chain(*others.pieces)]), list(others.residuals)
     if residuals[0] is None:
         return chunks, residuals
 

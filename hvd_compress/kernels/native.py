@@ -104,7 +104,7 @@ def threads() -> int:
 def encode(
     format: NativeFormat,
     nbytes: int,
-    chunks: Sequence[tf.Tensor],
+    chunks: Sequence[Sequence[tf.Tensor]],
     residuals: Sequence[tf.Tensor | None],
     decay: float,
     keep: bool,
@@ -118,7 +118,7 @@ def encode(
     Args:
         format: How.
         nbytes: The length of the payload without its flag.
-        chunks: float32, of static shapes.
+        chunks: The pieces of each chunk, which are read where they are: float32, of static shapes.
         residuals: One for each chunk, float32 or bfloat16; or None for all of them.
         decay: The residuals' factor.
         keep: Whether new residuals are wanted.
@@ -127,16 +127,18 @@ def encode(
         before: The flag is up only if this is true, too.
         flagged_bytes: The length of the payload with its flag; None for no flag.
     """
-    shapes = [chunk.shape for chunk in chunks]
+    pieces = [piece for of_chunk in chunks for piece in of_chunk]
+    shapes = [shape_of(of_chunk) for of_chunk in chunks]
     old = [tf.cast(residual, tf.float32) for residual in residuals if residual is not None]
     with tf.device("CPU"):
         payload, new, finite = _operations().hvd_compress_encode(
-            chunks=list(chunks),
+            pieces=pieces,
             residuals=old,
             seed=seed if format.stochastic else 0,
             before=before,
             K=len(chunks) if keep else 0,
-            kept=[format.kept(shape.num_elements()) for shape in shapes],
+            pieces_of=[len(of_chunk) for of_chunk in chunks],
+            kept=[format.kept(size_of(shape)) for shape in shapes],
             decay=decay,
             first_chunk=first_chunk,
             nbytes=nbytes,
@@ -147,33 +149,50 @@ def encode(
         )
     payload.set_shape([nbytes if flagged_bytes is None else flagged_bytes])
     finite.set_shape([])
-    return NativeEncoded(payload, [_shaped(r, shape.as_list()) for r, shape in zip(new, shapes)], finite)
+    return NativeEncoded(payload, [_shaped(r, shape) for r, shape in zip(new, shapes)], finite)
 
 
 def decode(
-    format: NativeFormat, nbytes: int, payloads: Sequence[tf.Tensor], shapes: Sequence[Shape], scale: tf.Tensor
+    format: NativeFormat,
+    nbytes: int,
+    payloads: Sequence[tf.Tensor],
+    shapes: Sequence[Shape],
+    scale: tf.Tensor,
+    shares: int = 1,
+    joined: bool = False,
 ) -> list[tf.Tensor]:
     """The sum of the payloads of all ranks, in their order, times `scale`: float32 chunks of these shapes.
 
     Args:
         format: How they were encoded.
         nbytes: The length of a payload without its flag.
-        payloads: uint8 vectors of at least this length.
+        payloads: uint8 vectors of at least this length: of all ranks for the first share of the chunks, then for the
+            second one, ...
         shapes: Those of the chunks.
         scale: float32 scalar.
+        shares: The chunks are divided into so many shares of equal length.
+        joined: Whether the result is one tensor, all chunks end to end.
     """
     sizes = [size_of(shape) for shape in shapes]
     with tf.device("CPU"):
         chunks = _operations().hvd_compress_decode(
             payloads=list(payloads),
             scale=scale,
-            C=len(sizes),
+            C=1 if joined else len(sizes),
+            shares=shares,
             sizes=sizes,
             kept=[format.kept(size) for size in sizes],
             nbytes=nbytes,
             **_attributes(format),
         )
-    return [_shaped(chunk, shape) for chunk, shape in zip(chunks, shapes)]
+    return [_shaped(chunk, shape) for chunk, shape in zip(chunks, [(sum(sizes),)] if joined else shapes)]
+
+
+def shape_of(pieces: Sequence[tf.Tensor]) -> Shape:
+    """The shape of a chunk: that of its only piece, or of all of them end to end."""
+    if len(pieces) == 1:
+        return tuple(pieces[0].shape.as_list())
+    return (sum(piece.shape.num_elements() for piece in pieces),)
 
 
 def subtract(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:

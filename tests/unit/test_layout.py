@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import hvd_compress as hvdc
 from hvd_compress import formats
 from hvd_compress.engine import layout as geometry
+from hvd_compress.engine import packing
 from hvd_compress.engine.grouping import TensorGroup
 from hvd_compress.engine.layout import FlatLayout, PerTensorLayout
 from hvd_compress.engine.packing import pack, unpack
@@ -29,9 +30,13 @@ def assert_round_trip(layout, tensors, dtypes):
     chunks = [chunk for bucket in layout.in_buckets(1) for chunk in pack(layout, tensors, bucket)]
     assert [tuple(chunk.shape) for chunk in chunks] == list(layout.shapes)
     assert all(chunk.dtype == tf.float32 for chunk in chunks)
-    for tensor, again in zip(tensors, unpack(layout, chunks, dtypes)):
-        assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
-        np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(tensor, tf.float64))
+    reduced = [chunks]
+    if isinstance(layout, FlatLayout):  # runs of two chunks end to end, and all of them
+        reduced += [[tf.concat(chunks[i : i + count], 0) for i in range(0, len(chunks), count)] for count in (2, 999)]
+    for some in reduced:
+        for tensor, again in zip(tensors, unpack(layout, some, dtypes)):
+            assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+            np.testing.assert_array_equal(tf.cast(again, tf.float64), tf.cast(tensor, tf.float64))
     total = sum(np.abs(tf.cast(t, tf.float64).numpy()).sum() for t in tensors)
     assert sum(np.abs(chunk.numpy().astype(np.float64)).sum() for chunk in chunks) == total  # all else is zero
 
@@ -131,6 +136,27 @@ def test_large_gradients_are_not_copied():
 
     ops = {op.type for op in cut.get_concrete_function(tf.zeros([1024, 2048]), 0).graph.get_operations()}
     assert "ConcatV2" not in ops and "StridedSlice" in ops
+
+
+def test_only_small_pieces_are_put_together():
+    shapes = ((5,), (200, 100), (30,), (7, 7), (300, 100))
+    layout = FlatLayout(TensorGroup(tuple(range(5)), shapes))
+    (of_chunk,) = packing.pieces(layout, gradients(shapes, DTYPES), range(1))
+    # With the gaps before large gradients, and the zeros at the end.
+    assert [piece.shape[0] for piece in of_chunk] == [16, 20_000, 80, 30_000]
+    assert tf.concat(of_chunk, 0).shape[0] == layout.size
+
+
+def test_joined_chunks_are_not_copied():
+    shapes = ((1024, 2048), (512, 1024))
+    layout = FlatLayout(TensorGroup((0, 1), shapes))
+
+    @tf.function
+    def cut(joined):
+        return unpack(layout, [joined], [tf.float32] * 2)
+
+    traced = cut.get_concrete_function(tf.TensorSpec([layout.count * layout.size]))
+    assert layout.count == 3 and "ConcatV2" not in {op.type for op in traced.graph.get_operations()}
 
 
 def test_pieces_in_buckets():

@@ -83,7 +83,7 @@ def test_a_bucket_of_chunks_is_that_of_each_chunk(spec, use):
     compressor, n = hvdc.Compression.parse(spec), 5000
     gradients = [heavy_tailed(n, seed) for seed in range(3)]
     residuals = [heavy_tailed(n, 10 + seed) for seed in range(3)]
-    shard = coding.encode(compressor, LocalInput(gradients, residuals, 1.0, True, SEEDS, first_chunk=4))
+    shard = coding.encode(compressor, LocalInput([[g] for g in gradients], residuals, 1.0, True, SEEDS, first_chunk=4))
     layout = compressor.layout((n,))
     for i, parts in enumerate(take(shard.payload, [layout] * 3)):
         alone = compressor.encode(gradients[i], SEEDS._replace(chunk=4 + i), residuals[i], 1.0, True)
@@ -94,6 +94,46 @@ def test_a_bucket_of_chunks_is_that_of_each_chunk(spec, use):
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_pieces_are_read_where_they_are(spec, use):
+    """Pieces of a chunk, some of them shorter than a block, give the bits of the whole chunk."""
+    use("native")
+    compressor, sizes = hvdc.Compression.parse(spec), [(70_001,), (1, 30, 700, 4096, 3, 33_000, 257), (13,)]
+    chunks = [heavy_tailed(sum(of_chunk), seed) for seed, of_chunk in enumerate(sizes)]
+    pieces = [tf.split(chunk, of_chunk) for chunk, of_chunk in zip(chunks, sizes)]
+    for residuals in ([0.1 * heavy_tailed(len(chunk), 9) for chunk in chunks], [None] * 3):
+        whole = coding.encode(compressor, LocalInput([[c] for c in chunks], residuals, 0.9, True, SEEDS))
+        shard = coding.encode(compressor, LocalInput(pieces, residuals, 0.9, True, SEEDS))
+        np.testing.assert_array_equal(shard.payload, whole.payload)
+        for residual, expected in zip(shard.residuals, whole.residuals):
+            np.testing.assert_array_equal(residual, expected)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_shares_are_decoded_by_one_operation(spec, use):
+    use("native")
+    compressor, shapes = hvdc.Compression.parse(spec), [(5000,)] * 6
+    half = compressor.wire_bytes(5000) * 3
+    rng = np.random.default_rng(0)
+    payloads = []  # of two ranks for the first half of the chunks, then for the second half
+    for _ in range(4):
+        chunks = [[tf.constant(rng.normal(size=5000).astype(np.float32))] for _ in range(3)]
+        payloads.append(coding.encode(compressor, LocalInput(chunks, [None] * 3, 1.0, False, SEEDS)).payload)
+    assert payloads[0].shape[0] >= half
+    expected = [
+        chunk
+        for share in (payloads[:2], payloads[2:])
+        for chunk in coding.decode(compressor, shapes[:3], share, shapes[:3], tf.constant(0.5))
+    ]
+    apart = coding.decode(compressor, shapes, payloads, shapes, tf.constant(0.5), shares=2)
+    (joined,) = coding.decode(compressor, shapes, payloads, shapes, tf.constant(0.5), shares=2, joined=True)
+    np.testing.assert_array_equal(tf.stack(apart), tf.stack(expected))
+    np.testing.assert_array_equal(joined, tf.concat(expected, 0))
+    use("xla")
+    of_xla = coding.decode(compressor, shapes, payloads, shapes, tf.constant(0.5), shares=2, joined=True)
+    np.testing.assert_allclose(tf.concat(of_xla, 0), joined, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_lowers_the_flag(spec, bad, use):
     use("native")
@@ -101,14 +141,16 @@ def test_what_is_not_finite_lowers_the_flag(spec, bad, use):
         values = heavy_tailed(5000, 0).numpy()
         values[position] = bad
         chunks = [heavy_tailed(5000, 1), tf.constant(values)]
-        shard = coding.encode(hvdc.Compression.parse(spec), LocalInput(chunks, [None] * 2, 1.0, False, SEEDS))
+        shard = coding.encode(
+            hvdc.Compression.parse(spec), LocalInput([[chunk] for chunk in chunks], [None] * 2, 1.0, False, SEEDS)
+        )
         assert shard.payload[-1] == 1 and not bool(shard.finite())
 
 
 def test_threads_do_not_change_the_result(use, monkeypatch):
     use("native")
     chunks = [heavy_tailed(3000, seed) for seed in range(9)]
-    local_input = LocalInput(chunks, [None] * 9, 1.0, True, SEEDS)
+    local_input = LocalInput([[chunk] for chunk in chunks], [None] * 9, 1.0, True, SEEDS)
     compressor = hvdc.Compression.parse("int4")
     monkeypatch.setattr(native, "threads", lambda: 1)
     one = coding.encode(compressor, local_input)
@@ -167,7 +209,7 @@ def test_no_kernel_is_compiled_for_a_bucket(use):
 
     @tf.function
     def step(gradient, residual):
-        shard = coding.encode(hvdc.Compression.int4, LocalInput([gradient], [residual], 1.0, True, SEEDS))
+        shard = coding.encode(hvdc.Compression.int4, LocalInput([[gradient]], [residual], 1.0, True, SEEDS))
         return coding.decode(hvdc.Compression.int4, [(5000,)], [shard.payload], shard.contexts, tf.constant(1.0))
 
     spec = tf.TensorSpec([5000])
