@@ -21,6 +21,7 @@ NATIVE = Extension(
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fno-trapping-math",
+        "-Wno-psabi",  # vectors never leave a function
     ],
     extra_link_args=["-pthread"],
     language="c++",
