@@ -261,13 +261,18 @@ struct Encode {
   }
 };
 
+CLONED void subtract(const uint8_t* a, const uint8_t* b, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(a[i] - b[i]);
+}
+
 // Decodes the payloads of all ranks to the scaled sum of each chunk. The chunks are outputs of their own, or one output
 // end to end. They may come in shares of equal length, each with payloads of its own: first those of all ranks of the
-// first share.
+// first share. If `summed`, there are two ranks, and in place of the second payload the sum of both, modulo 256.
 struct Decode {
   Format format;
   std::vector<int64_t> sizes, kept;
   int64_t payloads, shares, outputs, nbytes, threads;
+  bool summed;
 
   explicit Decode(TF_OpKernelConstruction* construction) {
     Attributes attributes(construction);
@@ -277,6 +282,7 @@ struct Decode {
     payloads = attributes.integer("N");
     shares = attributes.integer("shares");
     outputs = attributes.integer("C");
+    summed = attributes.boolean("summed");
     nbytes = attributes.integer("nbytes");
     threads = attributes.integer("threads");
     attributes.require(format.is_valid(), "HvdCompressDecode: no such method or number of bits");
@@ -287,7 +293,7 @@ struct Decode {
     const int64_t chunks = static_cast<int64_t>(sizes.size());
     if (static_cast<int64_t>(kept.size()) != chunks || (outputs != 1 && outputs != chunks))
       return call.fail("HvdCompressDecode: the numbers of chunks, `kept` and outputs differ");
-    if (shares < 1 || chunks % shares || payloads % shares)
+    if (shares < 1 || chunks % shares || payloads % shares || (summed && payloads != 2 * shares))
       return call.fail("HvdCompressDecode: the chunks or the payloads cannot be divided into the shares");
     std::vector<const uint8_t*> given;
     for (int64_t i = 0; i < payloads && call.ok(); ++i) {
@@ -317,15 +323,16 @@ struct Decode {
     const bool done = Pool::run(chunks, threads, [&](int64_t c) {
       std::vector<const uint8_t*> of_chunk;
       for (int64_t rank = 0; rank < ranks; ++rank) of_chunk.push_back(given[c / of_share * ranks + rank] + begins[c]);
+      std::vector<uint8_t> second(summed ? format.bytes(sizes[c], kept[c]) : 0);
+      if (summed) {
+        subtract(of_chunk[1], of_chunk[0], second.size(), second.data());
+        of_chunk[1] = second.data();
+      }
       format.decode(of_chunk, sizes[c], kept[c], *scale, out[outputs == 1 ? 0 : c] + firsts[c]);
     });
     if (!done) call.fail("HvdCompressDecode: out of memory");
   }
 };
-
-CLONED void subtract(const uint8_t* a, const uint8_t* b, int64_t n, uint8_t* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(a[i] - b[i]);
-}
 
 // The difference of two vectors of bytes, modulo 256.
 struct Subtract {
@@ -371,7 +378,7 @@ const bool kRegistered = [] {
                        "pieces_of: list(int)", "kept: list(int)", "decay: float", "first_chunk: int", "salt: int", "nbytes: int",
                        "flagged_bytes: int", "threads: int"});
   register_op<Decode>("HvdCompressDecode", {"payloads: N * uint8", "scale: float"}, {"chunks: C * float"},
-                      {"N: int >= 1", "C: int >= 1", "shares: int", "method: int", "bits: int", "sizes: list(int)",
+                      {"N: int >= 1", "C: int >= 1", "shares: int", "summed: bool", "method: int", "bits: int", "sizes: list(int)",
                        "kept: list(int)", "nbytes: int", "threads: int"});
   register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
   return true;

@@ -22,14 +22,16 @@ from ..engine.grouping import Shape
 from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import volume
+from ..kernels import native
 from . import policy, report
 from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
-# Seconds. Compression begins later if it is predicted to gain less in a step: kernels take about a second to compile.
-_LEAST_GAIN = 0.01
+# Seconds. Compression begins later if it is predicted to gain less in a step: XLA takes about a second to compile
+# kernels, and a graph with native operations takes 0.2 s more to trace than one without.
+_LEAST_GAIN = {"xla": 0.01, "native": 0.003}
 # Horovod's own compressor: reports compare with it, candidate or not.
 _COMPARED = ("fp16",)
 
@@ -60,9 +62,9 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         if any(rules.uncompressed) and not traces_all(auto):
             plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
             (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
-            first = tf.where(cost - least < _LEAST_GAIN, plain, first)
+            first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
         savings = RowSavings(layout.embeddings, _model(calibrated))
-        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN)], tf.int32)
+        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN["xla"])], tf.int32)
         both = tf.concat([first, rows], 0)
         both = hvd.broadcast(both, group.ranks[0], name="hvdc_first_choice", process_set=group)
         first, compresses_rows = both[:-1], not tracing.can_forget_traces() or not savings.any or bool(both[-1])

@@ -54,30 +54,39 @@ class GatheringCollective(Collective):
         factor: tf.Tensor,
         joined: bool,
         workers: int = 1,
+        summed: bool = False,
     ) -> list[tf.Tensor]:
         """Decodes the payloads of all ranks to the summed chunks, times `factor`.
 
-        With several `workers`, the chunks are those of one worker after the other, and so are the payloads. See
-        `LocalInput.joined`.
+        With several `workers`, the chunks are those of one worker after the other, and so are the payloads. For
+        `joined` see `LocalInput`, for `summed` see `coding.decode`.
         """
         from . import coding
 
         # If the bucket is split, each payload holds the summed chunks of its owner.
         shares = len(payloads) if self.splits_bucket else workers
-        return coding.decode(compressor, shapes, payloads, contexts, factor, shares, joined)
+        return coding.decode(compressor, shapes, payloads, contexts, factor, shares, joined, summed)
 
     def exchange(
         self, compressor: Compressor, encoded: EncodedShard, local_input: LocalInput, scale: float, group: Group
     ) -> Reduction:
         """Sums the chunks over the ranks, times `scale`."""
+        from ..kernels import native
         from . import flags, transfers
 
         shard = self.reduce_shard(compressor, encoded, local_input, group)
-        payloads = transfers.allgather(shard.payload, group)
+        summed = group.size == 2 and native.in_use(compressor.native_format) is not None
+        if summed:  # native operations subtract the own payload while they decode
+            incoming = transfers.summed(shard.payload, group)
+            payloads = [shard.payload, incoming]
+        else:
+            payloads = transfers.allgather(shard.payload, group)
+            incoming = payloads[group.rank - 1]
+        # Of a sum, the flag is that of the other rank if the own one is up.
         ok = flags.all_of([flags.flag_of(payload) for payload in payloads])
-        factor = flags.scale_or_nan(scale, ok)
-        chunks = self.decode(compressor, local_input.shapes, payloads, shard.contexts, factor, local_input.joined)
-        return Reduction(chunks, shard.residuals, ok, shard.outgoing, payloads[group.rank - 1])
+        factor, joined = flags.scale_or_nan(scale, ok), local_input.joined
+        chunks = self.decode(compressor, local_input.shapes, payloads, shard.contexts, factor, joined, summed=summed)
+        return Reduction(chunks, shard.residuals, ok, shard.outgoing, incoming)
 
 
 class Allgather(GatheringCollective):

@@ -145,17 +145,19 @@ def decode(
     factor: tf.Tensor,
     shares: int = 1,
     joined: bool = False,
+    summed: bool = False,
 ) -> list[tf.Tensor]:
     """Decodes payloads of these chunks, uint8 with their flags, to the sum of each chunk, times `factor`.
 
     The chunks are divided into `shares` of equal length. The payloads are those of all ranks for the first share, then
-    for the next one. If `joined`, the result may be one tensor, all chunks end to end.
+    for the next one. If `joined`, the result may be one tensor, all chunks end to end. If `summed`, the second payload
+    of two ranks is the sum of both, modulo 256; only for native operations.
     """
     of_share, ranks = len(shapes) // shares, len(payloads) // shares
     native_format = native.in_use(compressor.native_format)
     if native_format is not None:
         nbytes = payload_bytes(compressor, shapes[:of_share])
-        return native.decode(native_format, nbytes, payloads, shapes, factor, shares, joined)
+        return native.decode(native_format, nbytes, payloads, shapes, factor, shares, joined, summed)
     chunks: list[tf.Tensor] = []
     for share in range(shares):
         part = slice(share * of_share, (share + 1) * of_share)

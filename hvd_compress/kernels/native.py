@@ -160,6 +160,7 @@ def decode(
     scale: tf.Tensor,
     shares: int = 1,
     joined: bool = False,
+    summed: bool = False,
 ) -> list[tf.Tensor]:
     """The sum of the payloads of all ranks, in their order, times `scale`: float32 chunks of these shapes.
 
@@ -172,6 +173,7 @@ def decode(
         scale: float32 scalar.
         shares: The chunks are divided into so many shares of equal length.
         joined: Whether the result is one tensor, all chunks end to end.
+        summed: Whether, of two ranks, the second payload is the sum of both, modulo 256.
     """
     sizes = [size_of(shape) for shape in shapes]
     with tf.device("CPU"):
@@ -180,6 +182,7 @@ def decode(
             scale=scale,
             C=1 if joined else len(sizes),
             shares=shares,
+            summed=summed,
             sizes=sizes,
             kept=[format.kept(size) for size in sizes],
             nbytes=nbytes,

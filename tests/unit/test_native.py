@@ -134,6 +134,21 @@ def test_shares_are_decoded_by_one_operation(spec, use):
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_both_ranks_decode_the_sum_of_their_payloads_to_the_same(spec, use):
+    use("native")
+    compressor, shapes = hvdc.Compression.parse(spec), [(5000,)] * 3
+    chunks = [[[heavy_tailed(5000, 10 * rank + i)] for i in range(3)] for rank in range(2)]
+    own, theirs = (
+        coding.encode(compressor, LocalInput(of_rank, [None] * 3, 1.0, False, SEEDS)).payload for of_rank in chunks
+    )
+    expected = coding.decode(compressor, shapes, [own, theirs], shapes, tf.constant(0.5))
+    total = tf.constant(own.numpy() + theirs.numpy())  # modulo 256
+    for payload in (own, theirs):
+        decoded = coding.decode(compressor, shapes, [payload, total], shapes, tf.constant(0.5), summed=True)
+        np.testing.assert_array_equal(tf.stack(decoded), tf.stack(expected))
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_lowers_the_flag(spec, bad, use):
     use("native")
