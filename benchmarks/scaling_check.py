@@ -106,6 +106,7 @@ def compare(result: dict[str, Any], limit: float = math.inf) -> list[Row]:
     return [
         Row(method, where, stats["median"], exchange(method, work, net, ranks))
         for method, stats in result["methods"].items()
+        if method != "auto"  # uses several compressors
     ]
 
 
