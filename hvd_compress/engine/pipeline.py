@@ -156,6 +156,10 @@ def reduce_bucket(
         measured = bucket.measure(compressor, gradient_pieces, sent, new_residuals if keep else None)
         start_signal = _start_signal(reduction, times)
         reduced = reduction.chunks
+        if is_flat and len(reduced) == sent.num_chunks:
+            for chunk, shape in zip(reduced, sent.shapes):
+                if not chunk.shape.is_fully_defined():  # what a user's `decompress` returns may not say its shape
+                    chunk.set_shape(shape)
         if is_native and is_flat and not isinstance(bucket.selector, FixedSelector):
             reduced = [concat(reduced)]  # the same structure with all candidates
         return BucketResult(reduced, reduction.ok, new_state, start_signal, times, measured)
