@@ -114,9 +114,6 @@ def main() -> None:
 
         @tf.function
         def encode(chunks: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
-            if compressor.per_tensor:
-                encoded = [compressor.encode(x, seeds, r, keep=True) for x, r in zip(chunks, residuals)]
-                return [(e.parts, e.residual, e.finite) for e in encoded]
             inputs = (LocalInput([[x]], [r], 1.0, True, seeds) for x, r in zip(chunks, residuals))
             shards = [coding.encode(compressor, local_input) for local_input in inputs]
             return [(shard.payload, shard.residuals) for shard in shards]
@@ -124,25 +121,14 @@ def main() -> None:
         return lambda: encode(*inputs)
 
     def decoder(compressor: Any, ranks: int) -> Callable[[], Any]:
-        scale = tf.constant(0.25)
-        if compressor.per_tensor:
-            encoded = [compressor.encode(matrix, seeds) for matrix in matrices]
-            parts = [[list(map(tf.identity, e.parts)) for _ in range(ranks)] for e in encoded]
-            contexts = [e.ctx for e in encoded]
-
-            @tf.function
-            def decode_parts(parts: Sequence[Any]) -> list[Any]:
-                return [compressor.decode_sum(p, ctx, scale) for p, ctx in zip(parts, contexts)]
-
-            return lambda: decode_parts(parts)
-
-        shards = [coding.encode(compressor, LocalInput([[x]], [None], 1.0, False, seeds)) for x in pieces]
+        inputs = [LocalInput([[x]], [None], 1.0, False, seeds) for x in (matrices if compressor.per_tensor else pieces)]
+        shards = [coding.encode(compressor, local_input) for local_input in inputs]
         payloads = [[tf.identity(shard.payload) for _ in range(ranks)] for shard in shards]
+        shapes, scale = inputs[0].shapes, tf.constant(0.25)
 
         @tf.function
         def decode(payloads: Sequence[Any]) -> list[Any]:
-            of_chunks = zip(payloads, shards)
-            return [coding.decode(compressor, [(args.piece,)], p, s.contexts, scale) for p, s in of_chunks]
+            return [coding.decode(compressor, shapes, p, s.contexts, scale) for p, s in zip(payloads, shards)]
 
         return lambda: decode(payloads)
 

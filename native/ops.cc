@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -303,32 +304,37 @@ struct Decode {
     }
     const float* scale = call.input<float>(static_cast<int>(payloads));
     const int64_t of_share = chunks / shares, ranks = payloads / shares;
-    std::vector<int64_t> begins, firsts;  // of each chunk: in its payload, and in the output
-    int64_t begin = 0, first = 0;
+    std::vector<int64_t> begins;  // of each chunk in its payload
+    int64_t begin = 0, total = 0;
     for (int64_t c = 0; c < chunks; ++c) {
       if (sizes[c] < 1 || sizes[c] > kLargestChunk || kept[c] < 1 || kept[c] > sizes[c])
         return call.fail("HvdCompressDecode: a chunk has no such size");
       if (c % of_share == 0) begin = 0;
       begins.push_back(begin);
-      firsts.push_back(outputs == 1 ? first : 0);
       begin += format.bytes(sizes[c], kept[c]);
-      first += sizes[c];
+      total += sizes[c];
       if ((c + 1) % of_share == 0 && begin != nbytes)
         return call.fail("HvdCompressDecode: the payload has another length than expected");
     }
-    std::vector<float*> out;
-    for (int64_t c = 0; c < outputs && call.ok(); ++c)
-      out.push_back(call.output<float>(static_cast<int>(c), TF_FLOAT, {outputs == 1 ? first : sizes[c]}));
-    if (!call.ok()) return;
+    std::vector<float*> out;  // where each chunk goes
+    float* next = nullptr;
+    for (int64_t c = 0; c < chunks; ++c) {
+      if (c < outputs) next = call.output<float>(static_cast<int>(c), TF_FLOAT, {outputs == 1 ? total : sizes[c]});
+      if (!call.ok()) return;
+      out.push_back(next);
+      next += sizes[c];
+    }
     const bool done = Pool::run(chunks, threads, [&](int64_t c) {
       std::vector<const uint8_t*> of_chunk;
       for (int64_t rank = 0; rank < ranks; ++rank) of_chunk.push_back(given[c / of_share * ranks + rank] + begins[c]);
-      std::vector<uint8_t> second(summed ? format.bytes(sizes[c], kept[c]) : 0);
+      std::unique_ptr<uint8_t[]> second;  // not cleared, unlike a vector
       if (summed) {
-        subtract(of_chunk[1], of_chunk[0], second.size(), second.data());
-        of_chunk[1] = second.data();
+        const int64_t length = format.bytes(sizes[c], kept[c]);
+        second.reset(new uint8_t[length]);
+        subtract(of_chunk[1], of_chunk[0], length, second.get());
+        of_chunk[1] = second.get();
       }
-      format.decode(of_chunk, sizes[c], kept[c], *scale, out[outputs == 1 ? 0 : c] + firsts[c]);
+      format.decode(of_chunk, sizes[c], kept[c], *scale, out[c]);
     });
     if (!done) call.fail("HvdCompressDecode: out of memory");
   }
@@ -375,11 +381,11 @@ const bool kRegistered = [] {
                       {"pieces: N * float", "residuals: M * float", "seed: int32", "before: bool"},
                       {"payload: uint8", "new_residuals: K * float", "finite: bool"},
                       {"N: int >= 1", "M: int >= 0", "K: int >= 0", "method: int", "bits: int", "stochastic: bool",
-                       "pieces_of: list(int)", "kept: list(int)", "decay: float", "first_chunk: int", "salt: int", "nbytes: int",
-                       "flagged_bytes: int", "threads: int"});
+                       "pieces_of: list(int)", "kept: list(int)", "decay: float", "first_chunk: int", "salt: int",
+                       "nbytes: int", "flagged_bytes: int", "threads: int"});
   register_op<Decode>("HvdCompressDecode", {"payloads: N * uint8", "scale: float"}, {"chunks: C * float"},
-                      {"N: int >= 1", "C: int >= 1", "shares: int", "summed: bool", "method: int", "bits: int", "sizes: list(int)",
-                       "kept: list(int)", "nbytes: int", "threads: int"});
+                      {"N: int >= 1", "C: int >= 1", "shares: int", "summed: bool", "method: int", "bits: int",
+                       "sizes: list(int)", "kept: list(int)", "nbytes: int", "threads: int"});
   register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
   return true;
 }();

@@ -5,6 +5,7 @@ Nothing is copied where a chunk lies within one gradient, or a gradient within o
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -66,37 +67,26 @@ def unpack(layout: Layout, chunks: Sequence[tf.Tensor], dtypes: Sequence[tf.DTyp
     """
     if isinstance(layout, PerTensorLayout):
         return [tf.cast(chunk, dtype) for chunk, dtype in zip(chunks, dtypes)]
+    offsets, sizes = layout.offsets, layout.tensors.sizes
     ends = list(itertools.accumulate(chunk.shape[0] for chunk in chunks))
-    parts: list[list[tf.Tensor]] = [[] for _ in layout.tensors.sizes]
-    neighbours: list[int] = []  # small gradients that follow each other in a tensor
-    at = 0  # the first tensor that holds elements of the next gradient
+    begins = [0, *ends]
 
-    def split_neighbours() -> None:
-        if neighbours:
-            start = ends[at] - chunks[at].shape[0]
-            sizes = [layout.tensors.sizes[i] for i in neighbours]
-            first = layout.offsets[neighbours[0]] - start
-            joined = _slice(chunks[at], first, first + sum(sizes))
-            for i, part in zip(neighbours, tf.split(joined, sizes)):
-                parts[i].append(part)
-            neighbours.clear()
+    def run_of(i: int) -> int:
+        """The tensor that holds all of a small gradient; a negative number of its own for any other gradient."""
+        at = bisect.bisect_right(ends, offsets[i])
+        return at if 0 < sizes[i] < SMALL and offsets[i] + sizes[i] <= ends[at] else -1 - i
 
-    for i, (first, size) in enumerate(zip(layout.offsets, layout.tensors.sizes)):
-        last = first + size
-        follows = bool(neighbours) and layout.offsets[i - 1] + layout.tensors.sizes[i - 1] == first
-        if not (size < SMALL and follows and last <= ends[at]):
-            split_neighbours()
-        while size and ends[at] <= first:
-            at += 1
-        if 0 < size < SMALL and last <= ends[at]:
-            neighbours.append(i)
+    parts: list[list[tf.Tensor]] = []  # of each gradient
+    # There are no gaps between small gradients that follow each other.
+    for at, run in itertools.groupby(range(len(sizes)), run_of):
+        members = list(run)
+        first, lengths = offsets[members[0]], [sizes[i] for i in members]
+        last = first + sum(lengths)
+        if at >= 0:
+            parts += [[part] for part in tf.split(_slice(chunks[at], first - begins[at], last - begins[at]), lengths)]
             continue
-        while first < last:
-            start, end = ends[at] - chunks[at].shape[0], min(last, ends[at])
-            parts[i].append(_slice(chunks[at], first - start, end - start))
-            first = end
-            at += first < last
-    split_neighbours()
+        places = range(bisect.bisect_right(ends, first), bisect.bisect_left(ends, last) + 1) if last > first else ()
+        parts.append([_slice(chunks[t], max(first - begins[t], 0), min(last, ends[t]) - begins[t]) for t in places])
     return [
         tf.cast(tf.reshape(concat(of_gradient) if of_gradient else tf.zeros([0]), shape), dtype)
         for of_gradient, shape, dtype in zip(parts, layout.tensors.shapes, dtypes)

@@ -103,8 +103,8 @@ def encode(compressor: Compressor, local_input: LocalInput, before: Sequence[tf.
     if native_format is not None:
         return _encode_natively(native_format, compressor, local_input, before)
     # Without the tensors that encoding does not read, which would be arguments of the traced function.
-    inputs = local_input.with_chunks(local_input.chunks, local_input.residuals)
-    inputs = inputs._replace(factors=None, has_foreign_residual=None)
+    whole = [[chunk] for chunk in local_input.chunks]
+    inputs = local_input._replace(pieces=whole, factors=None, has_foreign_residual=None)
     payload, contexts, residuals = _encode(compressor, inputs, list(before))
     return EncodedShard(payload, contexts, residuals, payload, lambda: flags.flag_of(payload))
 

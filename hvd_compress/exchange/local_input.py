@@ -36,10 +36,14 @@ class LocalInput(NamedTuple):
         """The number of chunks."""
         return len(self.pieces)
 
+    def chunk(self, i: int) -> tf.Tensor:
+        """Chunk `i`; several pieces are put together."""
+        return transfers.concat(self.pieces[i])
+
     @property
     def chunks(self) -> list[tf.Tensor]:
-        """The chunks; those in several pieces are put together."""
-        return [transfers.concat(of_chunk) for of_chunk in self.pieces]
+        """All chunks."""
+        return [self.chunk(i) for i in range(self.num_chunks)]
 
     def with_chunks(self, chunks: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor | None]) -> LocalInput:
         """Other chunks, with these residuals."""
@@ -47,7 +51,7 @@ class LocalInput(NamedTuple):
 
     def sum(self, i: int) -> tf.Tensor:
         """Chunk `i` plus its decayed residual."""
-        return fed_back(transfers.concat(self.pieces[i]), self.residuals[i], self.decay)
+        return fed_back(self.chunk(i), self.residuals[i], self.decay)
 
     def part(self, first: int, last: int) -> LocalInput:
         """The chunks from `first` to before `last`."""
@@ -65,5 +69,4 @@ class LocalInput(NamedTuple):
     def encode(self, compressor: Compressor, i: int) -> Encoded:
         """Encodes chunk `i`."""
         seeds = self.seeds._replace(chunk=self.first_chunk + i)
-        chunk = transfers.concat(self.pieces[i])
-        return compressor.encode(chunk, seeds, self.residuals[i], self.decay, self.keep)
+        return compressor.encode(self.chunk(i), seeds, self.residuals[i], self.decay, self.keep)
