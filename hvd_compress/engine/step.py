@@ -112,8 +112,11 @@ class Step:
             for observer in plan.observers:
                 observer.observe(measured)
 
-            state.step.assign_add(1)
-            self._advance()
+            # Keras learns that the data has ended from a step that fails. What depends on no gradient may run then
+            # on one rank and not on another: their seeds would differ.
+            with tf.control_dependencies([values_of(g) for g in own if g is not None][:1]):
+                state.step.assign_add(1)
+                self._advance()
         return [reduced.get(i) for i in range(len(self._gradients))]
 
     def _advance(self) -> None:

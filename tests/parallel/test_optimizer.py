@@ -291,6 +291,29 @@ def test_backward_passes_per_step(keras, rank, size, gather):
         assert optimizer._agg_helper.counter.numpy() == 8 % 3
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_step_without_data_is_no_step(keras, rank, gather, passes):
+    """Keras learns the length of such data from a step that fails: what it counts could differ between ranks."""
+    model = make_model(keras, seed=rank)
+    x, y = make_data(rank, 7 * 16)
+    batches = tf.data.Dataset.from_generator(
+        lambda: ((x[i : i + 16], y[i : i + 16]) for i in range(0, len(x), 16)),
+        output_signature=(tf.TensorSpec([16, 24]), tf.TensorSpec([16, 4])),
+    )
+    # The indices of randomk depend on the number of steps.
+    optimizer = hvdc.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), compression="randomk:ratio=0.1", backward_passes_per_step=passes
+    )
+    model.compile(optimizer, "mse")
+    for fits in range(1, 4):
+        model.fit(batches, verbose=0, callbacks=[hvdc.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert introspect.steps_made(introspect.plan_of(optimizer)) == 7 * fits // passes
+        if passes > 1:
+            assert optimizer._agg_helper.counter.numpy() == 7 * fits % passes
+    everyone = gather(flat_weights(model))
+    assert (everyone == everyone[0]).all()
+
+
 @pytest.mark.skipif(not IS_KERAS3, reason="an argument of Keras 3's optimizers")
 def test_keras3_gradient_accumulation_sends_no_micro_batch(rank, size):
     from tensorflow import keras

@@ -49,7 +49,9 @@ class LocalGradientAggregation:
         dense = {i: self._dense(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
         sums = {i: self._sum(gradient, variables[i]) for i, gradient in dense.items()}
         totals = {i: sums[i].assign_add(gradient).read_value() for i, gradient in dense.items()}
-        self.counter.assign_add(1)
+        # Not in a step that fails because the data has ended: it may do so on one rank before, on another after this.
+        with tf.control_dependencies(list(dense.values())[:1]):
+            self.counter.assign_add(1)
 
         def complete() -> list[tf.Tensor]:
             all_reduced = self._reduce([totals.get(i) for i in range(len(gradients))], variables)
