@@ -184,7 +184,7 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
         "the version of TensorFlow": tf.__version__,
         "the version of Horovod": horovod.__version__,
     }
-    for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES"):
+    for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
     # They round differently, so ranks that mix them would have different weights.
     stages = [stage for compressor in settings.compressors for stage in (*compressor.stages, *compressor.candidates)]

@@ -275,6 +275,27 @@ def resolve_bucket_bytes(bucket_bytes: int | None) -> int:
     return int(text)
 
 
+def resolve_exchange() -> dict[str, int]:
+    """What HVD_COMPRESS_EXCHANGE says, by which `hvd-compress tune` sets `local_steps` or `delay` of a script.
+
+    Returns:
+        {"local_steps": 8} for "local_steps=8", {"delay": 1} for "delay=1", and {} if it is not set.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    text = os.environ.get("HVD_COMPRESS_EXCHANGE", "").strip()
+    if not text:
+        return {}
+    name, _, number = text.partition("=")
+    if name not in ("local_steps", "delay") or not number.isdecimal():
+        raise ValueError(
+            "environment variable HVD_COMPRESS_EXCHANGE must be 'delay=1' or such as 'local_steps=8', got "
+            f"{error_text(text)}"
+        )
+    return {name: int(number)}
+
+
 def _checked_groups(name: str, groups: Any) -> Any:
     if groups is None:
         return None

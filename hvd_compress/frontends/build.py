@@ -67,7 +67,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         if layout.auto is not None:
             _add_auto(plan)
         if tuning.is_on():
-            plan.observers.append(tuning.StepClock(name))
+            plan.observers.append(tuning.StepClock(name, settings.local_steps))
         if watched:
             with Phase("timing the link", "usually less than a second", settings.process_set.rank() == 0):
                 plan.link = recorder.measure_link(settings.process_set)

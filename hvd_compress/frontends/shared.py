@@ -12,7 +12,7 @@ from ..common import checks
 from ..common.gradients import with_values
 from ..compressors.resolve import policies, resolve
 from ..engine.reducer import Reducer
-from ..engine.settings import Settings, resolve_bucket_bytes
+from ..engine.settings import Settings, resolve_bucket_bytes, resolve_exchange
 
 
 def check_undistributed(name: str, wrapped: Any, ours: type, wrapper: str) -> None:
@@ -30,8 +30,8 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
 
     Args:
         arguments: All arguments of the frontend by name. Those that are fields of `Settings` are taken over;
-            `compression`, `policy`, `bucket_bytes` and Horovod's deprecated `num_groups` are resolved first. Others are
-            ignored.
+            `compression`, `policy`, `bucket_bytes` and Horovod's deprecated `num_groups` are resolved first, and the
+            environment decides on `delay` and `local_steps` where both are left out. Others are ignored.
         name: The prefix of the names of operations.
 
     Raises:
@@ -47,6 +47,13 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
         "bucket_bytes": resolve_bucket_bytes(arguments["bucket_bytes"]),
         "policy": policies(arguments["policy"]),
     }
+    if "delay" in fields and not fields["delay"] and fields.get("local_steps") is None:
+        exchange = resolve_exchange()
+        if not exchange.keys() <= fields.keys():
+            raise ValueError(
+                f"environment variable HVD_COMPRESS_EXCHANGE: {name} has no local_steps, use hvdc.LocalSteps"
+            )
+        fields |= exchange
     return Settings(**fields)
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ..engine.observer import Observer, StepMeasurement
 from ..engine.settings import Settings
-from .tune_protocol import MARK, VARIABLE
+from .tune_protocol import EACH_STEP, MARK, VARIABLE
 
 # Seconds between lines about steps.
 _LINE_INTERVAL = 0.2
@@ -29,6 +29,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.plan = ""  # the first plan: other plans belong to the same steps
+        self.steps_per_tick = 1  # with local steps, those of a round
         self._last_tick: float | None = None
         self._last_line = 0.0
         self._pending: list[float] = []  # seconds of steps
@@ -36,7 +37,7 @@ class _Clock:
     def tick(self) -> None:
         now = time.perf_counter()
         if self._last_tick is not None:
-            self._pending.append(round(now - self._last_tick, 6))
+            self._pending.append(round((now - self._last_tick) / self.steps_per_tick, 6))
         self._last_tick = now
         if now - self._last_line > _LINE_INTERVAL:
             self._last_line = now
@@ -66,7 +67,9 @@ def report(**facts: Any) -> None:
 def settings(used: Settings) -> None:
     """Reports the settings of a plan."""
     if is_on():
-        report(compression=used.compressor.spec, bucket_bytes=used.bucket_bytes)
+        exchange = "delay=1" if used.delay else EACH_STEP
+        exchange = exchange if used.local_steps is None else f"local_steps={used.local_steps}"
+        report(compression=used.compressor.spec, bucket_bytes=used.bucket_bytes, exchange=exchange)
 
 
 def metrics(logs: Mapping[str, Any] | None) -> None:
@@ -76,11 +79,11 @@ def metrics(logs: Mapping[str, Any] | None) -> None:
 
 
 class StepClock(Observer):
-    """Reports the seconds of steps of the first plan."""
+    """Reports the seconds of steps of the first plan; with local steps, their mean over each round."""
 
-    def __init__(self, plan: str) -> None:
+    def __init__(self, plan: str, local_steps: int | None = None) -> None:
         if not _clock.plan:
-            _clock.plan = plan
+            _clock.plan, _clock.steps_per_tick = plan, local_steps or 1
             atexit.register(_clock.flush)
         self._plan = plan
 

@@ -22,7 +22,10 @@ from ..version import __version__
 from .env_facts import Facts, Interface
 
 _PACKAGES = ("keras", "tf_keras", "horovod", "numpy")
-_SETTINGS = ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_CALIBRATION", "HVD_COMPRESS_KERNELS")
+_SETTINGS = (
+    "HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE", "HVD_COMPRESS_CALIBRATION",
+    "HVD_COMPRESS_KERNELS",
+)  # fmt: skip
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10")
 _ROUNDS = 3  # of comparing clocks

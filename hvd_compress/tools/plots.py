@@ -112,11 +112,11 @@ def tune(path: Path, tried: Sequence[Outcome], best: Outcome, metric: str) -> No
         if outcome.verdict == "ok":
             where = (1e3 * outcome.step, outcome.metric)
             axes.annotate(
-                outcome.setting.compression, where, (4, 4), textcoords="offset points", fontsize="x-small",
+                outcome.setting.title, where, (4, 4), textcoords="offset points", fontsize="x-small",
                 fontweight="bold" if outcome is best or outcome.setting == BASELINE else "normal",
             )  # fmt: skip
     axes.set(xscale="log", xlabel="ms per step", ylabel=metric)
-    axes.set_title(f"{len(tried)} settings, best: {best.setting.compression}")
+    axes.set_title(f"{len(tried)} settings, best: {best.setting.title}")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
     with console.writing(path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..engine.layout import BUCKET_BYTES
 from ..formats.registry import FORMATS
+from ..monitor.tune_protocol import EACH_STEP
 
 KINDS = tuple(name for name in FORMATS.classes if name != "dgc")
 BUCKETS = tuple(2**20 * mebibytes for mebibytes in (1, 4, 10, 25, 50))
@@ -29,6 +30,8 @@ _OPENING = (
     "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "hadamard", "quantize:bits=2", "hybrid:ratio=0.05,bits=4",
     "onebit", "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
 )  # fmt: skip
+# Tried with each way of exchanging less often, or later, if these are asked for.
+_OPENING_OF_OTHERS = ("int8", "int4")
 # While a gap in the first argument of a compressor is halved, a second argument has this value.
 _SECOND_ARGUMENT = {"bits": 4, "block": 16}
 _SIMILAR = 1.1  # Steps whose times differ by less may be equally fast.
@@ -39,15 +42,22 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a run tries: a spec string, and the bucket size as in `hvdc.DistributedOptimizer`."""
+    """What a run tries: a spec string, the bucket size as in `hvdc.DistributedOptimizer`, and when to exchange."""
 
     compression: str
     bucket_bytes: int
+    exchange: str = EACH_STEP
+
+    @property
+    def title(self) -> str:
+        """The compressor, and when it exchanges if not in each step."""
+        return self.compression if self.exchange == EACH_STEP else f"{self.compression}, {self.exchange}"
 
     def line(self) -> str:
         """The line that gives a script this setting for good."""
         size = "" if self.bucket_bytes == BUCKET_BYTES else f", bucket_bytes={self.bucket_bytes}"
-        return f'hvdc.DistributedOptimizer(optimizer, compression="{self.compression}"{size})'
+        exchange = "" if self.exchange == EACH_STEP else f", {self.exchange}"
+        return f'hvdc.DistributedOptimizer(optimizer, compression="{self.compression}"{size}{exchange})'
 
 
 BASELINE = Setting("none", BUCKET_BYTES)
@@ -108,7 +118,7 @@ def runs(study: Any) -> list[Any]:
 
 def row(trial: Any) -> dict[str, Any]:
     """What users see of a run."""
-    keys = ("compression", "bucket_bytes", "step", "metric", "loss_increase", "seconds")
+    keys = ("compression", "bucket_bytes", "exchange", "step", "metric", "loss_increase", "seconds")
     return {**{key: trial.user_attrs.get(key) for key in keys}, "status": _STATUS[trial.state.name]}
 
 
@@ -119,7 +129,7 @@ def outcomes(study: Any, allowed: float) -> list[Outcome]:
     """
     trials_of: dict[Setting, list[Any]] = {}
     for trial in runs(study):
-        setting = Setting(trial.user_attrs["compression"], trial.user_attrs["bucket_bytes"])
+        setting = Setting(*(trial.user_attrs[field.name] for field in dataclasses.fields(Setting)))
         trials_of.setdefault(setting, []).append(trial)
     tried = []
     for setting, trials in trials_of.items():
@@ -139,7 +149,7 @@ def good_outcomes(tried: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in tried if outcome.verdict == "ok"]
 
 
-def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
+def suggest(trial: Any, kinds: Sequence[str], exchanges: Sequence[str]) -> Setting:
     """The setting of an Optuna trial: its queued parameters, or what the sampler suggests."""
     kind = trial.suggest_categorical("compressor", list(dict.fromkeys(["none", *kinds])))
     arguments = {}
@@ -150,18 +160,23 @@ def suggest(trial: Any, kinds: Sequence[str]) -> Setting:
         else:
             arguments[name] = trial.suggest_categorical(name, values)
     bucket_bytes = trial.suggest_categorical("bucket_bytes", BUCKETS)
-    return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes)
+    exchange = trial.suggest_categorical("exchange", list(exchanges))
+    return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes, exchange)
 
 
-def next_parameters(tried: Sequence[Outcome], kinds: Sequence[str], may_repeat: bool) -> dict[str, Any] | None:
+def next_parameters(
+    tried: Sequence[Outcome], kinds: Sequence[str], exchanges: Sequence[str], may_repeat: bool
+) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
     `tried` are the outcomes so far, the fastest first. With `may_repeat`, a setting may be run again.
     """
     known = [outcome.parameters for outcome in tried]
-    for format in map(FORMATS.parse, _OPENING):
+    opening = [(spec, exchange) for exchange in exchanges[1:] for spec in _OPENING_OF_OTHERS]
+    for spec, exchange in [*((spec, EACH_STEP) for spec in _OPENING), *opening]:
+        format = FORMATS.parse(spec)
         arguments = {name: getattr(format, name) for name in ARGUMENTS[format.name]}
-        parameters = {"compressor": format.name, **arguments, "bucket_bytes": BUCKET_BYTES}
+        parameters = {"compressor": format.name, **arguments, "bucket_bytes": BUCKET_BYTES, "exchange": exchange}
         if format.name in ("none", *kinds) and parameters not in known:
             return parameters
     return (uncertain(tried) if may_repeat else None) or halve_gap(tried, kinds)
@@ -190,7 +205,7 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] 
             continue
         argument, *others = ARGUMENTS[kind]
         second = {name: _SECOND_ARGUMENT[name] for name in others}
-        family = {"compressor": kind, **second, "bucket_bytes": BUCKET_BYTES}
+        family = {"compressor": kind, **second, "bucket_bytes": BUCKET_BYTES, "exchange": EACH_STEP}
         of_family = [outcome for outcome in tried if family.items() <= outcome.parameters.items()]
         known = {outcome.parameters[argument]: outcome for outcome in of_family}
         steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..monitor.tune_protocol import MARK, VARIABLE
+from ..monitor.tune_protocol import EACH_STEP, MARK, VARIABLE
 
 _KEPT_LINES = 15
 _FIRST_STEPS = 10  # These wait for compilation and connections.
@@ -33,6 +33,7 @@ class Run:
     printed: float | None = None  # the last number in the output that matches a pattern
     compression: str | None = None  # the spec string that the script used
     bucket_bytes: int | None = None  # the bucket size that the script used
+    exchange: str = EACH_STEP  # when the script exchanged
     worker_lines: list[str] = dataclasses.field(default_factory=list)  # the last ones of the workers' output
     launcher_lines: list[str] = dataclasses.field(default_factory=list)  # the last ones of the launcher's own output
 
@@ -74,6 +75,7 @@ class Run:
         if self.compression is None:  # The first optimizer counts.
             self.compression = facts.get("compression")
             self.bucket_bytes = facts.get("bucket_bytes")
+            self.exchange = facts.get("exchange", EACH_STEP)
 
 
 def run(

@@ -15,6 +15,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from ..monitor.tune_protocol import EACH_STEP
 from . import console, launch, plots, search, units
 from .search import BASELINE, Outcome
 from .tuner import Tuner
@@ -65,6 +66,11 @@ Examples:
     help="Try these only; may be repeated.",
 )  # fmt: skip
 @click.option(
+    "--local-steps", type=units.LOCAL_STEPS, default=(), metavar="N,N",
+    help="Also try exchanges once in so many steps, such as 8,30.",
+)  # fmt: skip
+@click.option("--delay", is_flag=True, help="Also try delay=1: exchanges beside the next step.")
+@click.option(
     "--study", "path", type=console.OUTPUT_FILE, help="What is found is kept there.  [default: tune-SCRIPT.log]"
 )
 @click.option("--plot", type=plots.PLOT_FILE, help="Draw what was tried: the time of a step and the metric.")
@@ -72,11 +78,12 @@ Examples:
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None, launcher: list[str], trials: int,
-         allowed: float, kinds: tuple[str, ...], path: Path | None, plot: Path | None, as_json: bool, **options: Any,
+         allowed: float, kinds: tuple[str, ...], local_steps: tuple[int, ...], delay: bool, path: Path | None,
+         plot: Path | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Find the fastest compressor, its settings and the bucket size for SCRIPT, by short runs of it.
 
-    The script stays as it is, as long as it leaves `compression` and `bucket_bytes` of
+    The script stays as it is, as long as it leaves `compression`, `bucket_bytes`, `delay` and `local_steps` of
     hvdc.DistributedOptimizer (or DistributedGradientTape) to the environment. Step times come from the optimizer;
     the metric from the last epoch that BroadcastGlobalVariablesCallback or MetricAverageCallback of hvdc.callbacks
     has seen, or from the output (--metric-regex). Make the script short: an epoch or two. Call it again with the same
@@ -84,11 +91,12 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     """
     # The run ends when this process is ended: the exception passes through `trial.run`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exchanges = [EACH_STEP, *(["delay=1"] if delay else []), *(f"local_steps={count}" for count in local_steps)]
     command = [*launch.command(launcher, ranks, hosts), sys.executable, str(script), *arguments]
     with console.usage("--study"):
         path = path or console.output_file(f"tune-{script.stem}.log")
         study = search.open_study(path, allowed)
-        tuner = Tuner(study, command, kinds or search.KINDS, allowed=allowed, **options)
+        tuner = Tuner(study, command, kinds or search.KINDS, tuple(exchanges), allowed=allowed, **options)
         tuner.check_study()
     done = len(search.runs(study))
     with console.Steps("tuning", trials) as steps:
@@ -113,7 +121,7 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
         })  # fmt: skip
         return
     out = console.output()
-    out.print(_table(tried, baseline, best, tuner.metric_name))
+    out.print(_table(tried, baseline, best, tuner))
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
@@ -138,7 +146,7 @@ def _outlook(study: Any, allowed: float, left: int) -> str:
     about = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
     tried = search.outcomes(study, allowed)
     best, baseline = search.good_outcomes(tried)[0], next(one for one in tried if one.setting == BASELINE)
-    return f"; about {about} left; best so far {best.setting.compression}, {baseline.step / best.step:.2f}x"
+    return f"; about {about} left; best so far {best.setting.title}, {baseline.step / best.step:.2f}x"
 
 
 def _json_outcome(outcome: Outcome) -> dict[str, Any]:
@@ -146,12 +154,13 @@ def _json_outcome(outcome: Outcome) -> dict[str, Any]:
     return {**dataclasses.asdict(outcome.setting), **{key: getattr(outcome, key) for key in keys}}
 
 
-def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) -> Table:
+def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, tuner: Tuner) -> Table:
     rows = []
     for outcome in tried:
         is_timed = outcome.step < math.inf
         rows.append({
             "compression": outcome.setting.compression,
+            **({"exchange": outcome.setting.exchange} if len(tuner.exchanges) > 1 else {}),
             "bucket": units.show_bytes(outcome.setting.bucket_bytes),
             "step": units.show_seconds(outcome.step) if is_timed else "",
             "speedup": f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
@@ -159,5 +168,5 @@ def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, metric: str) 
             "verdict": "best" if outcome is best else outcome.verdict,
         })  # fmt: skip
     table = console.table("runs", rows)
-    table.columns[4].header = metric  # which may be the name of another column
+    table.columns[-2].header = tuner.metric_name  # which may be the name of another column
     return table

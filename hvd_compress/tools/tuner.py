@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..monitor.tune_protocol import EACH_STEP
 from . import search, trial, units
 from .search import BASELINE, Outcome, Setting
 from .trial import Run
@@ -31,6 +32,7 @@ class Tuner:
     study: Any  # the Optuna study that keeps the runs
     command: list[str]  # starts the script
     kinds: tuple[str, ...]  # the compressors that may be tried
+    exchanges: tuple[str, ...]  # when to exchange: EACH_STEP, then others that may be tried
     metric: str | None  # its name; None for `val_loss` or `loss`
     mode: str  # "min", "max" or "auto"
     allowed: float  # by how much the metric may be worse
@@ -46,6 +48,7 @@ class Tuner:
         identity = {
             "command": shlex.join(self.command), "metric": self.metric, "mode": self.mode,
             "pattern": self.pattern and self.pattern.pattern, "choice of compressors": list(self.kinds),
+            "choice of exchanges": list(self.exchanges),
         }  # fmt: skip
         earlier = self.study.user_attrs.get("of", identity)
         for key, value in identity.items():
@@ -66,12 +69,12 @@ class Tuner:
         import optuna
 
         tried = search.outcomes(self.study, self.allowed)
-        parameters = search.next_parameters(tried, self.kinds, may_repeat)
+        parameters = search.next_parameters(tried, self.kinds, self.exchanges, may_repeat)
         if parameters is not None:
             self.study.enqueue_trial(parameters)
         for _ in range(_MAX_KNOWN):
             asked = self.study.ask()
-            setting = search.suggest(asked, self.kinds)
+            setting = search.suggest(asked, self.kinds, self.exchanges)
             if parameters is not None or all(outcome.setting != setting for outcome in tried):
                 # If this is interrupted, the trial does not count, and its setting is tried again.
                 self._record(asked, setting, self._run(setting, tried, say))
@@ -87,14 +90,18 @@ class Tuner:
         size = units.show_bytes(setting.bucket_bytes)
 
         def watch(run: Run) -> str | None:
-            say(f"{setting.compression}, buckets of {size}: {run.seconds:.0f} s, {len(run.steps)} steps")
+            say(f"{setting.title}, buckets of {size}: {run.seconds:.0f} s, {len(run.steps)} steps")
             if len(run.steps) < _FEWEST_STEPS:
                 return None
             if not math.isfinite(run.metrics.get(self.metric_name, 0.0)):
                 return "diverged"
             return "slow" if run.step > slow else None
 
-        environment = {"HVD_COMPRESS": setting.compression, "HVD_COMPRESS_BUCKET_BYTES": str(setting.bucket_bytes)}
+        environment = {
+            "HVD_COMPRESS": setting.compression,
+            "HVD_COMPRESS_BUCKET_BYTES": str(setting.bucket_bytes),
+            "HVD_COMPRESS_EXCHANGE": "" if setting.exchange == EACH_STEP else setting.exchange,
+        }
         try:
             return trial.run(self.command, environment, limit, self.pattern, watch)
         except OSError as error:
@@ -104,7 +111,8 @@ class Tuner:
         from optuna.trial import TrialState
 
         facts: dict[str, Any] = {**dataclasses.asdict(setting), "seconds": run.seconds}
-        if run.status == "failed":
+        has_no_rounds = run.status == "done" and setting.exchange != EACH_STEP and not run.usual_steps()
+        if run.status == "failed" or has_no_rounds:
             state = TrialState.FAIL
             if setting == BASELINE:
                 raise click.ClickException("\n".join(["the script fails without compression:", *run.last_lines]))

@@ -20,7 +20,7 @@ from hvd_compress.checkpoint.plan_state import PlanState
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.resolve import resolve
 from hvd_compress.cost import Calibration
-from hvd_compress.engine.settings import resolve_bucket_bytes
+from hvd_compress.engine.settings import resolve_bucket_bytes, resolve_exchange
 from hvd_compress.tools import run_log
 from hvd_compress.tools.cli import main
 
@@ -204,6 +204,11 @@ def test_environment_variables(text):
         monkeypatch.setenv("HVD_COMPRESS", text)
         try:
             assert resolve_bucket_bytes(None) >= 1
+        except ValueError as error:
+            assert_one_line(error)
+        monkeypatch.setenv("HVD_COMPRESS_EXCHANGE", text)
+        try:
+            assert resolve_exchange().keys() <= {"delay", "local_steps"}
         except ValueError as error:
             assert_one_line(error)
         try:

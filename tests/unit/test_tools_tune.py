@@ -102,6 +102,38 @@ def test_the_fastest_within_the_loss_is_found_and_the_study_goes_on(tune):
     assert "loses too much" in third.output
 
 
+# The loss is too high with local steps, and with 30 of them too few rounds are made to time them.
+WITH_EXCHANGES = SCRIPT.replace('"bucket_bytes": size}', '"bucket_bytes": size, "exchange": exchange or "each step"}')
+WITH_EXCHANGES = WITH_EXCHANGES.replace("[3.0] * 5 + [step] * 20", "[3.0] * (count // 4) + [step] * count").replace(
+    "mark =",
+    """exchange = os.environ["HVD_COMPRESS_EXCHANGE"]
+step /= {"": 1, "delay=1": 2}.get(exchange, 4)
+loss += exchange.startswith("local")
+count = 0 if exchange == "local_steps=30" else 20
+mark =""",
+)
+
+
+def test_exchanges_that_are_asked_for_are_tried(tune):
+    options = ["--trials", "10", "-c", "quantize", "--delay", "--local-steps", "8,30"]
+    result = tune(*options, "--json", script=WITH_EXCHANGES)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    rows = {(row["compression"], row["exchange"]): row for row in found["trials"]}
+    others = [(spec, e) for e in ("delay=1", "local_steps=8", "local_steps=30") for spec in ("int8", "int4")]
+    assert list(rows) == [(spec, "each step") for spec in ("none", "int8", "int4", "quantize:bits=2")] + others
+    assert rows["int8", "local_steps=8"]["step"] == pytest.approx(0.05 / 4)
+    assert rows["int8", "local_steps=8"]["loss_increase"] > 0.5
+    assert rows["int8", "local_steps=30"]["status"] == "failed"
+    assert found["line"] == 'hvdc.DistributedOptimizer(optimizer, compression="int8", delay=1)'
+    shown = tune(*options, script=WITH_EXCHANGES).output
+    assert "exchange" in shown and "local_steps=8" in shown
+    again = tune("--trials", "5", "-c", "quantize", script=WITH_EXCHANGES)
+    assert again.exit_code == 2 and "it is of another choice of exchanges" in " ".join(again.output.split())
+    one_step = tune("--local-steps", "1", script=WITH_EXCHANGES)
+    assert one_step.exit_code == 2 and "local steps start from 2" in one_step.output
+
+
 def test_what_was_run_is_not_run_again(tune):
     assert tune("--trials", "14", "-c", "onebit").exit_code == 0
     runs = tune.runs()
@@ -257,15 +289,15 @@ def test_settings_are_known_specs():
             return 0.0345678
 
     for kind in search.KINDS:
-        setting = search.suggest(Trial(kind), search.KINDS)
+        setting = search.suggest(Trial(kind), search.KINDS, ["each step", "delay=1"])
         assert formats.parse(setting.compression).name == kind
-        assert setting.compression in setting.line() and "bucket_bytes=52428800" in setting.line()
+        assert setting.compression in setting.line() and "bucket_bytes=52428800, delay=1)" in setting.line()
     assert search.is_maximized("val_accuracy") and not search.is_maximized("val_loss")
 
 
 def outcome(spec, numbers, step, worse, runs=1):
     setting = search.Setting(spec, search.BASELINE.bucket_bytes)
-    parameters = {**numbers, "bucket_bytes": setting.bucket_bytes}
+    parameters = {**numbers, "bucket_bytes": setting.bucket_bytes, "exchange": setting.exchange}
     return search.Outcome(setting, parameters, "done", step, 1.0, worse, 0.1, runs)
 
 
