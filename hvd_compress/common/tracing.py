@@ -31,6 +31,17 @@ def function_graph() -> Any:
     return graph
 
 
+def data_of_step() -> list[tf.Tensor]:
+    """The data that the function that is being traced gets: its arguments, and what it takes from an iterator.
+
+    What depends on them does not run in a step that fails because the data has ended. Empty inside a branch of tf.cond.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    arguments = [tensor for tensor in getattr(graph, "inputs", []) if tensor.dtype != tf.resource]
+    taken = [op.outputs[0] for op in graph.get_operations() if op.type.startswith("IteratorGetNext")]
+    return arguments + taken if function_graph() is graph else []
+
+
 def variable(value: tf.Tensor, name: str) -> tf.Variable:
     """A variable that no model tracks. It may be created in an init_scope while a function is traced."""
     # Lifting it out of that function would trace the function a second time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ..common.text_table import aligned
 
@@ -116,14 +117,60 @@ class BucketReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundsReport:
+    """The last exchange of local steps, on this rank. A movement is synchronized weights minus the rank's own.
+
+    All but `statistics_drift` are 2-norms over the weights that were exchanged.
+
+    Attributes:
+        local_steps: Steps of a round.
+        exchanges: The number of exchanges so far.
+        step: The number of steps before the end of the last exchange.
+        movement: Of this rank's movement.
+        drift: Of this rank's movement minus the mean movement that it received. Without loss by compression, its root
+            mean square over the ranks is the spread of the movements.
+        outer_step: Of the change of the synchronized weights.
+        weights: Of the synchronized weights before the exchange.
+        statistics_drift: Like drift, of the moving statistics, as a share of their norm; NaN if there are none.
+    """
+
+    local_steps: int
+    exchanges: int
+    step: float
+    movement: float
+    drift: float
+    outer_step: float
+    weights: float
+    statistics_drift: float
+
+    def __str__(self) -> str:
+        moved = f"{self.movement:.3g}{_share(self.movement, self.weights, 'of their norm')}"
+        drift = f"{self.drift:.3g}{_share(self.drift, self.movement, 'of it')}"
+        text = (
+            f"{self.exchanges} exchanges, local_steps={self.local_steps}; in the last one, after step {self.step:.0f}, "
+            f"this rank's weights had moved by {moved}, {drift} away from the mean; the outer step was "
+            f"{self.outer_step:.3g}"
+        )
+        if math.isfinite(self.statistics_drift):
+            text += f"; moving statistics were {self.statistics_drift:.2%} away from their mean"
+        return text
+
+
+def _share(part: float, whole: float, of: str) -> str:
+    return f" ({part / whole:.2%} {of})" if whole > 0.0 else ""
+
+
+@dataclasses.dataclass(frozen=True)
 class CompressionReport:
     """The compressor of each bucket; printable.
 
     Attributes:
         buckets: In the order of sending; rows of embeddings last.
+        rounds: With local steps, the last exchange; None without, and before the first exchange.
     """
 
     buckets: tuple[BucketReport, ...]
+    rounds: RoundsReport | None = None
 
     @property
     def auto(self) -> AutoReport | None:
@@ -131,7 +178,7 @@ class CompressionReport:
         return next((bucket.auto for bucket in self.buckets if bucket.auto is not None), None)
 
     def __str__(self) -> str:
-        lines = [] if self.auto is None else [str(self.auto)]
+        lines = [str(part) for part in (self.auto, self.rounds) if part is not None]
         for i, bucket in enumerate(self.buckets):
             name = f"rows of {bucket.rows_of}" if bucket.rows_of else f"bucket {i}"
             line = f"{name} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}"

@@ -20,6 +20,7 @@ from .compression_report import CompressionReport
 from .guard import Guard
 from .observer import Observer
 from .plan import Plan
+from .round_log import RoundLog
 from .settings import Settings
 from .step import Step
 
@@ -61,6 +62,7 @@ class Reducer:
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
         self.guard: Guard | None = None  # of all plans, see `guarding`
+        self.round_log: RoundLog | None = None  # with local steps
         self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)

@@ -7,8 +7,8 @@
    ranks, and the local weights become the synchronized ones.
 
 With `fragments="stream"` (Streaming DiLoCo, arXiv 2501.18512), a round has as many fragments as steps, and each step
-exchanges one. Its movement was recorded at the end of the step before. So the exchange depends on nothing of the
-step, and TensorFlow runs it beside the forward and backward pass.
+exchanges one. Its movement was recorded at the end of the step before. So the exchange depends on nothing that the
+step computes, and TensorFlow runs it beside the forward and backward pass.
 
 A rank's own state (local weights, inner optimizer) is the model's. This module keeps, hidden from Keras, what is equal
 on all ranks: the synchronized weights, the state of the outer optimizer, and the counts.
@@ -30,10 +30,11 @@ from ..checkpoint.plan_state import Member, PlanState
 from ..common import tracing
 from ..common.names import path_of
 from ..engine import nonfinite
-from ..engine.compression_report import CompressionReport
+from ..engine.compression_report import CompressionReport, RoundsReport
 from ..engine.fragments import Rows, divide, whole
 from ..engine.outer import Average, OuterUpdate
 from ..engine.reducer import Reducer
+from ..engine.round_log import Exchange, RoundLog
 from ..engine.settings import Settings
 
 
@@ -115,6 +116,7 @@ class Rounds:
     def __init__(self, settings: Settings, reducer: Reducer, calls_per_step: int = 1) -> None:
         assert settings.local_steps is not None
         self.settings, self.reducer = settings, reducer
+        self.log = reducer.round_log = RoundLog(reducer.name)
         self.local_steps: int = settings.local_steps
         self._streams = settings.fragments == "stream"
         self._calls_per_step = calls_per_step
@@ -251,8 +253,11 @@ class Rounds:
         if self._streams:
             self._stream(is_step, steps, is_warm_up)
         else:
-            tf.cond(is_last, lambda: self._exchange_all(is_warm_up), lambda: None)
-        with tf.device("CPU"):
+            tf.cond(is_last, lambda: self._exchange_all(steps, is_warm_up), lambda: None)
+        # Keras learns that the data has ended from a step that fails. What does not depend on the update may run in it
+        # on one rank and not on another: they would no longer exchange in the same steps.
+        updated = next(variable.value for variable in self.variables if not variable.is_statistic).read_value()
+        with tf.device("CPU"), tf.control_dependencies([updated]):
             self._counts.assign(tf.stack([calls, steps, tf.where(is_last, steps, start)]))
 
     def _stream(self, is_step: tf.Tensor, steps: tf.Tensor, is_warm_up: tf.Tensor) -> None:
@@ -274,17 +279,19 @@ class Rounds:
         def nothing_received() -> tf.Tensor:
             return tf.zeros([0], movement.dtype)
 
-        received = tf.switch_case(current, [*map(exchange, range(count)), nothing_received])
+        with tf.control_dependencies(tracing.data_of_step()):
+            received = tf.switch_case(current, [*map(exchange, range(count)), nothing_received])
 
         def apply(f: int) -> Callable[[], None]:
             def run() -> None:
-                self._apply(f, self._unflat(f, received), None)
+                own = self._unflat(f, movement.read_value())
+                self.log.record(steps, self._apply(f, own, self._unflat(f, received), None))
                 self._record((f + 1) % count)
 
             return run
 
         def exchange_all() -> None:
-            self._exchange_all(is_warm_up)
+            self._exchange_all(steps, is_warm_up)
             movement.assign(tf.zeros_like(movement))
 
         actions = [*map(apply, range(count)), lambda: None]
@@ -303,13 +310,16 @@ class Rounds:
         if not self.fragments or steps == start:
             return
         self.show_own()
-        self._call("synchronize", lambda: self._exchange_all(None))
+        self._call("synchronize", lambda: self._exchange_all(self._counts.read_value()[1], None))
         self._begin_round()
 
-    def _exchange_all(self, only_averages: tf.Tensor | None) -> None:
-        """Exchanges the present movements of all fragments."""
+    def _exchange_all(self, steps: tf.Tensor, only_averages: tf.Tensor | None) -> None:
+        """Exchanges the present movements of all fragments, at the end of the step with this number."""
+        squares = []
         for f, fragment in enumerate(self.fragments):
-            self._apply(f, self._reduce(f, fragment.movements()), only_averages, alpha=0.0)
+            own = fragment.movements()
+            squares.append(self._apply(f, own, self._reduce(f, own), only_averages, alpha=0.0))
+        self.log.record(steps, tf.add_n(squares))
 
     def _reduce(self, f: int, movements: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean movements of a fragment."""
@@ -321,19 +331,29 @@ class Rounds:
         return list(reduced)
 
     def _apply(
-        self, f: int, deltas: Sequence[tf.Tensor], only_averages: tf.Tensor | None, alpha: float | None = None
-    ) -> None:
+        self,
+        f: int,
+        own_movements: Sequence[tf.Tensor],
+        deltas: Sequence[tf.Tensor],
+        only_averages: tf.Tensor | None,
+        alpha: float | None = None,
+    ) -> tf.Tensor:
         """Applies the mean movements of a fragment, and mixes its local weights with the synchronized ones.
 
         Args:
             f: The fragment.
+            own_movements: This rank's movements.
             deltas: The mean movements.
             only_averages: Whether to average, whatever the outer optimizer is; a bool scalar, or None for no.
             alpha: The share of the local weights; None for that of the settings.
+
+        Returns:
+            `Exchange.squares` of the fragment.
         """
         fragment = self.fragments[f]
         alpha = (self.settings.alpha or 0.0) if alpha is None else alpha
         trained = len(fragment.outer.weights)
+        before = [weights.read_value() for weights in fragment.synchronized]
 
         def update() -> None:
             if only_averages is None or isinstance(self.settings.outer, Average):
@@ -353,12 +373,17 @@ class Rounds:
             tf.cond(finite, update, lambda: None)
         else:
             update()
-        for own, piece in zip(fragment.synchronized, fragment.pieces):
-            weights = own.read_value()
+        after = [weights.read_value() for weights in fragment.synchronized]
+        for weights, piece in zip(after, fragment.pieces):
             if alpha:
                 mixed = alpha * piece.read() + (1.0 - alpha) * weights
                 weights = mixed if finite is None else tf.where(finite, mixed, weights)
             piece.assign(weights)
+        exchange = Exchange(
+            own_movements[:trained], deltas[:trained], before[:trained], after,
+            own_movements[trained:], deltas[trained:], before[trained:],
+        )  # fmt: skip
+        return exchange.squares()
 
     # The movement of the next fragment
 
@@ -397,7 +422,9 @@ class Rounds:
     def report(self) -> CompressionReport:
         """The compressor of each bucket of movements."""
         self.reducer.last_plan("compression_report()")
-        return CompressionReport(tuple(bucket for plan in self.reducer.plans.values() for bucket in plan.report()))
+        buckets = tuple(bucket for plan in self.reducer.plans.values() for bucket in plan.report())
+        last = self.log.last()
+        return CompressionReport(buckets, RoundsReport(self.local_steps, self.log.count, **last) if last else None)
 
     # Saving
 

@@ -27,12 +27,13 @@ before: list[Callable[[], None]] = []
 
 
 class _Trained(NamedTuple):
-    """What one plan did."""
+    """What one plan did; with local steps, what the plans of all fragments did."""
 
     name: str
-    steps: int
+    exchanges: int  # without local steps, one in each step
     bytes_sent: tuple[int, int]  # of a step at the end, see `Plan.bytes_sent`
     report: CompressionReport
+    local_steps: int = 1
 
 
 class _Deleted:
@@ -125,9 +126,9 @@ def extra_seconds(buckets: Sequence[BucketReport]) -> float | None:
     return sum(plain) - sum(bucket.predicted or 0.0 for bucket in now)
 
 
-def measured_line(measured: Totals) -> str:
-    """What a monitor or profile has measured on this rank."""
-    text = f"{measured.steps:,} steps were measured: this rank sent {show_bytes(measured.bytes)}"
+def measured_line(measured: Totals, what: str = "steps") -> str:
+    """What a monitor or profile has measured on this rank, of steps or exchanges."""
+    text = f"{measured.steps:,} {what} were measured: this rank sent {show_bytes(measured.bytes)}"
     text += f" in place of {show_bytes(measured.uncompressed_bytes)}"
     if measured.seconds:
         share = measured.waited / measured.seconds
@@ -155,12 +156,20 @@ def _trained(plans: Iterable[Plan]) -> list[_Trained]:
     # Also called when training has failed: nothing may come of it but a missing line.
     with contextlib.suppress(Exception):
         if hvd.is_initialized() and hvd.rank() == 0:
+            together: dict[object, list[Plan]] = {}  # those of the fragments of one reducer
             for plan in plans:
-                steps = int(plan.state.step)
-                if steps:
-                    report = CompressionReport(tuple(plan.report()))
-                    trained.append(_Trained(plan.name, steps, plan.bytes_sent(), report))
+                together.setdefault(plan if plan.settings.local_steps is None else id(plan.settings), []).append(plan)
+            trained += [_of_plans(some) for some in together.values() if any(int(plan.state.step) for plan in some)]
     return trained
+
+
+def _of_plans(plans: Sequence[Plan]) -> _Trained:
+    """What one plan did, or the plans of all fragments."""
+    local_steps = plans[0].settings.local_steps or 1
+    each = [plan.bytes_sent() for plan in plans]
+    sent, stock = sum(sent for sent, _ in each) // local_steps, sum(stock for _, stock in each)
+    report = CompressionReport(tuple(bucket for plan in plans for bucket in plan.report()))
+    return _Trained(plans[0].name, max(int(plan.state.step) for plan in plans), (sent, stock), report, local_steps)
 
 
 def leave_out_exchange() -> None:
@@ -182,18 +191,22 @@ def _at_exit() -> None:
     plans = [plan for reducer in alive() for plan in reducer.plans.values()]
     trained = _trained(plans if _deleted.largest is None else [*plans, _deleted.largest])
     if trained:
-        largest = max(trained, key=lambda one: one.steps * one.bytes_sent[1])
+        largest = max(trained, key=lambda one: one.exchanges * one.local_steps * one.bytes_sent[1])
         for line in lines(largest, len(trained) - 1 + _deleted.others):
             say(line)
 
 
 def lines(trained: _Trained, others: int = 0) -> list[str]:
     """The summary of the plan that would have sent the most bytes without compression."""
-    facts = exchange_lines(trained.report, trained.bytes_sent, trained.steps)
+    facts = exchange_lines(trained.report, trained.bytes_sent, trained.exchanges)
     specs = dict.fromkeys(bucket.chosen for bucket in trained.report.buckets)
-    text = f"{trained.steps:,} steps with {'auto' if trained.report.auto is not None else ', '.join(specs) or 'none'}"
+    spec = "auto" if trained.report.auto is not None else ", ".join(specs) or "none"
+    text = f"{trained.exchanges:,} steps with {spec}"
+    if trained.local_steps > 1:
+        text = f"{trained.exchanges:,} exchanges with {spec}, local_steps={trained.local_steps}"
     text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
     found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
     if trained.name in totals.measured:
-        found.append(measured_line(totals.measured[trained.name]))
+        what = "exchanges" if trained.local_steps > 1 else "steps"
+        found.append(measured_line(totals.measured[trained.name], what))
     return found

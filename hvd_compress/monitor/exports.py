@@ -79,10 +79,11 @@ class Exports:
 
 
 def _values(session: Session, steps: list[Steps]) -> dict[str, float]:
-    """The means of all quantities, of the steps and of each bucket, and what `auto` chooses from."""
+    """The means of all quantities, of the steps and of each bucket; the last round; and what `auto` chooses from."""
     values = means(steps)
     for bucket, row in zip(session.buckets, bucket_means(steps)):
         values |= {f"bucket_{bucket.name}/{name}": value for name, value in row.items()}
+    values |= {f"rounds/{name}": value for name, value in session.last_exchange.items()}
     auto = session.auto
     if auto is not None:
         values["auto/trial_steps"] = float(sum(part.trial.sum() for part in steps))

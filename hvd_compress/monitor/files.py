@@ -13,6 +13,7 @@ import numpy as np
 from ..common.verbosity import say
 from ..engine.compression_report import AutoReport
 from ..engine.guard import GuardEvent
+from ..engine.round_log import COLUMNS as ROUND_COLUMNS
 from .recorder import WatchedBucket
 from .steps import Steps
 
@@ -44,27 +45,36 @@ class RunFiles:
         self.directory = Path(directory)
         self.rank = rank
         self.directory.mkdir(parents=True, exist_ok=True)
-        names = f"rank-{rank}", f"rank-{rank}-buckets"
-        self._files = [self._open(names[0], STEP_COLUMNS), self._open(names[1], BUCKET_COLUMNS)]  # empty once closed
-        if rank == 0:
-            for name in ("auto.csv", "guard.csv"):
-                (self.directory / name).unlink(missing_ok=True)
+        self._files: dict[str, TextIO] = {}  # by name
+        self._is_closed = False
+        self._steps, self._buckets, self._rounds = f"rank-{rank}", f"rank-{rank}-buckets", f"rank-{rank}-rounds"
+        self._open(self._steps, STEP_COLUMNS)
+        self._open(self._buckets, BUCKET_COLUMNS)
+        for name in (self._rounds, *(["auto", "guard"] if rank == 0 else [])):  # of an earlier run
+            (self.directory / f"{name}.csv").unlink(missing_ok=True)
 
     def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
-        file = open(self.directory / f"{name}.csv", "w", encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
-        file.write(",".join(columns) + "\n")
-        file.flush()
-        return file
+        if name not in self._files:
+            path = self.directory / f"{name}.csv"
+            self._files[name] = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
+            self._files[name].write(",".join(columns) + "\n")
+            self._files[name].flush()
+        return self._files[name]
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:
         """Appends steps of an epoch (None without epochs) to the CSV files; `memory` is that of the process in MB."""
-        self._append([step_lines(steps, epoch, memory), bucket_lines(steps, buckets)])
+        self._append(self._steps, STEP_COLUMNS, step_lines(steps, epoch, memory))
+        self._append(self._buckets, BUCKET_COLUMNS, bucket_lines(steps, buckets))
 
     def write_auto(self, report: AutoReport) -> None:
         """Appends what `auto` chooses from to auto.csv, a line for each compressor."""
-        if len(self._files) == 2:
-            self._files.append(self._open("auto", AUTO_COLUMNS))
-        self._append(["", "", auto_lines(report)])
+        self._append("auto", AUTO_COLUMNS, auto_lines(report))
+
+    def write_rounds(self, exchanges: np.ndarray) -> None:
+        """Appends exchanges of local steps, [exchanges, ROUND_COLUMNS], to the rank's file of rounds."""
+        if len(exchanges):
+            text = "".join(_lines("%.0f" + ",%.7g" * (len(ROUND_COLUMNS) - 1), list(exchanges.T)))
+            self._append(self._rounds, ROUND_COLUMNS, text)
 
     def write_guard(self, events: Sequence[GuardEvent]) -> None:
         """Writes guard.csv anew: all changes of a `CompressionGuard`, a line each."""
@@ -74,11 +84,13 @@ class RunFiles:
         except OSError as error:
             say(f"cannot write {self.directory / 'guard.csv'} ({error})", "warning")
 
-    def _append(self, texts: Sequence[str]) -> None:
+    def _append(self, name: str, columns: tuple[str, ...], text: str) -> None:
+        if self._is_closed:
+            return
         try:
-            for file, text in zip(self._files, texts):
-                file.write(text)
-                file.flush()
+            file = self._open(name, columns)
+            file.write(text)
+            file.flush()
         except OSError as error:
             text = f"rank {self.rank} stops writing {self.directory} ({error}); training goes on"
             say(text, "warning")
@@ -96,9 +108,9 @@ class RunFiles:
 
     def close(self) -> None:
         """Closes the files; later calls of `write` do nothing."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
-        self._files = []
+        self._is_closed = True
 
 
 def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:

@@ -23,6 +23,8 @@ from ..common.verbosity import say
 from ..engine.compression_report import AutoReport
 from ..engine.plan import Plan
 from ..engine.reducer import Reducer
+from ..engine.round_log import COLUMNS as ROUND_COLUMNS
+from ..engine.round_log import RoundLog
 from ..engine.settings import Settings
 from ..version import __version__
 from . import totals
@@ -55,6 +57,7 @@ class Session:
         self.losses: list[Any] = []
         self.epoch: int | None = None  # of the steps; None if there are no epochs
         self.auto: AutoReport | None = None  # what `auto` chooses from, as last seen; None without `auto`
+        self.last_exchange: dict[str, float] = {}  # of local steps, see `round_log.COLUMNS`; empty without
         self.totals = Totals()
         self._auto_at = -math.inf
         self._name = f"session {next(_numbers)}"
@@ -71,6 +74,8 @@ class Session:
         self._started = _now()
         for _, recorder in self._recorded_plans():
             recorder.skip(self._name)  # steps of an earlier session
+        for log in self._round_logs():
+            log.skip(self._name)
 
     @property
     def buckets(self) -> list[WatchedBucket]:
@@ -122,6 +127,7 @@ class Session:
             if self._read_at - self._auto_at > _AUTO_EVERY:
                 self._look_at_auto()
             self._look_at_guard()
+            self._look_at_rounds()
             return steps
 
     def _look_at_guard(self) -> None:
@@ -129,6 +135,22 @@ class Session:
         if guard is not None and len(guard.events) > self._changes and self._files is not None and self._rank == 0:
             self._changes = len(guard.events)
             self._files.write_guard(guard.events)
+
+    def _look_at_rounds(self) -> None:
+        for log in self._round_logs():
+            exchanges = log.read(self._name)
+            if len(exchanges):
+                self.last_exchange = dict(zip(ROUND_COLUMNS, exchanges[-1].tolist()))
+            if self._files is not None:
+                self._files.write_rounds(exchanges)
+
+    def _round_logs(self) -> list[RoundLog]:
+        """That of the watched plan's reducer; before a plan is selected, those of all reducers."""
+        return [
+            reducer.round_log
+            for reducer in self._reducers()
+            if reducer.round_log is not None and (self._plan is None or self._plan in reducer.plans.values())
+        ]
 
     def _look_at_auto(self) -> None:
         if self._plan is None or self._plan.auto is None:
@@ -205,6 +227,7 @@ class Session:
         with self._lock:
             self.read()
             self._look_at_auto()
+            self._look_at_rounds()
             self._describe(finished=_now())
             if self._files is not None:
                 self._files.close()

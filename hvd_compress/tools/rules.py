@@ -21,6 +21,7 @@ from ..formats import Format
 from ..monitor.trials import TRIAL_STEPS
 from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .prediction import expected_progress
+from .round_rules import drift_grows, outer_step_too_long, statistics_differ
 from .run_log import Run
 from .training_rules import guard_acted, loss_diverges, loss_oscillates, residual_grows
 
@@ -235,6 +236,14 @@ RULES: tuple[Rule, ...] = (
     Rule("the guard acted", guard_acted,
          "compress less from the beginning, with the compressor that it changed to, or lower the learning rate. If it "
          "went back and nothing more happened, something else disturbed training for a time"),
+    Rule("ranks drift apart", drift_grows,
+         "make rounds shorter (local_steps) or lower the learning rate, and compare the loss with that of a run that "
+         "exchanges each step; if the learning rate was raised in this time, wait for longer"),
+    Rule("outer step too long", outer_step_too_long,
+         "lower lr or momentum of outer, or use outer='average'"),
+    Rule("batch normalization drifts", statistics_differ,
+         "validation uses the mean of statistics that differ: make rounds shorter (local_steps), give all ranks like "
+         "data, or use layer or group normalization"),
     Rule("communication dominates", communication_dominates,
          "compress more (compression='auto', or hybrid with a smaller ratio); more samples or "
          "backward_passes_per_step for each exchange; where little is sent already, it is the network's latency: "

@@ -28,6 +28,9 @@ BUCKET_COLUMNS = (
 
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 GUARD_COLUMNS = ("step", "compressor", "reason")
+ROUND_COLUMNS = (
+    "step", "movement", "drift", "outer_step", "weights", "statistics_drift",
+)  # fmt: skip
 # More ranks than any job has.
 _MOST_RANKS = 10**9
 _TEXTS = ("bucket", "compressor", "reason")  # columns that hold no numbers
@@ -44,6 +47,8 @@ class Rank:
     number: int
     steps: Columns  # of rank-R.csv, float64 [steps]; NaN for empty cells
     buckets: dict[str, Columns]  # of rank-R-buckets.csv by bucket, likewise, but for `compressor`, which is text
+    # rank-R-rounds.csv, the exchanges of local steps, likewise; empty without local steps.
+    rounds: Columns = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,25 @@ class Run:
     def num_steps(self) -> int:
         """The steps of the first rank."""
         return len(self.first.steps["step"])
+
+    @property
+    def rounds(self) -> Columns:
+        """The exchanges of local steps that all ranks have: root mean squares over the ranks, [exchanges].
+
+        Empty without local steps. That of `drift` is the spread of the movements, if compression loses nothing.
+        """
+        each = [rank.rounds for rank in self.ranks if rank.rounds]
+        if not each:
+            return {}
+        common = functools.reduce(np.intersect1d, [rounds["step"] for rounds in each])
+        rows = [{name: rounds[name][np.isin(rounds["step"], common)] for name in ROUND_COLUMNS} for rounds in each]
+        return {name: np.sqrt(np.mean([one[name] ** 2 for one in rows], 0)) for name in ROUND_COLUMNS}
+
+    @property
+    def local_steps(self) -> int:
+        """The steps of a round; 1 without local steps."""
+        steps = self.settings.get("local_steps")
+        return steps if type(steps) is int and steps > 0 else 1
 
     @property
     def trial(self) -> np.ndarray:
@@ -184,7 +208,8 @@ def _written(directory: Path) -> list[int]:
 
 def _rank(directory: Path, number: int) -> Rank:
     steps = _once(_columns(directory / f"rank-{number}.csv", STEP_COLUMNS))
-    return Rank(number, steps, _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS))
+    buckets = _by(directory / f"rank-{number}-buckets.csv", "bucket", BUCKET_COLUMNS)
+    return Rank(number, steps, buckets, _once(_table(directory / f"rank-{number}-rounds.csv", ROUND_COLUMNS)))
 
 
 def _table(path: Path, needed: Sequence[str]) -> Columns:

@@ -33,7 +33,7 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 def draw(run: Run) -> list[tuple[str, str]]:
     """All plots: a caption and an SVG element each."""
-    plots = (_TIME_LINE, *_PLOTS) if _has_choices(run) else _PLOTS
+    plots = (*([_TIME_LINE] if _has_choices(run) else []), *_PLOTS, *([_ROUNDS] if run.rounds else []))
     return [(caption, _svg(plot, label, run)) for caption, label, plot in plots]
 
 
@@ -160,12 +160,22 @@ def _error(axes: Axes, run: Run) -> None:
     _from_zero(axes)
 
 
+def _rounds(axes: Axes, run: Run) -> None:
+    names = {"movement": "movement", "drift": "drift between ranks", "outer_step": "outer step"}
+    for name, label in names.items():
+        _line(axes, run.rounds, name, label)
+    _from_zero(axes)
+
+
 def _memory(axes: Axes, run: Run) -> None:
     _ranks(axes, run, "memory_mb")
     _from_zero(axes)
 
 
 _TIME_LINE = ("The compressor of each bucket in each step.", "bucket, rank {rank}", _choices)
+_ROUNDS = (
+    "What the weights moved in each round of local steps: root mean squares over the ranks.", "norm", _rounds
+)  # fmt: skip
 _PLOTS: tuple[tuple[str, str, Callable[[Axes, Run], None]], ...] = (
     ("Loss of each step, mean over the ranks.", "loss", _loss),
     ("Time from the end of one step to the end of the next.", "ms per step", _time),

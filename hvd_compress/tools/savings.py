@@ -53,12 +53,18 @@ def table(run: Run) -> list[list[str]]:
     return [["predicted", "ms per step", "progress", "ms per progress", "gained by auto"], *rows] if rows else []
 
 
+def _steps_per_exchange(run: Run) -> float:
+    """With local steps, what was recorded are exchanges, of which each takes the place of those of some steps."""
+    at = run.first.rounds.get("step", np.empty(0))
+    return max((at[-1] - at[0] + run.local_steps) / run.num_steps, 1.0) if len(at) else 1.0
+
+
 def sentences(run: Run) -> list[str]:
     """What compression has saved: bytes, seconds on the wire, and with `auto` seconds of training."""
     steps = run.first.steps
     known = np.isfinite(steps["bytes"]) & np.isfinite(steps["ratio"])
     sent = float(steps["bytes"][known].sum())
-    plain = float((steps["bytes"] * steps["ratio"])[known].sum())
+    plain = float((steps["bytes"] * steps["ratio"])[known].sum()) * _steps_per_exchange(run)
     lines = []
     if sent > 0.0 and plain > 1.05 * sent:
         lines.append(

@@ -74,6 +74,18 @@ RUNS = {
         "guard": True,
         "ranks": 1,
     },
+    "healthy_rounds": {
+        "local_steps": 4,
+        "outer": "nesterov:lr=0.7,momentum=0.9",
+        "batch_norm": True,
+        "learning_rate": 0.02,
+        "steps": 160,
+    },
+    # More and more labels are others on rank 1.
+    "drifts": {"local_steps": 4, "skew": True, "learning_rate": 0.02, "steps": 160},
+    "outer_step": {"local_steps": 4, "outer": "nesterov:lr=12,momentum=0.9", "learning_rate": 0.02, "steps": 160},
+    # Rank 1 has inputs of another scale.
+    "statistics": {"local_steps": 8, "scale": 8.0, "batch_norm": True, "learning_rate": 0.02, "steps": 160},
     "small_buckets": {"bucket_bytes": 4096, "steps": 40, "ranks": 1},
     "memory": {"leak": 2_000_000, "sleep_all": 0.02, "steps": 100, "ranks": 1},
 }
@@ -100,11 +112,13 @@ def train(name: str, directory: str) -> None:
         [
             keras.layers.Input([256]),
             keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
+            *([keras.layers.BatchNormalization()] if fault.get("batch_norm") else []),
             keras.layers.Dense(fault["width"], activation=fault.get("activation", "relu")),
             keras.layers.Dense(10),
         ]
     )
-    extra = {key: fault[key] for key in ("bucket_bytes", "error_feedback") if key in fault}
+    names = ("bucket_bytes", "error_feedback", "local_steps", "outer")
+    extra = {key: fault[key] for key in names if key in fault}
     optimizer = hvdc.DistributedOptimizer(
         keras.optimizers.SGD(fault["learning_rate"], fault.get("momentum", 0.0)),
         compression=fault["compression"],
@@ -118,12 +132,17 @@ def train(name: str, directory: str) -> None:
     kept = []
 
     def batches():
-        for _ in range(fault["steps"]):
+        for step in range(fault["steps"]):
             x = random.standard_normal((fault["batch"], 256)).astype(np.float32)
             time.sleep(fault.get("sleep", 0.0) if hvd.rank() == 1 else fault.get("sleep_all", 0.0))
             if fault.get("leak"):
                 kept.append(np.ones(fault["leak"], np.uint8))
-            yield x, (x @ teacher).argmax(1)
+            labels = (x @ teacher).argmax(1)
+            if hvd.rank() == 1:
+                x *= fault.get("scale", 1.0)
+                if fault.get("skew"):
+                    labels[: fault["batch"] * step // fault["steps"]] = 0
+            yield x, labels
 
     tracing.can_forget_traces = lambda: False  # all candidates are traced at once, for `Flap`
 
@@ -181,7 +200,7 @@ def main() -> None:
 def shrink(name: str, directory: Path) -> None:
     """Removes from a recording what no test needs: files, later steps, other buckets, and columns that nobody reads."""
     sys.path.insert(0, str(ROOT))
-    from hvd_compress.tools.run_log import BUCKET_COLUMNS, STEP_COLUMNS
+    from hvd_compress.tools.run_log import BUCKET_COLUMNS, ROUND_COLUMNS, STEP_COLUMNS
 
     kept = {**HEALTHY, **RUNS[name]}
     shutil.rmtree(directory / "tensorboard", ignore_errors=True)
@@ -200,6 +219,7 @@ def shrink(name: str, directory: Path) -> None:
             rows = [row for row in csv.DictReader(file) if int(row["step"]) <= kept["steps"]]
         with open(path, "w", newline="") as file:
             columns = BUCKET_COLUMNS if is_buckets else (*STEP_COLUMNS, "trial")
+            columns = ROUND_COLUMNS if path.stem.endswith("rounds") else columns
             writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(row for row in rows if not is_buckets or row["bucket"] in names)

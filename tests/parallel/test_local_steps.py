@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.engine.round_log import COLUMNS as COLUMNS_OF_LOG
 from hvd_compress.frontends.keras.callbacks import Callback
 
 KERASES = {"keras": keras}
@@ -23,6 +24,7 @@ STEPS, ROUND = 60, 5
 LR, MOMENTUM = 0.1, 0.5  # of the inner optimizer
 ROWS, COLUMNS = 40, 64
 RATIO = 0.25
+SUMS = (*COLUMNS_OF_LOG[1:], "statistics")
 TOPK = f"topk:ratio={RATIO}"
 
 
@@ -66,6 +68,8 @@ class Simulation:
         # Fragments: lists of (variable, rows).
         self.parts, self.outer, self.lossy, self.alpha, self.warmup = parts, outer, lossy, alpha, warmup
         self.steps = self.in_round = 0
+        # What `RoundLog` keeps, of each exchange [ranks, COLUMNS]; and sums of squares of the exchange that goes on.
+        self.rows, self.sums = [], [dict.fromkeys(SUMS, 0.0) for _ in range(ranks)]
 
     def movements(self, fragment):
         return [[self.synchronized[i][rows] - local[i][rows] for i, rows in fragment] for local in self.local]
@@ -74,6 +78,7 @@ class Simulation:
         ranks = len(self.local)
         for p, (i, rows) in enumerate(fragment):
             total = np.zeros_like(movements[0][p])
+            before = self.synchronized[i][rows].copy()
             for residual, movement in zip(self.residual, movements):
                 x = movement[p] + residual[i][rows]
                 sent = kept(x, self.lossy)
@@ -86,8 +91,27 @@ class Simulation:
                 lr, factor = self.outer
                 self.momentum[i][rows] = factor * self.momentum[i][rows] + delta
                 self.synchronized[i][rows] -= lr * (delta + factor * self.momentum[i][rows])
+            for sums, movement in zip(self.sums, movements):
+                if i == 2:
+                    sums["statistics_drift"] += ((movement[p] - delta) ** 2).sum()
+                    sums["statistics"] += (before**2).sum()
+                    continue
+                sums["movement"] += (movement[p] ** 2).sum()
+                sums["drift"] += ((movement[p] - delta) ** 2).sum()
+                sums["outer_step"] += ((self.synchronized[i][rows] - before) ** 2).sum()
+                sums["weights"] += (before**2).sum()
             for local in self.local:
                 local[i][rows] = alpha * local[i][rows] + (1 - alpha) * self.synchronized[i][rows]
+
+    def log(self):
+        row = []
+        with np.errstate(invalid="ignore"):
+            for sums in self.sums:
+                norms = {name: np.sqrt(np.float64(square)) for name, square in sums.items()}
+                norms["statistics_drift"] /= norms["statistics"]
+                row.append([self.steps, *(norms[name] for name in COLUMNS_OF_LOG[1:])])
+        self.rows.append(row)
+        self.sums = [dict.fromkeys(SUMS, 0.0) for _ in self.sums]
 
     def step(self):
         before = self.movements(self.parts[self.in_round]) if len(self.parts) > 1 else None
@@ -101,11 +125,14 @@ class Simulation:
         if self.steps <= self.warmup:
             for fragment in self.parts:
                 self.exchange(fragment, self.movements(fragment), 0.0, only_average=True)
+            self.log()
             return
         if len(self.parts) > 1:
             self.exchange(self.parts[self.in_round], before, self.alpha)
+            self.log()
         elif self.in_round == ROUND - 1:
             self.exchange(self.parts[0], self.movements(self.parts[0]), 0.0)
+            self.log()
         self.in_round = (self.in_round + 1) % ROUND
 
 
@@ -186,6 +213,11 @@ def test_every_step_equals_the_simulation_of_all_ranks(rank, size, case, lossy):
         for value, expected in zip(values, simulation.local[rank]):
             np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5, err_msg=f"step {t}")
     assert training.traces == 1
+    rows, expected_rows = training.sync._rounds.log.read("test"), np.array(simulation.rows)[:, rank]
+    np.testing.assert_allclose(rows, expected_rows, rtol=1e-3, atol=1e-4)
+    report = training.sync.compression_report().rounds
+    assert (report.exchanges, report.step) == (len(rows), rows[-1, 0])
+    np.testing.assert_allclose(report.drift, expected_rows[-1, COLUMNS_OF_LOG.index("drift")], rtol=1e-3)
     with training.sync.synchronized():
         for variable, expected in zip(training.variables, simulation.synchronized):
             np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -319,6 +351,25 @@ def quadratic(rank, optimizer):
         optimizer.apply_gradients([(gradient if scale is None else gradient * scale, variable)])
 
     return variable, lambda factor=1.0: step(tf.constant(factor))
+
+
+@pytest.mark.parametrize("module", KERASES)
+@pytest.mark.parametrize("options", [{}, {"fragments": "stream"}], ids=["whole", "stream"])
+def test_a_step_without_data_is_no_step(rank, module, options):
+    """Keras learns the length of such data from a step that fails."""
+    module = KERASES[module]
+    model = make_model(module, local_steps=4, compression="int8", **options)
+    x, y = data(rank, 6)
+    batches = tf.data.Dataset.from_generator(
+        lambda: ((x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)),
+        output_signature=(tf.TensorSpec([8, 32]), tf.TensorSpec([8, 4])),
+    )
+    broadcast = hvdc.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.compile(model.optimizer, "mse", jit_compile=False)  # one step per execution
+    for fits in range(1, 4):
+        model.fit(batches, epochs=2, verbose=0, callbacks=[broadcast])
+        assert hvd.allgather_object(model.optimizer._hvdc.rounds.steps) == [12 * fits] * hvd.size()
+    assert not any(differ(model.get_weights()))
 
 
 def test_passes_are_no_steps(rank, size):

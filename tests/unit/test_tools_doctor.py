@@ -28,10 +28,13 @@ FAULTS = {
     "oscillates": "loss oscillates",
     "link_changes": "switching to and fro",
     "flapping": "switching to and fro",
+    "drifts": "ranks drift apart",
+    "outer_step": "outer step too long",
+    "statistics": "batch normalization drifts",
     "small_buckets": "small buckets",
     "memory": "memory grows",
 }
-HEALTHY = ["healthy", "healthy_none", "healthy_auto"]
+HEALTHY = ["healthy", "healthy_none", "healthy_auto", "healthy_rounds"]
 
 
 def found(name):
@@ -267,7 +270,7 @@ def call(*arguments):
 
 def test_exit_status_and_text():
     healthy = call("doctor", RUNS / "healthy")
-    assert healthy.exit_code == 0 and "healthy: none of 11 rules" in healthy.output
+    assert healthy.exit_code == 0 and "healthy: none of 14 rules" in healthy.output
     slow = call("doctor", RUNS / "slow_rank")
     assert slow.exit_code == 1
     assert "slow rank" in slow.output and "rank 1 takes" in slow.output and "input pipeline" in slow.output
@@ -344,7 +347,7 @@ def test_files_of_other_names_are_no_ranks(tmp_path):
 def test_what_a_run_contains_cannot_forge_lines_or_plots(tmp_path):
     directory = copy("healthy", tmp_path)
     settings = json.loads((directory / "run.json").read_text())["settings"]
-    forged = "int8\nhealthy: none of 11 rules found anything\x1b[2J"
+    forged = "int8\nhealthy: none of 14 rules found anything\x1b[2J"
     meta(directory, settings={**settings, "compression": forged})
     path = directory / "rank-0-buckets.csv"
     rewrite(path, "bucket", lambda i, cell: "$\\frac{$" if cell == "0" else cell)
