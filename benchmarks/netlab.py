@@ -246,7 +246,7 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     """Seconds from 50ms or 1.5s."""
     from hvd_compress.common.units import parse_seconds
 
@@ -286,7 +286,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--delay",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         help="that a packet takes from one host to another, such as 50ms; a round trip takes twice this (default: 0)",
     )

@@ -143,13 +143,14 @@ RATES = {
 }
 
 
-def optimizer(task: str, kind: str, spec: str | None) -> Any:
+def optimizer(task: str, kind: str, spec: str | None, options: str = "") -> Any:
     """The optimizer of one training.
 
     Args:
         task: Name of the task.
         kind: "adam", "sgd", or "" for the task's usual one.
         spec: A compressor, "OneBitAdam", or None for an optimizer whose gradients Horovod's tape reduces.
+        options: More arguments of `hvdc.DistributedOptimizer`, such as "local_steps=30 outer=average".
     """
     kind = kind or next(iter(RATES[task]))
     rate = RATES[task][kind]
@@ -160,4 +161,6 @@ def optimizer(task: str, kind: str, spec: str | None) -> Any:
     else:
         momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
         inner = keras.optimizers.SGD(rate, momentum=momentum)
-    return hvdc.DistributedOptimizer(inner, compression=spec) if spec else inner
+    arguments = dict(option.split("=", 1) for option in options.split())
+    numbers: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
+    return hvdc.DistributedOptimizer(inner, compression=spec, **numbers) if spec else inner

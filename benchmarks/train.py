@@ -8,6 +8,9 @@ the validation data reaches the target and `--steps` are done, or three times as
 step. It includes tracing, compilation and calibration, but not the evaluations. With `--json`, trainings that the file
 already has are not repeated, so an interrupted benchmark goes on where it was.
 
+A method may name more arguments of the optimizer: "int4 + local_steps=30 outer=average". With local steps, the weights
+of the last exchange are evaluated.
+
 Stock Horovod uses its DistributedGradientTape, because its optimizer does not reduce gradients on Keras 3.
 """
 
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from netlab import UNSHAPED, Netlab, NetlabError
+from netlab import UNSHAPED, Netlab, NetlabError, seconds
 
 WORKER = Path(__file__).resolve().parent / "train_worker.py"
 
@@ -66,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=TASKS, default="gpt", help="default: %(default)s")
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
+    parser.add_argument("--delay", type=seconds, default=0.0, help="one way, such as 50ms (default: none)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--target", type=float, help="metric to reach (default: that of the task)")
@@ -116,18 +120,18 @@ def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
 def main() -> int:
     args = arguments()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    settings = {key: vars(args)[key] for key in ("task", "hosts", "rate", "target", "steps")}
+    settings = {key: vars(args)[key] for key in ("task", "hosts", "rate", "delay", "target", "steps")}
     runs: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         runs = before["runs"]
-        if any(before[key] != value for key, value in settings.items()):
+        if any(before.get(key, 0.0) != value for key, value in settings.items()):
             print(f"{args.json} was made with other settings: name another file", file=sys.stderr)
             return 2
     done = {(run["method"], run["seed"]) for run in runs}
     todo = [(seed, method) for seed in args.seeds for method in args.methods if (method, seed) not in done]
     try:
-        with Netlab(args.hosts, args.rate) as lab:
+        with Netlab(args.hosts, args.rate, delay=args.delay) as lab:
             for seed, method in common.progress(todo, "trainings"):
                 runs.append(train(lab, method, seed, args))
                 common.save(args.json, {"benchmark": "train", **settings, "runs": runs}, show=False)

@@ -27,8 +27,9 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
     keras.utils.set_random_seed(seed)
     model = task.build_model()  # the seed gives all workers the same weights
     keras.utils.set_random_seed(1000 * (seed + 1) + hvd.rank())  # dropout differs between ranks
-    kind, _, spec = ("", "", None) if method in HOROVOD else method.rpartition(" ")
-    optimizer = tasks.optimizer(task_name, kind, spec)
+    named, _, options = method.partition(" + ")
+    kind, _, spec = ("", "", None) if method in HOROVOD else named.rpartition(" ")
+    optimizer = tasks.optimizer(task_name, kind, spec, options)
     optimizer.build(model.trainable_variables)
     variables = model.trainable_variables
 
@@ -44,8 +45,13 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
         return loss, stock_bytes(gradients, 2 if method == "horovod fp16" else 4)
 
     def metric_of_all() -> float:
-        """The mean over the workers, so that all stop in the same step."""
+        """The mean over the workers, so that all stop in the same step; with local steps, of synchronized weights."""
+        rounds = None if method in HOROVOD or spec == "OneBitAdam" else optimizer._hvdc.rounds
+        if rounds is not None:
+            rounds.show_synchronized()
         metric = tf.constant(task.metric(model), tf.float64)
+        if rounds is not None:
+            rounds.show_own()
         return float(hvd.allreduce(metric, op=hvd.Average, name="metric").numpy())
 
     batches = task.batches(np.random.default_rng([seed, hvd.rank()]))

@@ -80,6 +80,9 @@ class AutoSelector(ModelSelector):
         self._counts, self._step = plan.state.embedding_counts, plan.state.step
         losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
         self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
+        # What a second of a step with each candidate is worth at least, in seconds without compression.
+        progress = np.maximum(prior.progress.numpy(), self._usual)
+        self._worth = ((1.0 + plan.layout.auto.max_slowdown * prior.lost.numpy()) / progress).tolist()
         self._comparisons = Comparisons()
         self._held_from: tuple[list[int], tf.Tensor] | None = None  # while it is held: what was traced and chosen
         self.auto: Auto = plan.layout.auto
@@ -272,14 +275,15 @@ class AutoSelector(ModelSelector):
         They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
         rank wants to be traced, see `_mask`.
         """
+        # In each step, on a core that training needs: nothing here may call TensorFlow before a comparison is due.
         self._follows = len(running) == 1
-        wanted = numbers[-len(self.auto.candidates) - 1 :] > 0.0  # by rank 0
-        missing = np.flatnonzero(wanted & (self._mask() == 0.0))
+        wanted, mask = numbers[-len(self.auto.candidates) - 1 :] > 0.0, self._mask()  # wanted by rank 0
+        missing = np.flatnonzero(wanted & (mask == 0.0))
         rest, span = map(float, numbers[self._span_at - 1 : self._span_at + 1])
         most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
         due = self._comparisons.add(numbers, span, most)
         if not due and not missing.size:
-            return self._mask()
+            return mask
         with tf.init_scope(), tf.device("CPU"):
             state = self._followed(self._comparisons.take())
             if self._follows:
@@ -318,12 +322,12 @@ class AutoSelector(ModelSelector):
 
         This is a bound that is quick to compute.
         """
-        link = float(self.state.link[1]) * max(1.0, self._comparisons.slowdown(span))
-        rows = 0.0 if self.compresses_rows else self._savings.now(counts, link)
+        rows = 0.0
+        if not self.compresses_rows:
+            link = float(self.state.link[1]) * max(1.0, self._comparisons.slowdown(span))
+            rows = self._savings.now(counts, link)
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
-        progress = max(float(self._prior.progress[now]), float(self._usual[now]))
-        worth = (1.0 + self.auto.max_slowdown * float(self._prior.lost[now])) / progress
-        return max((rest + span) * worth - rest, rows)
+        return max((rest + span) * self._worth[now] - rest, rows)
 
     def _worth_tracing(
         self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray

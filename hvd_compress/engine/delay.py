@@ -6,9 +6,9 @@ A step with `delay=1` does this with each bucket:
 2. Exchange and decode it. The result takes the place of the step's own reduced gradients.
 3. Encode the step's own gradients, with the residuals. The payload waits from now on.
 
-The exchange waits for no gradient, so TensorFlow runs it beside the forward and backward pass. What waits is a payload,
-not a copy of the gradients; uncompressed gradients wait as they are. With error feedback nothing is lost: over all
-ranks, gradient + old residual = what waits + new residual.
+The exchange waits for the step's data and for no gradient, so TensorFlow runs it beside the forward and backward pass.
+What waits is a payload, not a copy of the gradients; uncompressed gradients wait as they are. With error feedback
+nothing is lost: over all ranks, gradient + old residual = what waits + new residual.
 
 In the first step, zeros wait. In the steps of the warm-up, each step exchanges its own payload, and zeros stay.
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..common import tracing
 from ..compressors import Compressor, Seeds
 from ..exchange.collective import Collective, Reduction
 from ..exchange.group import Group
@@ -129,7 +130,8 @@ def reduce_bucket(
         collective = context.collective(compressor, sent.shapes)
         group, new_waiting = bucket.group(compressor), list[tf.Tensor]()
         if state.waiting:
-            waits = [value_of(tensor) for tensor in state.waiting]
+            with tf.control_dependencies(tracing.data_of_step()):
+                waits = [value_of(tensor) for tensor in state.waiting]
             reduction, new_waiting = delay.reduce(
                 collective, compressor, sent, waits, context.is_warm_up, context.scale, group
             )

@@ -155,7 +155,8 @@ class Step:
         gradients, variables = [self._gradients[i] for i in members], self._plan.state.waiting_gradients
         if not variables:
             return gradients
-        waiting = [variables[i].read_value() for i in members]
+        with tf.control_dependencies(tracing.data_of_step()):
+            waiting = [variables[i].read_value() for i in members]
         exchanged, kept = delay.take_turns(gradients, waiting, self._context.is_warm_up)
         self._waiting += zip((variables[i] for i in members), kept)
         return exchanged
