@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -76,8 +77,16 @@ def _knows_cxx17() -> bool:
         return False
 
 
+def has_address(name: str) -> bool:
+    """Whether this host finds an address for a name."""
+    try:
+        return bool(socket.gethostbyname(name))
+    except OSError:
+        return False
+
+
 def missing(features: Features, torch: str = "") -> list[str]:
-    """What the build would fail for the lack of, one line each, with what to do.
+    """What the build, or the start of what was built, would fail for the lack of, one line each, with what to do.
 
     Args:
         features: What Horovod is to be built with.
@@ -90,6 +99,11 @@ def missing(features: Features, torch: str = "") -> list[str]:
         lines.append(f"no {names} found, which Horovod's build needs: apt-get install g++ make")
     elif not _knows_cxx17():
         lines.append(f"{compiler()} cannot compile C++17: install g++ 8 or later, or name one (CXX=g++-12)")
+    if not has_address(socket.gethostname()):
+        name = socket.gethostname()
+        lines.append(
+            f"this host's name {name} has no address, and Horovod would not start: echo '127.0.1.1 {name}' >> /etc/hosts"
+        )
     if features.mpi and not shutil.which("mpicxx"):
         lines.append("--mpi: no mpicxx found: apt-get install libopenmpi-dev openmpi-bin")
     if features.pytorch and not torch:

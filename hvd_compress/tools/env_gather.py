@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..install.environment import TENSORFLOWS, installed
+from ..install.prerequisites import has_address
 from ..version import __version__
 from .env_facts import Facts, Interface
 
@@ -122,14 +123,6 @@ def settings() -> tuple[dict[str, str], str]:
     return given, ""
 
 
-def resolves(name: str) -> bool:
-    """Whether this host finds an address for a name."""
-    try:
-        return bool(socket.gethostbyname(name))
-    except OSError:
-        return False
-
-
 def reach(host: str) -> tuple[str, float]:
     """Tries ssh to a host: why it failed (empty if it did not), and by how many seconds that host's clock is ahead."""
     start = time.time()
@@ -169,7 +162,7 @@ def host_facts(hosts: Sequence[str] = ()) -> Facts:
         interfaces=interfaces(),
         taken=os.environ.get("HOROVOD_GLOO_IFACE", ""),
         default_route=default_route(read("/proc/net/route")),
-        name_resolves=resolves(name),
+        name_resolves=has_address(name),
         has_ssh=shutil.which("ssh") is not None,
         reached={host: why for host, (why, _) in tried.items()},
         clocks={host: ahead for host, (why, ahead) in tried.items() if not why},
