@@ -102,7 +102,8 @@ def missing(features: Features, torch: str = "") -> list[str]:
     if not has_address(socket.gethostname()):
         name = socket.gethostname()
         lines.append(
-            f"this host's name {name} has no address, and Horovod would not start: echo '127.0.1.1 {name}' >> /etc/hosts"
+            f"this host's name {name} has no address, without which Horovod does not start: "
+            f"echo '127.0.1.1 {name}' >> /etc/hosts"
         )
     if features.mpi and not shutil.which("mpicxx"):
         lines.append("--mpi: no mpicxx found: apt-get install libopenmpi-dev openmpi-bin")
