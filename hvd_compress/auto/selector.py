@@ -275,7 +275,8 @@ class AutoSelector(ModelSelector):
         They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
         rank wants to be traced, see `_mask`.
         """
-        # In each step, on a core that training needs: nothing here may call TensorFlow before a comparison is due.
+        # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due, unless
+        # there are rows that may be compressed.
         self._follows = len(running) == 1
         wanted, mask = numbers[-len(self.auto.candidates) - 1 :] > 0.0, self._mask()  # wanted by rank 0
         missing = np.flatnonzero(wanted & (mask == 0.0))

@@ -34,12 +34,13 @@ def function_graph() -> Any:
 def data_of_step() -> list[tf.Tensor]:
     """The data that the function that is being traced gets: its arguments, and what it takes from an iterator.
 
-    What depends on them does not run in a step that fails because the data has ended. Empty inside a branch of tf.cond.
+    What depends on them does not run in a step that fails because the data has ended: Keras learns so that a dataset of
+    unknown length has ended. Without arguments inside a branch or a loop.
     """
     graph = tf.compat.v1.get_default_graph()
     arguments = [tensor for tensor in getattr(graph, "inputs", []) if tensor.dtype != tf.resource]
     taken = [op.outputs[0] for op in graph.get_operations() if op.type.startswith("IteratorGetNext")]
-    return arguments + taken if function_graph() is graph else []
+    return arguments + taken if function_graph() is graph else taken
 
 
 def variable(value: tf.Tensor, name: str) -> tf.Variable:

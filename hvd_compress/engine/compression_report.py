@@ -125,7 +125,7 @@ class RoundsReport:
     Attributes:
         local_steps: Steps of a round.
         exchanges: The number of exchanges so far.
-        step: The number of steps before the end of the last exchange.
+        step: The number of training steps when the last exchange ended.
         movement: Of this rank's movement.
         drift: Of this rank's movement minus the mean movement that it received. Without loss by compression, its root
             mean square over the ranks is the spread of the movements.

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..common import tracing
 from ..compressors import Compressor, Seeds
 from ..exchange.collective import Collective, Reduction
 from ..exchange.group import Group
@@ -53,6 +52,7 @@ class StepContext(NamedTuple):
     transforms: Transform = Transform()  # change the chunks before they are encoded
     residual_decay: float = 1.0  # the factor of residuals
     feeds_back: Callable[[Compressor], bool] = lambda compressor: True  # whether the compressor's residuals are kept
+    data: Sequence[tf.Tensor] = ()  # of the step: what waits is not sent in a step that has none
     is_warm_up: tf.Tensor | None = None  # whether the delay has not begun yet, a bool scalar; None for never
 
 
@@ -130,7 +130,7 @@ def reduce_bucket(
         collective = context.collective(compressor, sent.shapes)
         group, new_waiting = bucket.group(compressor), list[tf.Tensor]()
         if state.waiting:
-            with tf.control_dependencies(tracing.data_of_step()):
+            with tf.control_dependencies(context.data):
                 waits = [value_of(tensor) for tensor in state.waiting]
             reduction, new_waiting = delay.reduce(
                 collective, compressor, sent, waits, context.is_warm_up, context.scale, group

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..common import tracing
 from .norms import norm_of
 
-# The number of steps before the end of the exchange, and 2-norms over all weights that were exchanged:
+# The number of training steps when the exchange ended, and 2-norms over all weights that were exchanged:
 # - movement: of this rank's movement, synchronized weights minus own weights;
 # - drift: of this rank's movement minus the mean movement that it received, which may have lost some by compression.
 #   Without loss, its root mean square over the ranks is the spread of the movements;

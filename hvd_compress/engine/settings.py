@@ -290,7 +290,7 @@ def resolve_exchange() -> dict[str, int]:
     name, _, number = text.partition("=")
     if name not in ("local_steps", "delay") or not number.isdecimal():
         raise ValueError(
-            "environment variable HVD_COMPRESS_EXCHANGE must be 'delay=1' or such as 'local_steps=8', got "
+            "environment variable HVD_COMPRESS_EXCHANGE must be like 'delay=1' or 'local_steps=8', got "
             f"{error_text(text)}"
         )
     return {name: int(number)}

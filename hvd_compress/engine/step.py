@@ -54,8 +54,9 @@ class Step:
         plan.trace_indices[graph] = self._trace_index
         settings = plan.settings
         self._context = StepContext(
-            settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back
-        )
+            settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back,
+            data=tracing.data_of_step(),
+        )  # fmt: skip
         self._waiting: list[tuple[tf.Variable, tf.Tensor]] = []  # of uncompressed gradients, with a delay
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
@@ -114,7 +115,7 @@ class Step:
 
             # Keras learns that the data has ended from a step that fails. What depends on no gradient may run then
             # on one rank and not on another: their seeds would differ.
-            with tf.control_dependencies([values_of(g) for g in own if g is not None][:1]):
+            with tf.control_dependencies([*self._context.data, *[values_of(g) for g in own if g is not None][:1]]):
                 state.step.assign_add(1)
                 self._advance()
         return [reduced.get(i) for i in range(len(self._gradients))]
@@ -136,7 +137,8 @@ class Step:
     def _reduce_uncompressed(self) -> tuple[list[uncompressed.Dense], tf.Tensor | None, list[tf.Tensor]]:
         """The reduced gradients, the reduced numbers of `auto` (or None), and the reduced counts of embeddings."""
         auto = self._plan.auto
-        numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
+        with tf.control_dependencies(self._context.data):  # if they are sent alone
+            numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
         results, agreed = [], list[tf.Tensor]()
         for b, tensors in enumerate(self._plan.layout.uncompressed):
             gradients = self._to_exchange(tensors.members)
@@ -155,7 +157,7 @@ class Step:
         gradients, variables = [self._gradients[i] for i in members], self._plan.state.waiting_gradients
         if not variables:
             return gradients
-        with tf.control_dependencies(tracing.data_of_step()):
+        with tf.control_dependencies(self._context.data):
             waiting = [variables[i].read_value() for i in members]
         exchanged, kept = delay.take_turns(gradients, waiting, self._context.is_warm_up)
         self._waiting += zip((variables[i] for i in members), kept)

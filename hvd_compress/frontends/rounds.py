@@ -380,7 +380,7 @@ class Rounds:
                 weights = mixed if finite is None else tf.where(finite, mixed, weights)
             piece.assign(weights)
         exchange = Exchange(
-            own_movements[:trained], deltas[:trained], before[:trained], after,
+            own_movements[:trained], deltas[:trained], before[:trained], after[:trained],
             own_movements[trained:], deltas[trained:], before[trained:],
         )  # fmt: skip
         return exchange.squares()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sysconfig
 import tempfile
 import zipfile
@@ -139,6 +140,12 @@ def install(env: Environment, features: Features = PLAIN) -> Path | None:
         env.pip("install", "--force-reinstall", "--no-deps", str(wheel))
         return works(env, features)
 
+    name = socket.gethostname()
+    if not prerequisites.has_address(name):
+        raise SetupError(
+            f"this host's name {name} has no address, without which Horovod does not start: add it to /etc/hosts, with "
+            "the address of the interface that joins the hosts"
+        )
     kept = kept_wheel(env, features)
     if kept:
         say(f"Installing Horovod {HOROVOD} as built before ...")

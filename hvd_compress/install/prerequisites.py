@@ -80,13 +80,13 @@ def _knows_cxx17() -> bool:
 def has_address(name: str) -> bool:
     """Whether this host finds an address for a name."""
     try:
-        return bool(socket.gethostbyname(name))
+        return bool(socket.getaddrinfo(name, None))
     except OSError:
         return False
 
 
 def missing(features: Features, torch: str = "") -> list[str]:
-    """What the build, or the start of what was built, would fail for the lack of, one line each, with what to do.
+    """What the build would fail for the lack of, one line each, with what to do.
 
     Args:
         features: What Horovod is to be built with.
@@ -99,12 +99,6 @@ def missing(features: Features, torch: str = "") -> list[str]:
         lines.append(f"no {names} found, which Horovod's build needs: apt-get install g++ make")
     elif not _knows_cxx17():
         lines.append(f"{compiler()} cannot compile C++17: install g++ 8 or later, or name one (CXX=g++-12)")
-    if not has_address(socket.gethostname()):
-        name = socket.gethostname()
-        lines.append(
-            f"this host's name {name} has no address, without which Horovod does not start: "
-            f"echo '127.0.1.1 {name}' >> /etc/hosts"
-        )
     if features.mpi and not shutil.which("mpicxx"):
         lines.append("--mpi: no mpicxx found: apt-get install libopenmpi-dev openmpi-bin")
     if features.pytorch and not torch:

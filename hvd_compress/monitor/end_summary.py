@@ -29,7 +29,7 @@ before: list[Callable[[], None]] = []
 class _Trained(NamedTuple):
     """What one plan did; with local steps, what the plans of all fragments did."""
 
-    name: str
+    names: tuple[str, ...]
     exchanges: int  # without local steps, one in each step
     bytes_sent: tuple[int, int]  # of a step at the end, see `Plan.bytes_sent`
     report: CompressionReport
@@ -126,10 +126,11 @@ def extra_seconds(buckets: Sequence[BucketReport]) -> float | None:
     return sum(plain) - sum(bucket.predicted or 0.0 for bucket in now)
 
 
-def measured_line(measured: Totals, what: str = "steps") -> str:
-    """What a monitor or profile has measured on this rank, of steps or exchanges."""
+def measured_line(measured: Totals, local_steps: int = 1) -> str:
+    """What a monitor or profile has measured on this rank, of steps, or of exchanges with local steps."""
+    what = "steps" if local_steps == 1 else "exchanges"
     text = f"{measured.steps:,} {what} were measured: this rank sent {show_bytes(measured.bytes)}"
-    text += f" in place of {show_bytes(measured.uncompressed_bytes)}"
+    text += f" in place of {show_bytes(local_steps * measured.uncompressed_bytes)}"
     if measured.seconds:
         share = measured.waited / measured.seconds
         text += f", and waited {show_seconds(measured.waited)} for exchanges, {share:.0%} of the time"
@@ -169,7 +170,13 @@ def _of_plans(plans: Sequence[Plan]) -> _Trained:
     each = [plan.bytes_sent() for plan in plans]
     sent, stock = sum(sent for sent, _ in each) // local_steps, sum(stock for _, stock in each)
     report = CompressionReport(tuple(bucket for plan in plans for bucket in plan.report()))
-    return _Trained(plans[0].name, max(int(plan.state.step) for plan in plans), (sent, stock), report, local_steps)
+    return _Trained(
+        tuple(plan.name for plan in plans),
+        max(int(plan.state.step) for plan in plans),
+        (sent, stock),
+        report,
+        local_steps,
+    )
 
 
 def leave_out_exchange() -> None:
@@ -206,7 +213,7 @@ def lines(trained: _Trained, others: int = 0) -> list[str]:
         text = f"{trained.exchanges:,} exchanges with {spec}, local_steps={trained.local_steps}"
     text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
     found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
-    if trained.name in totals.measured:
-        what = "exchanges" if trained.local_steps > 1 else "steps"
-        found.append(measured_line(totals.measured[trained.name], what))
+    found += [
+        measured_line(totals.measured[name], trained.local_steps) for name in trained.names if name in totals.measured
+    ]
     return found

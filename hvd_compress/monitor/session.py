@@ -118,6 +118,7 @@ class Session:
             assert self._plan is not None and self._recorder is not None and self._reader is not None
             rows = self._recorder.read(self._name)
             self._recorder = recorder_of(self._plan) or self._recorder  # another monitor may have replaced it
+            self._look_at_rounds()
             if not len(rows):
                 return None
             steps = self._with_losses(self._reader.steps(rows))
@@ -127,7 +128,6 @@ class Session:
             if self._read_at - self._auto_at > _AUTO_EVERY:
                 self._look_at_auto()
             self._look_at_guard()
-            self._look_at_rounds()
             return steps
 
     def _look_at_guard(self) -> None:

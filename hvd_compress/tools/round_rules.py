@@ -35,7 +35,7 @@ def drift_grows(run: Run) -> str | None:
     if thirds is None:
         return None
     first, middle, last = (float(np.median(part)) for part in thirds)
-    if last < _GROWN * first or last < _STILL * middle:
+    if not last > 0.0 or last < _GROWN * first or last < _STILL * middle:
         return None
     movements = _thirds(run, "movement")
     share = "" if movements is None else f", {last / np.median(movements[-1]):.0%} of a rank's movement"
@@ -51,9 +51,11 @@ def outer_step_too_long(run: Run) -> str | None:
     outer, movements = _thirds(run, "outer_step"), _thirds(run, "movement")
     if outer is None or movements is None:
         return None
-    step, movement = float(np.median(outer[-1])), float(np.median(movements[-1]))
-    if not step >= _LONG * movement > 0.0:
+    # In the last two thirds: where the learning rate falls, outer momentum stays large for some rounds.
+    pairs = [(float(np.median(a)), float(np.median(b))) for a, b in zip(outer[1:], movements[1:])]
+    if not all(step >= _LONG * movement > 0.0 for step, movement in pairs):
         return None
+    step, movement = pairs[-1]
     return (
         f"an outer step is {step / movement:.3g} times as long as a rank's movement in a round ({step:.3g} and "
         f"{movement:.3g}, medians of the last third of the run); outer is {run.settings.get('outer')}"

@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
          "went back and nothing more happened, something else disturbed training for a time"),
     Rule("ranks drift apart", drift_grows,
          "make rounds shorter (local_steps) or lower the learning rate, and compare the loss with that of a run that "
-         "exchanges each step; if the learning rate was raised in this time, wait for longer"),
+         "exchanges each step; if the learning rate was still warming up, judge a longer run"),
     Rule("outer step too long", outer_step_too_long,
          "lower lr or momentum of outer, or use outer='average'"),
     Rule("batch normalization drifts", statistics_differ,

@@ -161,6 +161,8 @@ def suggest(trial: Any, kinds: Sequence[str], exchanges: Sequence[str]) -> Setti
             arguments[name] = trial.suggest_categorical(name, values)
     bucket_bytes = trial.suggest_categorical("bucket_bytes", BUCKETS)
     exchange = trial.suggest_categorical("exchange", list(exchanges))
+    if exchange.startswith("delay") and FORMATS.classes[kind].model_wide:  # `engine.settings` refuses it
+        exchange = EACH_STEP
     return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes, exchange)
 
 

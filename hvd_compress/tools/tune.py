@@ -91,7 +91,11 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     """
     # The run ends when this process is ended: the exception passes through `trial.run`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    exchanges = [EACH_STEP, *(["delay=1"] if delay else []), *(f"local_steps={count}" for count in local_steps)]
+    exchanges = [
+        EACH_STEP,
+        *(["delay=1"] if delay else []),
+        *(f"local_steps={count}" for count in sorted(set(local_steps))),
+    ]
     command = [*launch.command(launcher, ranks, hosts), sys.executable, str(script), *arguments]
     with console.usage("--study"):
         path = path or console.output_file(f"tune-{script.stem}.log")

@@ -305,8 +305,10 @@ def test_a_step_without_data_is_no_step(keras, rank, gather, passes):
         keras.optimizers.SGD(0.01), compression="randomk:ratio=0.1", backward_passes_per_step=passes
     )
     model.compile(optimizer, "mse")
+    broadcast = hvdc.callbacks.BroadcastGlobalVariablesCallback(0)  # once: later ones would copy `iterations`
     for fits in range(1, 4):
-        model.fit(batches, verbose=0, callbacks=[hvdc.callbacks.BroadcastGlobalVariablesCallback(0)])
+        model.fit(batches, verbose=0, callbacks=[broadcast])
+        assert int(optimizer.iterations) == 7 * fits
         assert introspect.steps_made(introspect.plan_of(optimizer)) == 7 * fits // passes
         if passes > 1:
             assert optimizer._agg_helper.counter.numpy() == 7 * fits % passes

@@ -45,5 +45,5 @@ def test_the_exchange_of_tune_counts_where_nothing_is_said(monkeypatch):
 @pytest.mark.parametrize("text", ["8", "delay", "local_steps=-1", "local_steps=x", "fragments=2"])
 def test_what_is_no_exchange_is_said(monkeypatch, text):
     monkeypatch.setenv("HVD_COMPRESS_EXCHANGE", text)
-    with pytest.raises(ValueError, match="HVD_COMPRESS_EXCHANGE must be 'delay=1' or such as 'local_steps=8', got"):
+    with pytest.raises(ValueError, match="HVD_COMPRESS_EXCHANGE must be like 'delay=1' or 'local_steps=8', got"):
         resolve_exchange()

@@ -203,6 +203,13 @@ def test_noisy_but_healthy_losses_are_left_alone(level, seed, tmp_path):
     assert training_rules.loss_oscillates(run) is None
 
 
+def test_ranks_that_move_alike_do_not_drift(tmp_path):
+    directory = copy("drifts", tmp_path)
+    for rank in range(2):
+        rewrite(directory / f"rank-{rank}-rounds.csv", "drift", lambda i, c: 0.0)
+    assert not doctor.examine(run_log.load(str(directory)))
+
+
 def test_too_few_steps_tell_nothing(tmp_path):
     directory = copy("slow_rank", tmp_path)
     for rank in range(2):

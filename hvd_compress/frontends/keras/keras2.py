@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...common.tracing import outermost_graph
+from ...common.tracing import data_of_step, outermost_graph
 from .distribution import DistributedMixin
 from .optimizer_state import create_variables
 
@@ -81,7 +81,8 @@ class Keras2Mixin(DistributedMixin):
             return super(Keras2Mixin, self).apply_gradients(list(zip(gradients, variables)), *args, **kwargs)  # type: ignore[misc]
 
         if distribution.aggregation is None and not skip:
-            result = update()
+            with tf.control_dependencies(data_of_step()):  # or `iterations` would count steps without data
+                result = update()
             distribution.end_step()
             return result
         with tf.init_scope():

@@ -21,6 +21,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from ...common import tracing
 from ...common.gradients import with_values
 from .distribution import DistributedMixin, Distribution
 
@@ -56,7 +57,8 @@ class Keras3Mixin(DistributedMixin):
             return
         distribution.begin_step(self._trainable_variables if self.built else variables)  # type: ignore[attr-defined,has-type]
         if distribution.aggregation is None and not skip:
-            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            with tf.control_dependencies(tracing.data_of_step()):  # or `iterations` would count steps without data
+                super().apply(grads, trainable_variables)  # type: ignore[misc]
             distribution.end_step()
             return
         if trainable_variables is not None and not self.built:  # type: ignore[has-type]
