@@ -15,7 +15,6 @@ from typing import Any
 
 import common
 import horovod.tensorflow as hvd
-import numpy as np
 import tasks
 import tensorflow as tf
 from tensorflow import keras
@@ -29,13 +28,9 @@ SPECS = [method for method in METHODS if not method.startswith("horovod") and me
 
 def train(task_name: str, spec: str, seed: int, times: int) -> tuple[int, list[str]]:
     """Trains `times` as many steps as uncompressed training needs; returns the steps, and what the guard did."""
-    task = tasks.TASKS[task_name]()
-    keras.utils.set_random_seed(seed)
-    model = task.build_model()
-    keras.utils.set_random_seed(1000 * (seed + 1) + hvd.rank())
+    task, model, batches = tasks.begin(task_name, seed)
     optimizer = tasks.optimizer(task_name, "", spec)
     model.compile(optimizer, task.loss, jit_compile=False)
-    batches = task.batches(np.random.default_rng([seed, hvd.rank()]))
 
     def endless() -> Iterator[Any]:
         for x, y in batches:

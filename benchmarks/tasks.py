@@ -134,6 +134,15 @@ TASKS: dict[str, Callable[[], Task]] = {
 }  # fmt: skip
 
 
+def begin(name: str, seed: int) -> tuple[Task, keras.Model, Batches]:
+    """A task, its model with the same weights on all workers, and this worker's batches; all follow from the seed."""
+    task = TASKS[name]()
+    keras.utils.set_random_seed(seed)
+    model = task.build_model()
+    keras.utils.set_random_seed(1000 * (seed + 1) + hvd.rank())  # dropout differs between ranks
+    return task, model, task.batches(np.random.default_rng([seed, hvd.rank()]))
+
+
 # Learning rates for two workers. The first kind of optimizer is the usual one for the task.
 RATES = {
     "digits": {"adam": 2e-3, "sgd": 0.05},

@@ -13,7 +13,6 @@ import numpy as np
 import tasks
 import tensorflow as tf
 from custom_loop import tf_variables
-from tensorflow import keras
 
 from hvd_compress.tools.timed_exchange import barrier
 
@@ -23,10 +22,7 @@ PATIENCE = 3  # times the steps of a training without compression, then the targ
 
 def train(task_name: str, method: str, seed: int, target: float, num_steps: int, every: int) -> dict[str, Any]:
     """Trains until the target is reached and `num_steps` are done, and returns times, bytes and metrics."""
-    task = tasks.TASKS[task_name]()
-    keras.utils.set_random_seed(seed)
-    model = task.build_model()  # the seed gives all workers the same weights
-    keras.utils.set_random_seed(1000 * (seed + 1) + hvd.rank())  # dropout differs between ranks
+    task, model, batches = tasks.begin(task_name, seed)
     named, _, options = method.partition(" + ")
     kind, _, spec = ("", "", None) if method in HOROVOD else named.rpartition(" ")
     optimizer = tasks.optimizer(task_name, kind, spec, options)
@@ -54,7 +50,6 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
             rounds.show_own()
         return float(hvd.allreduce(metric, op=hvd.Average, name="metric").numpy())
 
-    batches = task.batches(np.random.default_rng([seed, hvd.rank()]))
     sign = 1 if task.higher_is_better else -1
     seconds = sent = first_step = 0.0
     curve = [[0, 0.0, 0, round(metric_of_all(), 5)]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -154,3 +154,9 @@ class Plan:
         """The seeds of a bucket in the current step."""
         shared = noise.fold(tf.cast(self.state.step, tf.int32), index)
         return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
+
+
+def bytes_per_step(plans: Iterable[Plan], local_steps: int) -> tuple[int, int]:
+    """Bytes that a rank sends per step if all plans exchange once in `local_steps` steps; and stock Horovod in each."""
+    each = [plan.bytes_sent() for plan in plans]
+    return sum(sent for sent, _ in each) // local_steps, sum(stock for _, stock in each)

@@ -57,6 +57,10 @@ class Step:
             settings.scale, plan.collective, plan.transforms, settings.residual_decay, settings.feeds_back,
             data=tracing.data_of_step(),
         )  # fmt: skip
+        # Keras learns that the data has ended from a step that fails. What waits for no gradient may run then on one
+        # rank and not on another. So what is counted waits for these, or seeds would differ.
+        given = [values_of(g) for g in self._gradients if g is not None]
+        self._begun = [*self._context.data, *given[:1]]
         self._waiting: list[tuple[tf.Variable, tf.Tensor]] = []  # of uncompressed gradients, with a delay
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
@@ -113,9 +117,7 @@ class Step:
             for observer in plan.observers:
                 observer.observe(measured)
 
-            # Keras learns that the data has ended from a step that fails. What depends on no gradient may run then
-            # on one rank and not on another: their seeds would differ.
-            with tf.control_dependencies([*self._context.data, *[values_of(g) for g in own if g is not None][:1]]):
+            with tf.control_dependencies(self._begun):
                 state.step.assign_add(1)
                 self._advance()
         return [reduced.get(i) for i in range(len(self._gradients))]
@@ -195,7 +197,8 @@ class Step:
         if auto is None:
             return gradients, measured, self._commit(flags, first), None
 
-        probe = auto.probe(self._plan.seeds(len(layout.buckets)), self._gradients)
+        with tf.control_dependencies(self._begun):
+            probe = auto.probe(self._plan.seeds(len(layout.buckets)), self._gradients)
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
         def per_bucket() -> Any:

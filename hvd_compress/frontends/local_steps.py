@@ -16,7 +16,8 @@ from ..engine.compression_report import CompressionReport
 from ..engine.settings import MIN_COMPRESS_SIZE
 from .build import new_reducer
 from .keras import optimizer_state
-from .rounds import LocalVariable, Rounds
+from .pieces import LocalVariable
+from .rounds import Rounds
 from .shared import settings_from
 
 

@@ -17,7 +17,6 @@ on all ranks: the synchronized weights, the state of the outer optimizer, and th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,75 +32,11 @@ from ..engine import nonfinite
 from ..engine.compression_report import CompressionReport, RoundsReport
 from ..engine.fragments import Rows, divide, whole
 from ..engine.outer import Average, OuterUpdate
+from ..engine.plan import bytes_per_step
 from ..engine.reducer import Reducer
-from ..engine.round_log import Exchange, RoundLog
+from ..engine.round_log import RoundLog, squares
 from ..engine.settings import Settings
-
-
-class LocalVariable:
-    """A variable whose values differ between ranks within a round.
-
-    Attributes:
-        given: The user's variable, of Keras or TensorFlow.
-        value: The `tf.Variable` in it.
-        is_statistic: Whether it is only averaged, such as the moving mean of batch normalization.
-    """
-
-    def __init__(self, given: Any, value: tf.Variable, is_statistic: bool = False) -> None:
-        self.given, self.value, self.is_statistic = given, value, is_statistic
-
-
-class Piece:
-    """Some rows of a variable. To the reducer, it is a variable by itself, with the path of the whole.
-
-    Attributes:
-        path: The variable's path.
-        shape: The piece's shape.
-        dtype: The variable's dtype.
-        is_statistic: As in `LocalVariable`.
-    """
-
-    def __init__(self, variable: LocalVariable, rows: Rows) -> None:
-        shape = tuple(variable.value.shape.as_list())
-        self._variable = variable.value
-        self._rows = None if not shape or (rows.start, rows.stop) == (0, shape[0]) else rows
-        self.path = path_of(variable.given)
-        self.shape = shape if self._rows is None else (rows.stop - rows.start, *shape[1:])
-        self.dtype = variable.value.dtype
-        self.is_statistic = variable.is_statistic
-        # The variable itself where that is possible: `groups` and errors refer to it.
-        self.reduced_as = variable.given if self._rows is None else self
-
-    def read(self) -> tf.Tensor:
-        """The local weights."""
-        if self._rows is None:
-            return self._variable.read_value()
-        return self._variable[self._rows.start : self._rows.stop]
-
-    def assign(self, value: tf.Tensor) -> None:
-        """Changes the local weights."""
-        if self._rows is None:
-            self._variable.assign(value)
-        else:
-            self._variable[self._rows.start : self._rows.stop].assign(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fragment:
-    """What is exchanged together."""
-
-    pieces: Sequence[Piece]  # trained ones first, then statistics
-    synchronized: Sequence[tf.Variable]  # of each piece
-    outer: OuterUpdate  # of the trained pieces
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return sum(math.prod(piece.shape) for piece in self.pieces)
-
-    def movements(self) -> list[tf.Tensor]:
-        """Synchronized minus local weights, for each piece."""
-        return [own.read_value() - piece.read() for own, piece in zip(self.synchronized, self.pieces)]
+from .pieces import Fragment, LocalVariable, Piece
 
 
 class Rounds:
@@ -315,11 +250,11 @@ class Rounds:
 
     def _exchange_all(self, steps: tf.Tensor, only_averages: tf.Tensor | None) -> None:
         """Exchanges the present movements of all fragments, at the end of the step with this number."""
-        squares = []
+        each = []
         for f, fragment in enumerate(self.fragments):
             own = fragment.movements()
-            squares.append(self._apply(f, own, self._reduce(f, own), only_averages, alpha=0.0))
-        self.log.record(steps, tf.add_n(squares))
+            each.append(self._apply(f, own, self._reduce(f, own), only_averages, alpha=0.0))
+        self.log.record(steps, tf.add_n(each))
 
     def _reduce(self, f: int, movements: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean movements of a fragment."""
@@ -348,7 +283,7 @@ class Rounds:
             alpha: The share of the local weights; None for that of the settings.
 
         Returns:
-            `Exchange.squares` of the fragment.
+            `round_log.squares` of the fragment.
         """
         fragment = self.fragments[f]
         alpha = (self.settings.alpha or 0.0) if alpha is None else alpha
@@ -379,11 +314,7 @@ class Rounds:
                 mixed = alpha * piece.read() + (1.0 - alpha) * weights
                 weights = mixed if finite is None else tf.where(finite, mixed, weights)
             piece.assign(weights)
-        exchange = Exchange(
-            own_movements[:trained], deltas[:trained], before[:trained], after[:trained],
-            own_movements[trained:], deltas[trained:], before[trained:],
-        )  # fmt: skip
-        return exchange.squares()
+        return squares(own_movements, deltas, before, after, trained)
 
     # The movement of the next fragment
 
@@ -416,8 +347,7 @@ class Rounds:
     def bytes_sent(self) -> tuple[int, int]:
         """Bytes that each rank sends per step, on average over a round after the warm-up; and with stock Horovod."""
         self.reducer.last_plan("bytes_sent()")
-        each = [plan.bytes_sent() for plan in self.reducer.plans.values()]
-        return sum(sent for sent, _ in each) // self.local_steps, sum(stock for _, stock in each)
+        return bytes_per_step(self.reducer.plans.values(), self.local_steps)
 
     def report(self) -> CompressionReport:
         """The compressor of each bucket of movements."""

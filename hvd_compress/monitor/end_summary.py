@@ -17,7 +17,7 @@ from ..common.error_text import error_text
 from ..common.units import show_bytes, show_seconds
 from ..common.verbosity import say, shows
 from ..engine.compression_report import BucketReport, CompressionReport
-from ..engine.plan import Plan
+from ..engine.plan import Plan, bytes_per_step
 from ..engine.reducer import Reducer, alive
 from . import totals
 from .totals import Totals
@@ -167,13 +167,11 @@ def _trained(plans: Iterable[Plan]) -> list[_Trained]:
 def _of_plans(plans: Sequence[Plan]) -> _Trained:
     """What one plan did, or the plans of all fragments."""
     local_steps = plans[0].settings.local_steps or 1
-    each = [plan.bytes_sent() for plan in plans]
-    sent, stock = sum(sent for sent, _ in each) // local_steps, sum(stock for _, stock in each)
     report = CompressionReport(tuple(bucket for plan in plans for bucket in plan.report()))
     return _Trained(
         tuple(plan.name for plan in plans),
         max(int(plan.state.step) for plan in plans),
-        (sent, stock),
+        bytes_per_step(plans, local_steps),
         report,
         local_steps,
     )

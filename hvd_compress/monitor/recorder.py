@@ -8,7 +8,6 @@ record while others do not.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -17,12 +16,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..common import tracing
 from ..engine.clock import Timestamps
 from ..engine.guard import GuardedSelector
 from ..engine.norms import NORMS
 from ..engine.observer import Observer, StepMeasurement
 from ..engine.plan import Plan
+from ..engine.ring_buffer import RingBuffer
 from ..exchange import uncompressed
 
 # The length of the ring buffer: so many steps are kept until they are read.
@@ -62,13 +61,8 @@ class Recorder(Observer):
         self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
         self.ranks = plan.settings.process_set.size()  # Horovod may have been shut down when somebody asks
         self._loss = loss
-        self._lock = threading.Lock()  # Keras may call callbacks from another thread
-        self._num_read: dict[Any, int] = {}  # by reader
         self._column_order = _column_order(len(self.buckets))
-        with tf.init_scope(), tf.device("CPU"):
-            rows = tf.zeros([ROWS, len(self._column_order)], tf.float64)
-            self._rows = tracing.variable(rows, f"{plan.name}_watched")
-            self._count = tracing.variable(tf.constant(0, tf.int64), f"{plan.name}_watched_steps")
+        self._rows = RingBuffer(ROWS, len(self._column_order), f"{plan.name}_watched")
 
     # In the graph
 
@@ -79,7 +73,7 @@ class Recorder(Observer):
     def sample_norms(self) -> tf.Tensor:
         """Whether norms are taken in this step; a bool scalar."""
         with tf.device("CPU"):
-            count = self._count.read_value()
+            count = self._rows.written()
             return (count < NORMS_EVERY) | (count % NORMS_EVERY == 0)
 
     def observe(self, measurement: StepMeasurement) -> None:
@@ -99,36 +93,24 @@ class Recorder(Observer):
                 _double(tf.stack([bucket.choice for bucket in rows])),
                 tf.reshape(tf.concat([unknown, embedding_bytes], 0), [-1]),
             ]
-            index = tf.cast(self._count.read_value() % ROWS, tf.int32)
-            written = self._rows.scatter_nd_update([[index]], tf.concat(row, 0)[None])
-            with tf.control_dependencies([written]):
-                self._count.assign_add(1)
+            self._rows.write(tf.concat(row, 0))
 
     # On the host
 
     def pending(self, reader: Hashable = None) -> int:
         """The number of steps since the last `read` of this reader."""
-        return int(self._count) - self._num_read.get(reader, 0)
+        return self._rows.pending(reader)
 
     def skip(self, reader: Hashable = None) -> None:
         """Steps taken so far are not read."""
-        with self._lock:
-            self._num_read[reader] = int(self._count)
+        self._rows.skip(reader)
 
     def read(self, reader: Hashable = None) -> np.ndarray:
         """The steps since the reader's last call, at most 512: float64 [steps, HEADER + COLUMNS of each bucket].
 
         Several readers may each read all steps.
         """
-        with self._lock:
-            count = int(self._count)
-            new = np.arange(max(self._num_read.get(reader, 0), count - ROWS), count)
-            self._num_read[reader] = count
-            if not len(new):
-                return np.empty([0, len(self._column_order)])
-            with tf.device("CPU"):
-                rows: np.ndarray = self._rows.sparse_read(new % ROWS).numpy()
-        return rows[:, self._column_order]
+        return self._rows.read(reader)[:, self._column_order]
 
 
 def _column_order(buckets: int) -> np.ndarray:

@@ -227,7 +227,6 @@ class Session:
         with self._lock:
             self.read()
             self._look_at_auto()
-            self._look_at_rounds()
             self._describe(finished=_now())
             if self._files is not None:
                 self._files.close()

@@ -28,9 +28,7 @@ BUCKET_COLUMNS = (
 
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 GUARD_COLUMNS = ("step", "compressor", "reason")
-ROUND_COLUMNS = (
-    "step", "movement", "drift", "outer_step", "weights", "statistics_drift",
-)  # fmt: skip
+ROUND_COLUMNS = ("step", "movement", "drift", "outer_step", "weights", "statistics_drift")
 # More ranks than any job has.
 _MOST_RANKS = 10**9
 _TEXTS = ("bucket", "compressor", "reason")  # columns that hold no numbers
@@ -78,7 +76,7 @@ class Run:
         """The steps of the first rank."""
         return len(self.first.steps["step"])
 
-    @property
+    @functools.cached_property
     def rounds(self) -> Columns:
         """The exchanges of local steps that all ranks have: root mean squares over the ranks, [exchanges].
 

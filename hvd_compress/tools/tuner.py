@@ -175,9 +175,8 @@ class Tuner:
             )
         for name, wanted in dataclasses.asdict(setting).items():
             used = getattr(run, name)
-            if name == "exchange" and len(self.exchanges) == 1:  # the script's own matter
-                continue
-            if used != wanted:
+            is_tuned = name != "exchange" or len(self.exchanges) > 1
+            if is_tuned and used != wanted:
                 raise click.ClickException(
                     f"the script sets {name} to {used} itself: leave it out, so that tuning can try {wanted}"
                 )

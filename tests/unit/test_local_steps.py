@@ -17,7 +17,8 @@ from hvd_compress.engine.fragments import divide
 from hvd_compress.engine.outer import resolve_outer
 from hvd_compress.engine.settings import Settings
 from hvd_compress.frontends import build
-from hvd_compress.frontends.rounds import LocalVariable, Rounds
+from hvd_compress.frontends.pieces import LocalVariable
+from hvd_compress.frontends.rounds import Rounds
 
 SHAPES = st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), max_size=8)
 

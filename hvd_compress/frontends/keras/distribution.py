@@ -13,7 +13,8 @@ from ...engine import nonfinite
 from ...engine.compression_report import CompressionReport
 from ...engine.settings import Settings
 from ..build import new_reducer
-from ..rounds import LocalVariable, Rounds
+from ..pieces import LocalVariable
+from ..rounds import Rounds
 from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
 from .optimizer_state import innermost, moving_statistics, tf_variable
