@@ -1,4 +1,4 @@
-"""How Horovod is built: versions, features, and the one change to its source."""
+"""How Horovod is built: versions, features, and the changes to its source."""
 
 from __future__ import annotations
 
@@ -76,7 +76,20 @@ def patch(source: Path, tensorflow: str) -> None:
     if not tensorflow.startswith("2.15."):
         # Holds only the optional ops inside XLA, and needs headers that TensorFlow 2.16 moved.
         (source / "horovod" / "tensorflow" / "xla_mpi_ops.cc").write_text("", encoding="utf-8")
+    # Its files use these headers without including them. g++ 12 and earlier include them along with others.
+    _replace(
+        source / "CMakeLists.txt",
+        " -pthread -fPIC ",
+        " -include cstdint -include stdexcept -include string -pthread -fPIC ",
+    )
+    # Its `operator=` assigns this member, which g++ 14 no longer compiles.
+    span = source / "third_party" / "flatbuffers" / "include" / "flatbuffers" / "stl_emulation.h"
+    _replace(span, "  const size_type count_;", "  size_type count_;")
     # The headers of PyTorch 2.1 and later are C++17. (The part for TensorFlow takes TensorFlow's own flags.)
-    cmake = source / "horovod" / "torch" / "CMakeLists.txt"
-    text = cmake.read_text(encoding="utf-8")
-    cmake.write_text(text.replace("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"), encoding="utf-8")
+    _replace(
+        source / "horovod" / "torch" / "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
+    )
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")

@@ -96,16 +96,21 @@ class TestRecipe:
 
     @pytest.mark.parametrize("tf", ["2.15.1", "2.16.2", "2.21.0"])
     def test_the_patch(self, tf, tmp_path):
-        for file in ("tensorflow/xla_mpi_ops.cc", "torch/CMakeLists.txt"):
-            path = tmp_path / "horovod" / file
-            path.parent.mkdir(parents=True)
-            path.write_text("before\nset(CMAKE_CXX_STANDARD 14)\nafter\n")
+        files = {
+            "horovod/tensorflow/xla_mpi_ops.cc": "text",
+            "horovod/torch/CMakeLists.txt": "before\nset(CMAKE_CXX_STANDARD 14)\nafter\n",
+            "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "  const size_type count_;\n",
+            "CMakeLists.txt": 'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall")\n',
+        }
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
         recipe.patch(tmp_path, tf)
-        ops = (tmp_path / "horovod/tensorflow/xla_mpi_ops.cc").read_text()
+        ops, torch, span, cmake = ((tmp_path / name).read_text() for name in files)
         assert bool(ops) == (tf == "2.15.1")
-        assert (tmp_path / "horovod/torch/CMakeLists.txt").read_text() == (
-            "before\nset(CMAKE_CXX_STANDARD 17)\nafter\n"
-        )
+        assert torch == "before\nset(CMAKE_CXX_STANDARD 17)\nafter\n"
+        assert span == "  size_type count_;\n"
+        assert " -include cstdint -include stdexcept -include string -pthread -fPIC -Wall" in cmake
 
     def test_the_cached_wheels_keep_their_names(self, tmp_path, monkeypatch):
         """Others find them under this name."""
@@ -149,9 +154,12 @@ def target(option):
     return words[words.index(option) + 1]
 if words[:3] == ["-m", "pip", "download"]:
     with tarfile.open(os.path.join(target("-d"), "horovod-0.28.1.tar.gz"), "w:gz") as archive:
-        for name in ("tensorflow/xla_mpi_ops.cc", "torch/CMakeLists.txt"):
+        for name in (
+            "horovod/tensorflow/xla_mpi_ops.cc", "horovod/torch/CMakeLists.txt", "CMakeLists.txt",
+            "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        ):
             data = b"text"
-            member = tarfile.TarInfo("horovod-0.28.1/horovod/" + name)
+            member = tarfile.TarInfo("horovod-0.28.1/" + name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
 if words[:3] == ["-m", "pip", "wheel"]:
