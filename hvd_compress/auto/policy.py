@@ -222,7 +222,7 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     new_moments, new_link = link_tracker.fit(state.link_moments, state.link, messages, transfer, wire, coding)
     link_moments = tf.where(follows_link, new_moments, state.link_moments)
     link = tf.where(follows_link, new_link, state.link)
-    waits = _average(state.waits, step.waits, timed)
+    waits = average(state.waits, step.waits, timed)
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
     new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
@@ -231,16 +231,16 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
         link_moments=link_moments,
         link=link,
         progress=state.progress * tf.where(is_sampled, _KEPT, np.ones_like(_KEPT)) + step.progress,
-        rest=_average(state.rest, step.rest, step.rest > 0.0),
+        rest=average(state.rest, step.rest, step.rest > 0.0),
         waits=waits,
         bias=new_bias,
         age=age,
         known=state.known + tf.cast(chosen & (ratio > 0.0), tf.float32),
-        measured=_average(state.measured, step.exchange, timed & state.steady & (state.before == state.choice)),
+        measured=average(state.measured, step.exchange, timed & state.steady & (state.before == state.choice)),
     )
 
 
-def _average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+def average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
     """A running average where `known`. It begins with the first value; later values count up to twice the average."""
     limited = tf.where(old > 0.0, tf.minimum(new, 2.0 * old + 1e-3), new)
     return tf.where(known, tf.where(old > 0.0, old + _NEWEST_WEIGHT * (limited - old), limited), old)

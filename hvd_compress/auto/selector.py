@@ -33,7 +33,6 @@ from . import policy, report
 from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
 from .rows import RowSavings
-from .usual_progress import usual
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
@@ -51,7 +50,8 @@ class AutoSelector(ModelSelector):
     Args:
         plan: The plan.
         costs: Predicted costs of each bucket and candidate.
-        prior: What candidates are taken to be worth until that is measured.
+        prior: What candidates are worth at least.
+        usual: The progress that candidates usually make, float32 [C].
         choice: The first choice: the position of each bucket's candidate, int32 [B].
         savings: What compressing the rows of embeddings saves.
         compresses_rows: Whether they are compressed in the first step; the same on all ranks.
@@ -68,6 +68,7 @@ class AutoSelector(ModelSelector):
         plan: Plan,
         costs: policy.Costs,
         prior: policy.Value,
+        usual: np.ndarray,
         choice: tf.Tensor,
         savings: RowSavings,
         compresses_rows: bool,
@@ -75,11 +76,9 @@ class AutoSelector(ModelSelector):
     ) -> None:
         # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
         self._settings = plan.settings
-        self._costs, self._prior, self._rules = costs, prior, rules_of(plan.layout.auto)
+        self._costs, self._prior, self._usual, self._rules = costs, prior, usual, rules_of(plan.layout.auto)
         self._others, self._savings = others, savings
         self._counts, self._step = plan.state.embedding_counts, plan.state.step
-        losses = zip(plan.layout.auto.candidates, prior.lost.numpy())
-        self._usual = np.array([usual(lost, getattr(c, "name", "")) for c, lost in losses], np.float32)
         # What a second of a step with each candidate is worth at least, in seconds without compression.
         progress = np.maximum(prior.progress.numpy(), self._usual)
         self._worth = ((1.0 + plan.layout.auto.max_slowdown * prior.lost.numpy()) / progress).tolist()

@@ -19,13 +19,15 @@ from ..cost.calibrate import estimate
 from ..cost.defaults import KERNELS
 from ..engine import agreement
 from ..engine.grouping import Shape
+from ..engine.model_layout import ModelLayout
 from ..engine.plan import Plan
 from ..engine.settings import Settings
-from ..exchange import volume
+from ..exchange import choice, volume
 from ..kernels import native
 from . import policy, report
 from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
+from .usual_progress import of_round, usual
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
@@ -33,6 +35,8 @@ _LEAST_TRANSFER = 1e-10
 # kernels, and a graph with native operations takes 0.2 s more to trace than one without. Rows of embeddings have
 # kernels of XLA.
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
+# Below it, a candidate is left out of the choice for rounds, as all that it makes is rounding errors.
+_LEAST_PROGRESS = 1e-3
 # Horovod's own compressor: reports compare with it, candidate or not.
 _COMPARED = ("fp16",)
 
@@ -53,16 +57,19 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()
         *parts, lost = np.split(table, np.cumsum([part.size for part in costs]))
         costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
-        # A candidate makes at least as much progress as it lets through of white noise: so `auto` begins mildly.
+        # A candidate makes at least as much progress as it lets through of white noise.
         prior = policy.Value(tf.constant(1.0 - lost), tf.constant(lost))
+        usually = np.array([usual(x, getattr(c, "name", "")) for c, x in zip(auto.candidates, lost)], np.float32)
+        # Between that and the usual progress: so `auto` begins mildly.
+        assumed = prior._replace(progress=tf.sqrt(prior.progress * usually))
         rules, target = rules_of(auto), tf.constant(auto.target_at(0))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        allowed = policy.admit(rules, tf.zeros([0], tf.int32), prior, target)
+        allowed = policy.admit(rules, tf.zeros([0], tf.int32), assumed, target)
         sizes = tf.constant(nbytes, tf.float32)
-        first, least = policy.best(rules, allowed, start, costs, prior, sizes)
+        first, least = policy.best(rules, allowed, start, costs, assumed, sizes)
         if any(rules.uncompressed) and not traces_all(auto):
             plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
-            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, prior, sizes))
+            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, assumed, sizes))
             first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
         savings = RowSavings(layout.embeddings, _model(calibrated))
         rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN["xla"])], tf.int32)
@@ -74,10 +81,39 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             for compressor in map(resolve, _COMPARED)
             if compressor not in auto.candidates
         }
-    chosen = AutoSelector(plan, costs, prior, first, savings, compresses_rows, others)
+    chosen = AutoSelector(plan, costs, prior, usually, first, savings, compresses_rows, others)
     if group.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
+
+
+def candidate_of_rounds(settings: Settings, layout: ModelLayout, calibrated: Calibration) -> Compressor:
+    """The candidate for rounds of local steps: with some length of rounds, it makes the most progress per second.
+
+    All ranks call it together. The numbers of rank 0 decide.
+    """
+    auto: Auto = layout.auto
+    group, model = settings.process_set, _model(calibrated)
+    per_bucket = [candidate for candidate in auto.candidates if not candidate.model_wide]
+    lengths = np.array(auto.local_steps)
+    of_rounds = np.array([of_round(length) for length in auto.local_steps])
+
+    def cost(candidate: Compressor) -> float:
+        exchange = 0.0
+        for b in layout.auto_buckets:
+            shapes = layout.shapes_of(b)
+            collective = choice.choose(candidate, shapes, group.size())
+            exchange += model.predict(candidate, 4 * sum(map(math.prod, shapes)), collective.name).total
+        lost = min(1.0, max(0.0, candidate.noise_loss(layout.shapes_of(layout.auto_buckets[0]))))
+        progress = math.sqrt((1.0 - lost) * usual(lost, getattr(candidate, "name", "")))
+        if progress < max(auto.min_progress, _LEAST_PROGRESS):
+            return math.inf
+        return float(np.min((policy.FIRST_REST + exchange / lengths) / of_rounds)) / progress
+
+    best = int(np.argmin([cost(candidate) for candidate in per_bucket]))
+    with tf.device("CPU"):
+        agreed = hvd.broadcast(tf.constant(best), group.ranks[0], name="hvdc_round_candidate", process_set=group)
+    return per_bucket[int(agreed)]
 
 
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:

@@ -12,6 +12,7 @@ it lets through.
 from __future__ import annotations
 
 _POWER = 0.36
+_ROUND_POWER = 0.03
 # Gradients are closer to low rank than noise, and signs keep the sizes of a block's values from the optimizer.
 _POWERS = {"powersgd": 0.1, "onebit": 1.5}
 
@@ -24,3 +25,8 @@ def usual(lost: float, name: str = "") -> float:
         name: The compressor's name; "" for one of which only `lost` is known.
     """
     return float(max(0.0, 1.0 - lost) ** _POWERS.get(name, _POWER))
+
+
+def of_round(local_steps: int) -> float:
+    """The relative progress of a step in a round of so many local steps, with outer="average"."""
+    return float(local_steps**-_ROUND_POWER)

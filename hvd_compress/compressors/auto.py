@@ -52,6 +52,10 @@ class Auto(BuiltinCompressor):
         max_slowdown: By how much, as a share, a step may take longer if all of the gradient then gets through.
         probe_every: Every this many steps, the progress with each traced candidate is measured for 24 steps. The
             first 48 steps of each trace are measured, too.
+        local_steps: The numbers of steps to choose from for a round of local steps, in a spec string
+            `auto:local_steps=(1|8|32)`: with the outer optimizer "average", ranks exchange the movements of their
+            weights once per round (docs/local-steps.md). The candidate is then chosen in the first step, and stays; the
+            number of steps follows from measured times. Empty: gradients are exchanged in each step.
     """
 
     name = "auto"
@@ -67,6 +71,7 @@ class Auto(BuiltinCompressor):
     phases: Sequence[Any] = ()
     max_slowdown: float = MAX_SLOWDOWN
     probe_every: int = 250
+    local_steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         given: Any = "none" if self.candidates is None else self.candidates  # "none" in a spec string is None
@@ -108,13 +113,26 @@ class Auto(BuiltinCompressor):
             warmup_steps=checks.integer("auto: warmup_steps", self.warmup_steps, 0),
             probe_every=checks.integer("auto: probe_every", self.probe_every, 1),
             phases=tuple(map(_phase, checks.items("auto: phases", self.phases))),
+            local_steps=_local_steps(self.local_steps),
         )
+        if self.local_steps:
+            self._check_local_steps()
         for name in ("min_progress", "budget"):
             if self.objective == "step" and getattr(self, name):
                 raise ValueError(f"auto: {name} needs objective='progress': leave it out, or objective='step'")
         steps = [step for step, _ in self.phases]
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
+
+    def _check_local_steps(self) -> None:
+        if self.objective != OBJECTIVES[0] or self.budget:
+            other = "budget" if self.budget else f"objective={self.objective!r}"
+            raise ValueError(f"auto: local_steps and {other} cannot go together: leave one of them out")
+        if all(self.model_wide_candidates):
+            raise ValueError(
+                f"auto: local_steps does not choose {self.candidates[0].spec}: add another candidate, such as int4, or "
+                "pass it as compression with local_steps=8, for example"
+            )
 
     @property
     def error_feedback(self) -> bool:  # type: ignore[override]
@@ -175,6 +193,13 @@ def _phase(phase: Any) -> tuple[int, float]:
         checks.integer("auto: the step of a phase", step, 0),
         checks.number("auto: the target of a phase", target, 0, 1),
     )
+
+
+def _local_steps(value: Any) -> tuple[int, ...]:
+    """The numbers of steps, in ascending order; one number stands for a list of it."""
+    given = (value,) if isinstance(value, (int, str)) else value
+    steps = [int(one) if isinstance(one, str) and one.isdecimal() else one for one in given]
+    return tuple(sorted({checks.integer("auto: local_steps", one, 1) for one in steps}))
 
 
 def _link(value: Any) -> str | None:

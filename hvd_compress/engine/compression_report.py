@@ -132,6 +132,9 @@ class RoundsReport:
         outer_step: Of the change of the synchronized weights.
         weights: Of the synchronized weights before the exchange.
         statistics_drift: Like drift, of the moving statistics, as a share of their norm; NaN if there are none.
+        lengths: What `auto` chooses `local_steps` from; empty if it does not.
+        step_seconds: Of a step without its exchange, as `auto` has measured it; 0 before that.
+        exchange_seconds: Of an exchange.
     """
 
     local_steps: int
@@ -142,6 +145,9 @@ class RoundsReport:
     outer_step: float
     weights: float
     statistics_drift: float
+    lengths: tuple[int, ...] = ()
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
 
     def __str__(self) -> str:
         moved = f"{self.movement:.3g}{_share(self.movement, self.weights, 'of their norm')}"
@@ -153,6 +159,12 @@ class RoundsReport:
         )
         if math.isfinite(self.statistics_drift):
             text += f"; moving statistics were {self.statistics_drift:.2%} away from their mean"
+        if self.lengths:
+            text += f"; auto chose local_steps={self.local_steps} from {', '.join(map(str, self.lengths))}"
+        if self.exchange_seconds:
+            text += (
+                f": a step takes {milliseconds(self.step_seconds)}, an exchange {milliseconds(self.exchange_seconds)}"
+            )
         return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -47,9 +47,15 @@ class Plan:
     auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     observers: list[Observer] = dataclasses.field(default_factory=list)
     guard: Guard | None = None  # see `guarding.attach`
+    round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it
     link: tuple[float, float] | None = None  # measured seconds per allreduce and per byte sent; None if not known
     # How often the plan is used in a function, minus 1; by the function's graph.
     trace_indices: weakref.WeakKeyDictionary[Any, int] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+
+    @property
+    def local_steps(self) -> int:
+        """The steps from one exchange to the next. Not for use in a graph."""
+        return self.settings.local_steps or 1 if self.round_length is None else self.round_length()
 
     def collective(self, compressor: Compressor, shapes: Sequence[Shape]) -> Collective:
         """The collective for tensors of these shapes."""

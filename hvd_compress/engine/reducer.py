@@ -63,6 +63,7 @@ class Reducer:
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
         self.guard: Guard | None = None  # of all plans, see `guarding`
         self.round_log: RoundLog | None = None  # with local steps
+        self.round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it
         self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)

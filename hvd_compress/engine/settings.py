@@ -177,6 +177,7 @@ class Settings:
             self._set_checked("alpha", checks.number, 0.0, 1.0)
         self._set_checked("local_warmup", checks.integer, 0)
         object.__setattr__(self, "outer", resolve_outer(self.outer))
+        self._take_lengths_of_auto()
         if self.fragments not in (None, "stream"):
             raise ValueError(f"fragments must be None or 'stream', got {error_text(self.fragments)}")
         if self.local_steps is None:
@@ -192,9 +193,10 @@ class Settings:
         self._set_checked("local_steps", checks.integer, 1)
         if not self.averages:
             raise ValueError("local_steps averages the movements of the ranks: use op=hvd.Average")
-        if any(compressor.automatic for compressor in self.compressors):
+        if any(compressor.automatic for compressor in self.compressors) and not self.round_lengths:
             raise ValueError(
-                "local_steps needs a named compressor, such as compression='int8': auto does not choose one"
+                "local_steps needs a named compressor, such as compression='int8', or lengths of rounds for auto to "
+                "choose from, such as compression='auto:local_steps=(1|8|32)'"
             )
         if self.fragments is None and self.alpha is not None:
             raise ValueError("alpha mixes weights with fragments='stream' only: set that as well, or leave alpha out")
@@ -206,6 +208,42 @@ class Settings:
             object.__setattr__(self, "alpha", 0.5)
         if self.alpha == 1.0:
             raise ValueError("alpha must be below 1: with 1.0, the ranks would never take over each other's weights")
+
+    def _take_lengths_of_auto(self) -> None:
+        """With lengths of rounds for `auto` to choose from, `local_steps` becomes the shortest: it begins with that."""
+        if not self.round_lengths:
+            return
+        if self.local_steps not in (None, self.round_lengths[0]):
+            raise ValueError(
+                f"local_steps={self.local_steps} and the local_steps of auto say both how long a round is: leave one "
+                "of them out"
+            )
+        given = {
+            "outer": self.outer != Average(),
+            "fragments": self.fragments is not None,
+            "local_warmup": self.local_warmup != 0,
+            "policy": any(len(compressor.stages) > 1 for compressor in self.compressors),  # which count exchanges
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(
+                f"auto:local_steps and {name}={getattr(self, name)} cannot go together: leave {name} out, or name a "
+                "compressor and one number of local_steps"
+            )
+        object.__setattr__(self, "local_steps", self.round_lengths[0])
+
+    @property
+    def round_lengths(self) -> tuple[int, ...]:
+        """The numbers of local steps that `auto` chooses from; empty if it does not."""
+        return next((tuple(c.local_steps) for c in self.compressors if c.automatic), ())
+
+    def with_candidate(self, candidate: Compressor) -> Settings:
+        """These settings with a candidate in place of `auto`."""
+
+        def chosen(compressor: Compressor) -> Compressor:
+            return candidate if compressor.automatic else compressor
+
+        policy = tuple((pattern, chosen(compressor)) for pattern, compressor in self.policy)
+        return dataclasses.replace(self, compressor=chosen(self.compressor), policy=policy)
 
     def _set_checked(self, name: str, checked: Callable[..., Any], *limits: Any) -> None:
         """Replaces the value of a field by `checked(name, value, *limits)`."""

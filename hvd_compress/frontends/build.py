@@ -52,7 +52,12 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             settings.momentum_correction or settings.delay
         )
         used_hosts = all_hosts if may_be_hierarchical else None
-        layout = model_layout(settings, gradients, variables, 1 if used_hosts is None else used_hosts.workers)
+        workers = 1 if used_hosts is None else used_hosts.workers
+        layout = model_layout(settings, gradients, variables, workers)
+        if settings.round_lengths and layout.auto is not None:
+            calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
+            settings = settings.with_candidate(start.candidate_of_rounds(settings, layout, calibrated))
+            layout = model_layout(settings, gradients, variables, workers)
         if settings.delay and layout.sparse:
             raise ValueError(
                 f"delay=1 does not work with the rows of {layout.paths[layout.sparse[0]]}, whose number differs from "
@@ -64,6 +69,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         selectors = [selector_for(c, state) for c in compressors if not c.automatic]
         transforms = transforms_for(settings)
         plan = Plan(name, settings, layout, state, selectors, transforms, used_hosts, all_hosts, flat)
+        plan.round_length = reducer.round_length
         if layout.auto is not None:
             _add_auto(plan)
         if tuning.is_on():

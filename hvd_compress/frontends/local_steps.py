@@ -45,7 +45,7 @@ class LocalSteps:
     Args:
         variables: The variables that are trained, or a Keras model: its trainable variables, and its moving statistics
             (batch normalization), which are averaged.
-        local_steps: As of `hvdc.DistributedOptimizer`, but required.
+        local_steps: As of `hvdc.DistributedOptimizer`, but required, except with `auto:local_steps`.
         outer: As of `hvdc.DistributedOptimizer`, like all arguments below except `averaged`.
         fragments: See there.
         alpha: See there.
@@ -74,7 +74,7 @@ class LocalSteps:
         self,
         variables: Any,
         *,
-        local_steps: int,
+        local_steps: int | None = None,
         outer: Any = "average",
         fragments: str | None = None,
         alpha: float | None = None,
@@ -93,8 +93,9 @@ class LocalSteps:
         name: str = "LocalSteps",
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "variables", "averaged")}
-        checks.integer("local_steps", local_steps, 1)
         settings = settings_from({"groups": None, "num_groups": 0, **arguments}, name)
+        if settings.local_steps is None:
+            raise ValueError("LocalSteps needs local_steps, the number of steps in a round, such as 8")
         statistics = list(averaged)
         if hasattr(variables, "trainable_variables"):
             if not variables.built:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..auto.round_length import RoundLength
 from ..checkpoint.plan_state import Member, PlanState
 from ..common import tracing
 from ..common.names import path_of
@@ -52,7 +53,10 @@ class Rounds:
         assert settings.local_steps is not None
         self.settings, self.reducer = settings, reducer
         self.log = reducer.round_log = RoundLog(reducer.name)
-        self.local_steps: int = settings.local_steps
+        self._length: RoundLength | None = None
+        if settings.round_lengths:
+            self._length = RoundLength(settings.round_lengths, reducer.name, settings.process_set)
+            reducer.round_length = self._length.present
         self._streams = settings.fragments == "stream"
         self._calls_per_step = calls_per_step
         self.variables: list[LocalVariable] = []
@@ -134,6 +138,8 @@ class Rounds:
             with tf.device("CPU"):
                 calls, steps, _ = tf.unstack(self._counts.read_value())
                 self._counts.assign(tf.stack([calls, steps, steps]))
+            if self._length is not None:
+                self._length.pause()
             if self._movement is not None:
                 self._movement.assign(tf.zeros_like(self._movement))
 
@@ -184,7 +190,8 @@ class Rounds:
             is_warm_up = is_step & (steps <= self.settings.local_warmup)
             is_last = is_warm_up
             if not self._streams:
-                is_last |= is_step & (steps - start >= self.local_steps)
+                length = self.settings.local_steps if self._length is None else self._length.now
+                is_last |= is_step & (steps - start >= length)
         if self._streams:
             self._stream(is_step, steps, is_warm_up)
         else:
@@ -235,6 +242,11 @@ class Rounds:
         tf.switch_case(action, actions)
 
     @property
+    def local_steps(self) -> int:
+        """The number of steps of a round. Not for use in a graph."""
+        return int(self.settings.local_steps or 1) if self._length is None else self._length.present()
+
+    @property
     def steps(self) -> int:
         """The number of steps so far. Not for use in a graph."""
         return int(self._counts[1].numpy())
@@ -253,7 +265,11 @@ class Rounds:
         each = []
         for f, fragment in enumerate(self.fragments):
             own = fragment.movements()
-            each.append(self._apply(f, own, self._reduce(f, own), only_averages, alpha=0.0))
+            began = None if self._length is None else self._length.begin(own)
+            received = self._reduce(f, own)
+            if self._length is not None and began is not None:
+                self._length.end(began, received, steps - self._counts.read_value()[2])
+            each.append(self._apply(f, own, received, only_averages, alpha=0.0))
         self.log.record(steps, tf.add_n(each))
 
     def _reduce(self, f: int, movements: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -354,7 +370,13 @@ class Rounds:
         self.reducer.last_plan("compression_report()")
         buckets = tuple(bucket for plan in self.reducer.plans.values() for bucket in plan.report())
         last = self.log.last()
-        return CompressionReport(buckets, RoundsReport(self.local_steps, self.log.count, **last) if last else None)
+        if not last:
+            return CompressionReport(buckets)
+        fields: dict[str, Any] = {**last}
+        if self._length is not None:
+            step, exchange = self._length.times.numpy().tolist()
+            fields |= {"lengths": tuple(self._length.lengths), "step_seconds": step, "exchange_seconds": exchange}
+        return CompressionReport(buckets, RoundsReport(self.local_steps, self.log.count, **fields))
 
     # Saving
 
@@ -396,12 +418,13 @@ class Rounds:
             return
         self._pending = None
         self._shows_synchronized = False
-        if set(state.replicated_state) == {"counts"}:  # of a time before the first step
+        replicated = self._replicated()
+        if state.replicated_state.keys() <= self._counters().keys():  # of a time before the first step
             with tf.init_scope():
-                self._counts.assign(state.replicated_state["counts"])
+                for name, value in state.replicated_state.items():
+                    replicated[name].assign(value)
             self.adopt()
             return
-        replicated = self._replicated()
         shapes = {name: tuple(variable.shape) for name, variable in replicated.items()}
         if shapes != {name: value.shape for name, value in state.replicated_state.items()}:
             raise ValueError("the state of local_steps belongs to other variables or another outer optimizer")
@@ -426,11 +449,15 @@ class Rounds:
 
     def _replicated(self) -> dict[str, Any]:
         """The variables that are equal on all ranks, by their names in checkpoints."""
-        result: dict[str, Any] = {"counts": self._counts}
+        result = self._counters()
         for f, fragment in enumerate(self.fragments):
             result |= {f"synchronized_{f}_{i}": variable for i, variable in enumerate(fragment.synchronized)}
             result |= {f"outer_{f}_{name}": variable for name, variable in fragment.outer.variables.items()}
         return result
+
+    def _counters(self) -> dict[str, Any]:
+        """Those that are there before the first step."""
+        return {"counts": self._counts} | ({} if self._length is None else self._length.variables)
 
     @contextlib.contextmanager
     def _own_weights(self) -> Iterator[None]:

@@ -54,7 +54,13 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
                 f"environment variable HVD_COMPRESS_EXCHANGE: {name} has no local_steps, use hvdc.LocalSteps"
             )
         fields |= exchange
-    return Settings(**fields)
+    settings = Settings(**fields)
+    if settings.round_lengths and "local_steps" not in fields:
+        raise ValueError(
+            f"auto:local_steps belongs to hvdc.DistributedOptimizer and hvdc.LocalSteps, which see the weights; {name} "
+            "only sees gradients"
+        )
+    return settings
 
 
 def reduce_shared(

@@ -166,7 +166,7 @@ def _trained(plans: Iterable[Plan]) -> list[_Trained]:
 
 def _of_plans(plans: Sequence[Plan]) -> _Trained:
     """What one plan did, or the plans of all fragments."""
-    local_steps = plans[0].settings.local_steps or 1
+    local_steps = plans[0].local_steps
     report = CompressionReport(tuple(bucket for plan in plans for bucket in plan.report()))
     return _Trained(
         tuple(plan.name for plan in plans),

@@ -24,9 +24,22 @@ def _thirds(run: Run, column: str) -> list[np.ndarray] | None:
     if not rounds:
         return None
     warm_up = run.settings.get("local_warmup")
-    values = rounds[column][rounds["step"] > (warm_up if type(warm_up) is int else 0)]
+    compared = rounds["step"] > (warm_up if type(warm_up) is int else 0)
+    if not _streams(run):  # `auto` may begin with shorter rounds, and the end of a fit ends one
+        compared &= np.diff(rounds["step"], prepend=rounds["step"][0] - _length(run)) == _length(run)
+    values = rounds[column][compared]
     parts = np.array_split(values[np.isfinite(values)], 3)
     return parts if len(parts[-1]) >= _FEWEST else None
+
+
+def _streams(run: Run) -> bool:
+    return run.settings.get("fragments") == "stream"
+
+
+def _length(run: Run) -> int:
+    """The steps of a round at the end of the run."""
+    lengths = np.diff(run.rounds.get("step", np.empty(0)))
+    return run.local_steps if _streams(run) or not len(lengths) else int(np.median(lengths[-(len(lengths) // 3) :]))
 
 
 def drift_grows(run: Run) -> str | None:
@@ -42,7 +55,7 @@ def drift_grows(run: Run) -> str | None:
     return (
         f"the drift between ranks (root mean square of their distances from the mean movement) has grown from "
         f"{first:.3g} in the first third of the run to {middle:.3g} and {last:.3g} in the last one{share}; rounds have "
-        f"{run.local_steps} steps"
+        f"{_length(run)} steps"
     )
 
 
@@ -71,6 +84,6 @@ def statistics_differ(run: Run) -> str | None:
     if spread < _STATISTICS:
         return None
     return (
-        f"at the end of a round of {run.local_steps} steps, the moving statistics of batch normalization are "
+        f"at the end of a round of {_length(run)} steps, the moving statistics of batch normalization are "
         f"{spread:.0%} of their norm away from their mean over the ranks (median of the last third of the run)"
     )

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.auto import round_length
 from hvd_compress.engine.round_log import COLUMNS as COLUMNS_OF_LOG
 from hvd_compress.frontends.keras.callbacks import Callback
 
@@ -223,6 +224,51 @@ def test_every_step_equals_the_simulation_of_all_ranks(rank, size, case, lossy):
             np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
     for variable, expected in zip(training.variables, simulation.local[rank]):
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_with_one_length_equals_that_length(rank):
+    found = []
+    for compression, local_steps in ((TOPK, 4), (f"auto:candidates=({TOPK}),local_steps=4", None)):
+        training = Training(rank, local_steps=local_steps, compression=compression, min_compress_size=256)
+        found.append([training.step(t) for t in range(12)])
+        assert [bucket.chosen for bucket in training.sync.compression_report().buckets] == [TOPK]
+    np.testing.assert_equal(found[1], found[0])
+
+
+def test_all_ranks_take_the_length_that_rank_0_proposes(rank, monkeypatch):
+    """Seconds of a step and of an exchange are planted: to rank 0, exchanges are slow, and to the others, steps are."""
+    planted = tf.constant([0.01, 1.0] if rank == 0 else [1.0, 0.001])
+    monkeypatch.setattr(round_length.policy, "average", lambda old, new, known: planted)
+    options = {"compression": "auto:candidates=(int8),local_steps=(1|4)", "min_compress_size": 256}
+    training = Training(rank, **options)
+    for t in range(11):
+        training.step(t)
+    # It is proposed in the first exchange and sent with the second one.
+    assert training.sync._rounds.log.read("test")[:, 0].tolist() == [1, 2, 6, 10]
+    sent, stock = training.sync.bytes_sent()
+    report = training.sync.compression_report().rounds
+    assert sent * 4 < stock / 3 and report.local_steps == 4
+    slow = "10 ms, an exchange 1e+03 ms" if rank == 0 else "1e+03 ms, an exchange 1 ms"
+    assert f"auto chose local_steps=4 from 1, 4: a step takes {slow}" in str(report)
+    with training.sync.synchronized():
+        assert not any(differ([variable.numpy() for variable in training.variables]))
+    assert any(differ([variable.numpy() for variable in training.variables]))
+    # A resumed training has the length and continues to the bit.
+    state = training.sync._rounds.state(training._optimizer.variables)
+    resumed = Training(rank, **options)
+    resumed.sync._rounds.restore(state, resumed._optimizer.variables)
+    assert resumed.sync._rounds.local_steps == 4
+    np.testing.assert_equal(resumed.step(11), training.step(11))
+
+
+def test_the_measured_times_are_the_same_on_all_ranks(rank):
+    training = Training(rank, compression="auto:candidates=(int8),local_steps=(1|2)", min_compress_size=256)
+    for t in range(20):
+        training.step(t)
+    times = training.sync._rounds._length.times.numpy()
+    assert np.all(times > 0.0) and not any(differ([times]))
+    steps = training.sync._rounds.log.read("test")[:, 0]
+    assert set(np.diff(steps)) <= {1.0, 2.0} and not any(differ([steps]))
 
 
 # Keras

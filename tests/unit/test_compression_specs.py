@@ -49,6 +49,7 @@ AUTOS = st.builds(
     phases=phases.map(lambda found: sorted(found.items())),
     max_slowdown=st.floats(0.0, 1.0),
     probe_every=st.integers(1, 10**9),
+    local_steps=st.lists(st.integers(1, 10**6), max_size=3),
 )
 
 FLAT = BUILTIN.filter(lambda c: not c.per_tensor)

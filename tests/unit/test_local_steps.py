@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.auto.round_length import propose
+from hvd_compress.auto.usual_progress import of_round
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.checkpoint.plan_state import Member, PlanState
 from hvd_compress.engine.fragments import divide
@@ -80,12 +82,54 @@ def test_an_outer_optimizer_of_keras_is_its_update_rule(nesterov):
         ({"local_steps": 2, "alpha": 0.5}, "alpha mixes weights with fragments='stream' only"),
         ({"local_steps": 2, "fragments": "stream", "alpha": 1}, "alpha must be below 1"),
         ({"local_steps": 2, "compression": "auto"}, "local_steps needs a named compressor"),
+        ({"local_steps": 4, "compression": "auto:local_steps=(1|8)"}, "say both how long a round is"),
+        ({"compression": "auto:local_steps=(1|8)", "outer": "nesterov"}, "auto:local_steps and outer=nesterov"),
+        ({"compression": "auto:local_steps=(1|8)", "fragments": "stream"}, "auto:local_steps and fragments=stream"),
+        ({"compression": "auto:local_steps=(1|8)", "local_warmup": 9}, "auto:local_steps and local_warmup=9"),
+        ({"compression": "auto:local_steps=(1|0)"}, "auto: local_steps must be a whole number from 1 on, got 0"),
+        ({"compression": "auto:local_steps=8,objective=step"}, "local_steps and objective='step' cannot go together"),
+        ({"compression": "auto:local_steps=8,budget=5ms"}, "local_steps and budget cannot go together"),
+        ({"compression": "auto:candidates=(powersgd:rank=2),local_steps=8"}, "does not choose powersgd:rank=2"),
     ],
 )
 def test_arguments_that_do_not_fit(options, message):
     with pytest.raises(ValueError) as error:
         hvdc.DistributedOptimizer(keras.optimizers.SGD(), **options)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_lengths_of_rounds_are_those_of_auto():
+    auto = hvdc.Compression.auto(local_steps=(32, 1, 8, 8))
+    assert auto.local_steps == (1, 8, 32) and hvdc.Compression.parse(auto.spec) == auto
+    assert hvdc.Compression.parse("auto:local_steps=(1|8|32)") == auto
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(), compression=auto)
+    assert optimizer._hvdc.rounds.local_steps == 1
+    with pytest.raises(ValueError, match="which see the weights; DistributedGradientTape only sees gradients"):
+        hvdc.DistributedGradientTape(tf.GradientTape(), compression=auto)
+    with pytest.raises(ValueError, match="LocalSteps needs local_steps"):
+        hvdc.LocalSteps([tf.Variable([1.0])])
+
+
+@pytest.mark.parametrize(
+    ("rest", "exchange", "expected"),
+    [
+        (0.04, 0.0004, 1),  # a step waits for nothing
+        (0.04, 0.01, 8),  # (40 + 10 / n) / n ** -0.03: 50 ms, 43.9, 44.7
+        (0.04, 0.3, 32),  # 340, 82, 55
+        (0.0, 0.3, 1),  # not known yet
+    ],
+)
+def test_the_length_with_the_most_progress_per_second(rest, exchange, expected):
+    lengths = [1, 8, 32]
+    progress = [of_round(length) for length in lengths]
+    times = tf.constant([rest, exchange])
+    assert lengths[propose(times, tf.constant(0), lengths, progress)] == expected
+    if rest:
+        costs = [(rest + exchange / n) / p for n, p in zip(lengths, progress)]
+        best = int(np.argmin(costs))
+        for place in range(3):  # another length is kept unless it is 5% worse
+            kept = costs[best] >= 0.95 * costs[place]
+            assert propose(times, tf.constant(place), lengths, progress) == (place if kept else best)
 
 
 def test_an_outer_optimizer_of_another_type():

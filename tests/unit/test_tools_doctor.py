@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hvd_compress.tools import doctor, rules, run_log, training_rules
+from hvd_compress.tools import doctor, round_rules, rules, run_log, training_rules
 from hvd_compress.tools.cli import main
 
 RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
@@ -208,6 +208,22 @@ def test_ranks_that_move_alike_do_not_drift(tmp_path):
     for rank in range(2):
         rewrite(directory / f"rank-{rank}-rounds.csv", "drift", lambda i, c: 0.0)
     assert not doctor.examine(run_log.load(str(directory)))
+
+
+def test_rounds_that_auto_made_longer_do_not_drift(tmp_path):
+    """The longer a round, the further apart the ranks are at its end."""
+    directory = copy("drifts", tmp_path)
+    count = len((directory / "rank-0-rounds.csv").read_text().splitlines()) - 1
+    steps = np.cumsum([1] * (count // 3) + [8] * (count - count // 3))
+    for rank in range(2):
+        path = directory / f"rank-{rank}-rounds.csv"
+        rewrite(path, "step", lambda i, c: float(steps[i]))
+        rewrite(path, "drift", lambda i, c: 1.0 if i < count // 3 else 8.0)
+    run = run_log.load(str(directory))
+    assert round_rules.drift_grows(run) is None
+    for rank in range(2):  # but not if they drift within rounds of one length
+        rewrite(directory / f"rank-{rank}-rounds.csv", "drift", lambda i, c: 1.0 + i)
+    assert "rounds have 8 steps" in round_rules.drift_grows(run_log.load(str(directory)))
 
 
 def test_too_few_steps_tell_nothing(tmp_path):

@@ -1,0 +1,140 @@
+"""How many local steps a round has with `auto:local_steps=(1|8|32)`.
+
+With a round of n steps, a step takes `rest + exchange / n` seconds on average, and makes the progress of
+`usual_progress.of_round`. The n with the most progress per second is chosen, from times that are measured at each
+exchange. It begins with the shortest round, which says soonest how long an exchange takes.
+
+1. At an exchange, each rank measures how long it takes, and how long the steps before took without it.
+2. With the next exchange, these numbers are reduced over the ranks, and rank 0 proposes a length.
+3. With the one after it, rank 0's proposal is sent, and all ranks follow it: ranks that round differently may have
+   another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from ..common import tracing
+from ..common.verbosity import say
+from ..engine import clock
+from . import policy
+from .usual_progress import of_round
+
+# The times of the first exchanges are ignored: kernels are compiled, connections are made.
+_UNTIMED = 2
+# A switch must make a step cheaper by this factor.
+_BETTER = 0.95
+
+
+class RoundLength:
+    """The length of rounds, the same on all ranks.
+
+    Args:
+        lengths: The numbers of local steps to choose from, from the smallest on.
+        name: The prefix of the names of operations.
+        process_set: The ranks.
+
+    Attributes:
+        place: The position of the chosen length, an int32 variable.
+        times: Seconds of a step without the exchange, and of an exchange, float32 [2]: averages over the ranks and the
+            last exchanges; 0 until they are known.
+    """
+
+    def __init__(self, lengths: Sequence[int], name: str, process_set: Any) -> None:
+        self.lengths, self._process_set = list(lengths), process_set
+        self._keywords = {"op": hvd.Sum, "name": f"{name}_round_length", "process_set": process_set}
+        self._progress = [of_round(length) for length in self.lengths]
+        with tf.device("CPU"), tf.init_scope():
+            self.place = tracing.variable(tf.constant(0), "round_length")
+            self.times = tracing.variable(tf.zeros([2]), "round_times")
+            # This rank's: the two times that the last exchange has measured, and 1 + the proposed place.
+            self._numbers = tracing.variable(tf.zeros([3]), "round_numbers")
+            # When the last exchange ended; 0 if what came since was not training alone.
+            self._ended = tracing.variable(tf.constant(0.0, tf.float64), "round_ended")
+            self._untimed = tracing.variable(tf.constant(_UNTIMED), "round_untimed")
+
+    @property
+    def now(self) -> tf.Tensor:
+        """The length of this round, an int64 scalar."""
+        with tf.device("CPU"):
+            return tf.gather(tf.constant(self.lengths, tf.int64), self.place.read_value())
+
+    def present(self) -> int:
+        """The length of this round. Not for use in a graph."""
+        return self.lengths[int(self.place)]
+
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """What all ranks have alike, by the names that checkpoints use."""
+        return {"round_length": self.place, "round_times": self.times}
+
+    def pause(self) -> None:
+        """What comes until the next exchange is not training alone. Not for use in a graph."""
+        with tf.init_scope():
+            self._ended.assign(0.0)
+
+    def begin(self, movements: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The time when the movements of an exchange are ready, which `end` takes."""
+        return clock.stamp(movements)
+
+    def end(self, began: tf.Tensor, received: Sequence[tf.Tensor], steps: tf.Tensor) -> None:
+        """Ends an exchange, on all ranks together, in a graph or outside: follows the times, and chooses a length.
+
+        Args:
+            began: What `begin` returned.
+            received: The mean movements.
+            steps: The number of steps since the last exchange, a scalar.
+        """
+        if not self._process_set.included() or self._process_set.size() == 1:
+            return
+        ended = clock.stamp(received, began)
+        with tf.device("CPU"):
+            agreed = hvd.allreduce(self._numbers.read_value(), **self._keywords)
+            measured = agreed[:2] / float(self._process_set.size())
+            times = policy.average(self.times.read_value(), measured, tf.reduce_all(measured > 0.0))
+            self.times.assign(times)
+            place, voted = self.place.read_value(), tf.cast(tf.round(agreed[2]), tf.int32) - 1
+            chosen = tf.where(voted >= 0, tf.clip_by_value(voted, 0, len(self.lengths) - 1), place)
+            self.place.assign(chosen)
+            is_first = self._process_set.rank() == 0
+            if is_first:
+                tf.cond(chosen != place, lambda: self._say(place, chosen, times), lambda: None)
+            proposed = propose(times, chosen, self.lengths, self._progress)
+            last, untimed = self._ended.read_value(), self._untimed.read_value()
+            counts = (last > 0.0) & (untimed <= 0)
+            rest = (began - last) / tf.cast(steps, tf.float64)
+            both = tf.where(counts, tf.cast(tf.stack([rest, ended - began]), tf.float32), 0.0)
+            vote = tf.cast(proposed + 1, tf.float32) * float(is_first)
+            self._numbers.assign(tf.concat([both, [vote]], 0))
+            self._ended.assign(ended)
+            self._untimed.assign(tf.maximum(untimed - 1, 0))
+
+    def _say(self, before: tf.Tensor, now: tf.Tensor, times: tf.Tensor) -> None:
+        def show(before: np.ndarray, now: np.ndarray, times: np.ndarray) -> None:
+            rest, exchange = (1e3 * times).tolist()
+            say(
+                f"auto: local_steps {self.lengths[int(before)]} -> {self.lengths[int(now)]}; a step takes {rest:.3g} "
+                f"ms, and an exchange {exchange:.3g} ms"
+            )
+
+        tf.numpy_function(show, [before, now, times], [])
+
+
+def propose(times: tf.Tensor, place: tf.Tensor, lengths: Sequence[int], progress: Sequence[float]) -> tf.Tensor:
+    """The position of the best length, an int32 scalar.
+
+    Args:
+        times: Seconds of a step without the exchange, and of an exchange, float32 [2]; 0 if they are not known yet.
+        place: The position of the present one, which is kept if no other is clearly better.
+        lengths: Steps of a round.
+        progress: Of a step in such a round, relative to a step with an exchange.
+    """
+    costs = (times[0] + times[1] / tf.constant(lengths, tf.float32)) / tf.constant(progress, tf.float32)
+    best = tf.argmin(costs, output_type=tf.int32)
+    is_better = tf.gather(costs, best) < _BETTER * tf.gather(costs, place)
+    return tf.where(is_better & tf.reduce_all(times > 0.0), best, place)
