@@ -35,7 +35,7 @@ _LEAST_TRANSFER = 1e-10
 # kernels, and a graph with native operations takes 0.2 s more to trace than one without. Rows of embeddings have
 # kernels of XLA.
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
-# Below it, a candidate is left out of the choice for rounds, as all that it makes is rounding errors.
+# With less, the quotient of time and progress says nothing.
 _LEAST_PROGRESS = 1e-3
 # Horovod's own compressor: reports compare with it, candidate or not.
 _COMPARED = ("fp16",)
@@ -87,32 +87,35 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     return chosen
 
 
-def candidate_of_rounds(settings: Settings, layout: ModelLayout, calibrated: Calibration) -> Compressor:
-    """The candidate for rounds of local steps: with some length of rounds, it makes the most progress per second.
+def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibration) -> Compressor:
+    """The candidate for all of training, with local steps or a delay: the one with the most progress per second.
 
     All ranks call it together. The numbers of rank 0 decide.
     """
     auto: Auto = layout.auto
-    group, model = settings.process_set, _model(calibrated)
+    group, model, rest = settings.process_set, _model(calibrated), policy.FIRST_REST
     per_bucket = [candidate for candidate in auto.candidates if not candidate.model_wide]
-    lengths = np.array(auto.local_steps)
-    of_rounds = np.array([of_round(length) for length in auto.local_steps])
 
-    def cost(candidate: Compressor) -> float:
-        exchange = 0.0
+    def seconds(candidate: Compressor) -> float:
+        """Of a step, for the progress of one without local steps or delay; at best."""
+        predicted = []
         for b in layout.auto_buckets:
             shapes = layout.shapes_of(b)
             collective = choice.choose(candidate, shapes, group.size())
-            exchange += model.predict(candidate, 4 * sum(map(math.prod, shapes)), collective.name).total
+            predicted.append(model.predict(candidate, 4 * sum(map(math.prod, shapes)), collective.name))
+        exchange, wire = (sum(getattr(one, name) for one in predicted) for name in ("total", "wire"))
+        if auto.local_steps:
+            return min((rest + exchange / length) / of_round(length) for length in auto.local_steps)
+        return min([exchange - wire + max(rest, wire)] + [rest + exchange] * (0 in auto.delay))
+
+    def cost(candidate: Compressor) -> float:
         lost = min(1.0, max(0.0, candidate.noise_loss(layout.shapes_of(layout.auto_buckets[0]))))
         progress = math.sqrt((1.0 - lost) * usual(lost, getattr(candidate, "name", "")))
-        if progress < max(auto.min_progress, _LEAST_PROGRESS):
-            return math.inf
-        return float(np.min((policy.FIRST_REST + exchange / lengths) / of_rounds)) / progress
+        return math.inf if progress < max(auto.min_progress, _LEAST_PROGRESS) else seconds(candidate) / progress
 
     best = int(np.argmin([cost(candidate) for candidate in per_bucket]))
     with tf.device("CPU"):
-        agreed = hvd.broadcast(tf.constant(best), group.ranks[0], name="hvdc_round_candidate", process_set=group)
+        agreed = hvd.broadcast(tf.constant(best), group.ranks[0], name="hvdc_only_candidate", process_set=group)
     return per_bucket[int(agreed)]
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 _POWER = 0.36
 _ROUND_POWER = 0.03
+# Of a step with delay=1.
+OF_DELAY = 0.97
 # Gradients are closer to low rank than noise, and signs keep the sizes of a block's values from the optimizer.
 _POWERS = {"powersgd": 0.1, "onebit": 1.5}
 

@@ -56,6 +56,9 @@ class Auto(BuiltinCompressor):
             `auto:local_steps=(1|8|32)`: with the outer optimizer "average", ranks exchange the movements of their
             weights once per round (docs/local-steps.md). The candidate is then chosen in the first step, and stays; the
             number of steps follows from measured times. Empty: gradients are exchanged in each step.
+        delay: In a spec string `auto:delay=(0|1)`: whether each step applies the gradients of the step before, which
+            are then exchanged beside it (docs/delay.md). The candidate is chosen in the first step, and stays; the
+            delay begins when measured times say that it pays. Empty: as the argument `delay` says.
     """
 
     name = "auto"
@@ -72,6 +75,7 @@ class Auto(BuiltinCompressor):
     max_slowdown: float = MAX_SLOWDOWN
     probe_every: int = 250
     local_steps: Sequence[int] = ()
+    delay: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         given: Any = "none" if self.candidates is None else self.candidates  # "none" in a spec string is None
@@ -113,10 +117,14 @@ class Auto(BuiltinCompressor):
             warmup_steps=checks.integer("auto: warmup_steps", self.warmup_steps, 0),
             probe_every=checks.integer("auto: probe_every", self.probe_every, 1),
             phases=tuple(map(_phase, checks.items("auto: phases", self.phases))),
-            local_steps=_local_steps(self.local_steps),
+            local_steps=_whole_numbers("auto: local_steps", self.local_steps, 1),
+            delay=_whole_numbers("auto: delay", self.delay, 0, 1),
         )
-        if self.local_steps:
-            self._check_local_steps()
+        if self.delay and self.local_steps:
+            raise ValueError("auto: delay and local_steps cannot go together: leave one of them out")
+        for name in ("local_steps", "delay"):
+            if getattr(self, name):
+                self._check_one_candidate(name)
         for name in ("min_progress", "budget"):
             if self.objective == "step" and getattr(self, name):
                 raise ValueError(f"auto: {name} needs objective='progress': leave it out, or objective='step'")
@@ -124,14 +132,13 @@ class Auto(BuiltinCompressor):
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
 
-    def _check_local_steps(self) -> None:
+    def _check_one_candidate(self, name: str) -> None:
         if self.objective != OBJECTIVES[0] or self.budget:
             other = "budget" if self.budget else f"objective={self.objective!r}"
-            raise ValueError(f"auto: local_steps and {other} cannot go together: leave one of them out")
+            raise ValueError(f"auto: {name} and {other} cannot go together: leave one of them out")
         if all(self.model_wide_candidates):
             raise ValueError(
-                f"auto: local_steps does not choose {self.candidates[0].spec}: add another candidate, such as int4, or "
-                "pass it as compression with local_steps=8, for example"
+                f"auto: with {name}, it does not choose {self.candidates[0].spec}: add another candidate, such as int4"
             )
 
     @property
@@ -195,11 +202,11 @@ def _phase(phase: Any) -> tuple[int, float]:
     )
 
 
-def _local_steps(value: Any) -> tuple[int, ...]:
-    """The numbers of steps, in ascending order; one number stands for a list of it."""
-    given = (value,) if isinstance(value, (int, str)) else value
-    steps = [int(one) if isinstance(one, str) and one.isdecimal() else one for one in given]
-    return tuple(sorted({checks.integer("auto: local_steps", one, 1) for one in steps}))
+def _whole_numbers(name: str, value: Any, low: int, high: float = math.inf) -> tuple[int, ...]:
+    """Different numbers in ascending order, from a list or from one of them, as text or not."""
+    given = (value,) if isinstance(value, (int, str)) else checks.items(name, value)
+    numbers = [int(one) if isinstance(one, str) and one.isdecimal() else one for one in given]
+    return tuple(sorted({checks.integer(name, one, low, high) for one in numbers}))
 
 
 def _link(value: Any) -> str | None:

@@ -31,7 +31,7 @@ class StepMeasurement(NamedTuple):
     buckets: list[BucketMeasurement | None]  # of the plan; None if no observer wants a bucket's times
     others: list[BucketMeasurement]  # uncompressed gradients, then embeddings; empty if no observer records steps
     embedding_bytes: tf.Tensor  # sent by this rank, and by stock Horovod, float64 [embeddings, 2]
-    agreed: tf.Tensor | None  # `ModelSelector.numbers`, reduced over the ranks; None without `auto`
+    agreed: tf.Tensor | None  # the numbers of `auto`, see `engine.selector`, reduced over the ranks; None without it
     probe: Any  # the result of `ModelSelector.probe`; None without `auto`
     gradients: Sequence[Any]  # of this rank, before transforms: tensors, IndexedSlices or None
 

@@ -22,7 +22,7 @@ from .embedding_table import EmbeddingTable
 from .guard import Guard
 from .model_layout import ModelLayout
 from .observer import Observer
-from .selector import ModelSelector, Selector
+from .selector import DelaySelector, ModelSelector, Selector
 from .settings import Settings
 from .state import State
 from .transforms import Transform
@@ -45,6 +45,7 @@ class Plan:
     all_hosts: Hosts | None = None  # also if all exchanges are flat; None if they are not known
     flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
     auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
+    delay_selector: DelaySelector | None = None  # decides when the delay begins; None if the settings do
     observers: list[Observer] = dataclasses.field(default_factory=list)
     guard: Guard | None = None  # see `guarding.attach`
     round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it
@@ -142,7 +143,10 @@ class Plan:
     @property
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables that are equal on all ranks, by their names in checkpoints."""
-        return self.state.replicated | ({} if self.auto is None else self.auto.replicated_state())
+        variables = dict(self.state.replicated)
+        for selector in (self.auto, self.delay_selector):
+            variables |= {} if selector is None else selector.replicated_state()
+        return variables
 
     def let_nothing_wait(self) -> None:
         """Drops what waits, if there is a delay. Not for use in a graph."""

@@ -148,6 +148,22 @@ class ModelSelector(Selector, Observer):
         """The reports of the buckets after `step` steps. Not for use in a graph."""
 
 
+class DelaySelector(Observer, abc.ABC):
+    """Decides when a delay begins (`engine.delay`), from what earlier steps measured."""
+
+    @abc.abstractmethod
+    def has_begun(self) -> tf.Tensor:
+        """Whether this step has a delay; a bool scalar, the same on all ranks."""
+
+    @abc.abstractmethod
+    def numbers(self) -> tf.Tensor:
+        """The numbers that this rank sends, as those of `ModelSelector`."""
+
+    @abc.abstractmethod
+    def replicated_state(self) -> dict[str, tf.Variable]:
+        """The variables that are equal on all ranks, by their names in checkpoints."""
+
+
 def selector_for(compressor: Compressor, state: State) -> Selector:
     """The selector of a compressor that is not `automatic`, for a plan with this state."""
     if len(compressor.stages) == 1:

@@ -127,6 +127,14 @@ class Settings:
     def _check_delay(self) -> None:
         self._set_checked("delay", checks.integer, 0, 1)
         self._set_checked("delay_warmup", checks.integer, 0)
+        of_auto = self._of_auto("delay")
+        if of_auto:
+            if self.delay not in (0, of_auto[-1]) or self.delay_warmup:
+                name = "delay_warmup" if self.delay_warmup else "delay"
+                raise ValueError(
+                    f"auto:delay and {name}={getattr(self, name)} cannot go together: leave one of them out"
+                )
+            object.__setattr__(self, "delay", of_auto[-1])
         if not self.delay:
             if self.delay_warmup:
                 raise ValueError(f"delay_warmup={self.delay_warmup} needs delay=1")
@@ -144,8 +152,8 @@ class Settings:
             )
         for compressor in self.compressors:
             why = ""
-            if compressor.automatic:
-                why = "its choice changes from step to step"
+            if compressor.automatic and not of_auto:
+                why = "its choice changes from step to step, unless it is auto:delay=(0|1)"
             elif len(compressor.stages) > 1:
                 why = "its stages have payloads of different sizes"
             elif compressor.model_wide:
@@ -234,7 +242,20 @@ class Settings:
     @property
     def round_lengths(self) -> tuple[int, ...]:
         """The numbers of local steps that `auto` chooses from; empty if it does not."""
-        return next((tuple(c.local_steps) for c in self.compressors if c.automatic), ())
+        return self._of_auto("local_steps")
+
+    @property
+    def chooses_delay(self) -> bool:
+        """Whether `auto` decides when the delay begins."""
+        return len(self._of_auto("delay")) > 1
+
+    @property
+    def takes_candidate(self) -> bool:
+        """Whether one candidate takes the place of `auto` in the first step, see `with_candidate`."""
+        return bool(self.round_lengths or self._of_auto("delay"))
+
+    def _of_auto(self, name: str) -> tuple[int, ...]:
+        return next((tuple(getattr(c, name)) for c in self.compressors if c.automatic), ())
 
     def with_candidate(self, candidate: Compressor) -> Settings:
         """These settings with a candidate in place of `auto`."""

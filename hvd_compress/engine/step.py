@@ -74,6 +74,8 @@ class Step:
             self._sample_norms = next((sample for sample in samples if sample is not None), None)
             if plan.settings.delay_warmup:
                 self._context = self._context._replace(is_warm_up=step < plan.settings.delay_warmup)
+            if plan.delay_selector is not None:
+                self._context = self._context._replace(is_warm_up=~plan.delay_selector.has_begun())
             if given is not None and "given" in state.progress:
                 state.progress["given"].assign(given)
 
@@ -138,9 +140,9 @@ class Step:
 
     def _reduce_uncompressed(self) -> tuple[list[uncompressed.Dense], tf.Tensor | None, list[tf.Tensor]]:
         """The reduced gradients, the reduced numbers of `auto` (or None), and the reduced counts of embeddings."""
-        auto = self._plan.auto
+        measures = self._plan.auto or self._plan.delay_selector
         with tf.control_dependencies(self._context.data):  # if they are sent alone
-            numbers = [*([] if auto is None else [auto.numbers()]), *self._embeddings.counts]
+            numbers = [*([] if measures is None else [measures.numbers()]), *self._embeddings.counts]
         results, agreed = [], list[tf.Tensor]()
         for b, tensors in enumerate(self._plan.layout.uncompressed):
             gradients = self._to_exchange(tensors.members)
@@ -152,7 +154,7 @@ class Step:
             results.append(result)
         if numbers:
             agreed = self._allreduce(numbers, "agreed").tensors
-        return results, None if auto is None else agreed.pop(0), agreed
+        return results, None if measures is None else agreed.pop(0), agreed
 
     def _to_exchange(self, members: Sequence[int]) -> list[tf.Tensor]:
         """These uncompressed gradients; with a delay, those of the step before, and these wait."""

@@ -6,15 +6,17 @@ the first choice of `auto`. All ranks make a plan together.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ..auto import flat_or_hierarchical, start
+from ..auto.delay_choice import DelayChoice
 from ..checkpoint import plan_state
 from ..common.phases import Phase
-from ..compressors import Compressor
+from ..compressors import Compressor, NoCompression
 from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
@@ -54,10 +56,11 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         used_hosts = all_hosts if may_be_hierarchical else None
         workers = 1 if used_hosts is None else used_hosts.workers
         layout = model_layout(settings, gradients, variables, workers)
-        if settings.round_lengths and layout.auto is not None:
-            calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
-            settings = settings.with_candidate(start.candidate_of_rounds(settings, layout, calibrated))
+        if settings.takes_candidate:
+            settings = settings.with_candidate(_candidate(settings, layout))
             layout = model_layout(settings, gradients, variables, workers)
+            if reducer.settings.chooses_delay and not layout.buckets:  # which are measured
+                settings = dataclasses.replace(settings, delay=0)
         if settings.delay and layout.sparse:
             raise ValueError(
                 f"delay=1 does not work with the rows of {layout.paths[layout.sparse[0]]}, whose number differs from "
@@ -72,6 +75,9 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         plan.round_length = reducer.round_length
         if layout.auto is not None:
             _add_auto(plan)
+        if reducer.settings.chooses_delay and settings.delay:
+            plan.delay_selector = DelayChoice(settings)
+            plan.observers.append(plan.delay_selector)
         if tuning.is_on():
             plan.observers.append(tuning.StepClock(name, settings.local_steps))
         if watched:
@@ -86,6 +92,14 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     end_summary.watch(reducer)
     environment.begin()
     return plan
+
+
+def _candidate(settings: Settings, layout: ModelLayout) -> Compressor:
+    """The one that takes the place of `auto`."""
+    if layout.auto is None:  # there is nothing to compress
+        return NoCompression()
+    calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
+    return start.only_candidate(settings, layout, calibrated)
 
 
 def _add_auto(plan: Plan) -> None:

@@ -11,6 +11,7 @@ from specs import EXCHANGED
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.auto import delay_choice
 
 IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 KERNEL, BIAS = (32, 48), (48,)
@@ -116,6 +117,39 @@ def test_what_is_applied_is_that_of_the_step_before(compressor, rank):
     waiting = introspect.waiting_variables(introspect.plan_of(reducer))
     nbytes = sum(variable.shape.num_elements() * variable.dtype.size for variable in waiting)
     assert (nbytes < 0.6 * 4 * sum(map(np.prod, SHAPES))) == (compressor.spec != "none")
+
+
+SLOW, FAST = [0.1, 0.01, 0.1], [0.001, 0.001, 0.1]  # seconds of an exchange, of its coding, and of the rest of a step
+
+
+@pytest.mark.parametrize("planted", [SLOW, FAST], ids=["slow link", "fast link"])
+def test_the_delay_begins_on_all_ranks_where_rank_0_says_that_it_pays(planted, rank, gather, monkeypatch):
+    """Rank 0 and the others are told different times."""
+    times = tf.constant(planted if rank == 0 else {0.1: FAST, 0.001: SLOW}[planted[0]])
+    monkeypatch.setattr(delay_choice.policy, "average", lambda old, new, known: times)
+    reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
+    _, direct = new_reducer("int8")
+    began, before = [], [tf.zeros(shape) for shape in SHAPES]
+    for step in range(20):
+        results, now = delayed(draw(rank, step)), direct(draw(rank, step))
+        is_delayed = began[-1:] == [True]
+        for result, expected in zip(results, before if is_delayed else now):
+            np.testing.assert_array_equal(result, expected)
+        selector = introspect.plan_of(reducer).delay_selector
+        began.append(bool(selector.has_begun()))
+        before = now if is_delayed else [tf.zeros(shape) for shape in SHAPES]
+    assert began[-1] == (planted == SLOW) and not any(began[:8])
+    gathered = gather(tf.constant([began]))
+    np.testing.assert_array_equal(gathered[0], gathered[-1])
+    assert {"delay_begun", "delay_times", "delay_measured"} <= introspect.plan_of(reducer).replicated_state.keys()
+
+
+def test_nothing_to_compress_leaves_nothing_to_choose(rank, size):
+    variables = [tf.Variable(tf.zeros([8]))]
+    reducer = introspect.new_reducer("auto:delay=(0|1)")
+    for _ in range(2):
+        (result,) = reducer([tf.fill([8], float(rank))], variables)
+        np.testing.assert_array_equal(result, np.full(8, (size - 1) / 2, np.float32))
 
 
 @pytest.mark.np4

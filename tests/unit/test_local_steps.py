@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensorflow import keras
 
 import hvd_compress as hvdc
+from hvd_compress.auto.delay_choice import pays
 from hvd_compress.auto.round_length import propose
 from hvd_compress.auto.usual_progress import of_round
 from hvd_compress.checkpoint import plan_state
@@ -90,6 +91,12 @@ def test_an_outer_optimizer_of_keras_is_its_update_rule(nesterov):
         ({"compression": "auto:local_steps=8,objective=step"}, "local_steps and objective='step' cannot go together"),
         ({"compression": "auto:local_steps=8,budget=5ms"}, "local_steps and budget cannot go together"),
         ({"compression": "auto:candidates=(powersgd:rank=2),local_steps=8"}, "does not choose powersgd:rank=2"),
+        ({"compression": "auto:local_steps=8,delay=(0|1)"}, "auto: delay and local_steps cannot go together"),
+        ({"compression": "auto:delay=(0|2)"}, "auto: delay must be a whole number from 0 to 1, got 2"),
+        ({"compression": "auto:delay=(0|1)", "delay_warmup": 9}, "auto:delay and delay_warmup=9 cannot go together"),
+        ({"compression": "auto:delay=0", "delay": 1}, "auto:delay and delay=1 cannot go together"),
+        ({"compression": "auto:delay=(0|1)", "local_steps": 4}, "local_steps needs a named compressor"),
+        ({"compression": "auto", "delay": 1}, "its choice changes from step to step, unless it is auto:delay=(0|1)"),
     ],
 )
 def test_arguments_that_do_not_fit(options, message):
@@ -108,6 +115,19 @@ def test_the_lengths_of_rounds_are_those_of_auto():
         hvdc.DistributedGradientTape(tf.GradientTape(), compression=auto)
     with pytest.raises(ValueError, match="LocalSteps needs local_steps"):
         hvdc.LocalSteps([tf.Variable([1.0])])
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0.04, 0.002, 0.1], True),  # 102 ms in place of 140
+        ([0.04, 0.038, 0.1], False),  # the processor encodes all the time
+        ([0.3, 0.01, 0.1], True),  # 300 ms in place of 400
+        ([0.005, 0.001, 0.1], False),  # 101 ms in place of 105, and less progress
+    ],
+)
+def test_a_delay_pays_if_it_hides_enough(times, expected):
+    assert bool(pays(tf.constant(times))) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Whether a step waits for its exchange, with `auto:delay=(0|1)`.
+
+Training begins without a delay. Each step measures how long its exchange takes, the coding in it, and the rest of the
+step. With the next step's uncompressed gradients, these numbers are reduced over the ranks. Rank 0 decides, and sends
+its decision with the step after that. Once the delay has begun, it stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from ..common import tracing
+from ..common.verbosity import say
+from ..engine import clock
+from ..engine.observer import StepMeasurement
+from ..engine.selector import DelaySelector
+from ..engine.settings import Settings
+from . import policy
+from .usual_progress import OF_DELAY
+
+_NAME = "hvdc_delay"  # of variables
+# The times of the first steps are ignored: kernels are compiled, connections are made.
+_UNTIMED = 2
+# Steps that are measured before a decision.
+_MEASURED = 8
+# The delay must make a step cheaper by this factor.
+_BETTER = 0.95
+
+
+class DelayChoice(DelaySelector):
+    """Decides when the delay begins.
+
+    Args:
+        settings: Those of the plan, with `delay=1`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._ranks, self._is_first = settings.process_set.size(), settings.process_set.rank() == 0
+        self._averages = settings.averages
+        with tf.device("CPU"):
+            self._begun = tracing.variable(tf.constant(False), _NAME)
+            # Averages over the ranks: seconds of the exchange, of the coding in it, and of the rest of a step.
+            self._times = tracing.variable(tf.zeros([3]), _NAME)
+            self._measured = tracing.variable(tf.constant(0), _NAME)  # the number of steps in `_times`
+            # This rank's times of the step before, and whether it proposes to begin.
+            self._numbers = tracing.variable(tf.zeros([4]), _NAME)
+            # When the first bucket of the step before was ready, and how long its exchange took.
+            self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
+
+    def has_begun(self) -> tf.Tensor:
+        """Whether this step has a delay; a bool scalar."""
+        with tf.device("CPU"):
+            return self._begun.read_value()
+
+    def numbers(self) -> tf.Tensor:
+        """This rank's measurements of the step before, float32 [4]."""
+        with tf.device("CPU"):
+            return self._numbers.read_value()
+
+    def replicated_state(self) -> dict[str, tf.Variable]:
+        """The variables, by the names that checkpoints use."""
+        return {"delay_begun": self._begun, "delay_times": self._times, "delay_measured": self._measured}
+
+    def wants_times(self, bucket: int) -> bool:
+        """All buckets."""
+        return True
+
+    def observe(self, measurement: StepMeasurement) -> None:
+        """Takes the numbers of the step before into account, and keeps those of this step for the next one."""
+        assert measurement.agreed is not None
+        with tf.device("CPU"):
+            agreed = measurement.agreed if self._averages else measurement.agreed / self._ranks
+            is_timed = tf.reduce_all(agreed[:3] > 0.0)
+            times = policy.average(self._times.read_value(), agreed[:3], is_timed)
+            measured = self._measured.read_value() + tf.cast(is_timed, tf.int32)
+            before, begun = self._begun.read_value(), agreed[3] * self._ranks > 0.5
+            self._times.assign(times)
+            self._measured.assign(measured)
+            self._begun.assign(before | begun)
+            tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
+            proposed = (measured >= _MEASURED) & pays(times) & self._is_first
+            own = tf.where(before | (measurement.step < _UNTIMED), tf.zeros([3]), self._of_step(measurement))
+            self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
+
+    def _of_step(self, measurement: StepMeasurement) -> tf.Tensor:
+        """Seconds of this step's exchange, of the coding in it, and of the step before besides its exchange."""
+        buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
+        ready, encoded, received, decoded = clock.since_first(buckets)
+        span = tf.reduce_max(decoded)
+        coding = tf.reduce_sum(tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received))
+        first, before = buckets[0].ready, self._before.read_value()
+        rest = tf.where(before[0] == 0.0, 0.0, tf.nn.relu(tf.cast(first - before[0] - before[1], tf.float32)))
+        self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
+        return tf.stack([span, tf.minimum(coding, span), rest])
+
+    def _say(self, times: tf.Tensor) -> None:
+        def show(times: np.ndarray) -> None:
+            exchange, _, rest = (1e3 * times).tolist()
+            say(f"auto: delay=1 begins; the exchange takes {exchange:.3g} ms, the rest of a step {rest:.3g} ms")
+
+        tf.numpy_function(show, [times], [])
+
+
+def pays(times: tf.Tensor) -> tf.Tensor:
+    """Whether training makes more progress per second with a delay; a bool scalar.
+
+    Args:
+        times: Seconds of the exchange, of the coding in it, and of the rest of a step, float32 [3].
+    """
+    exchange, coding, rest = tf.unstack(times)
+    # A processor that encodes and decodes does not train meanwhile; what is on its way keeps it from nothing.
+    delayed = (coding + tf.maximum(rest, exchange - coding)) / OF_DELAY
+    return delayed < _BETTER * (rest + exchange)
