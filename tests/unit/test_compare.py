@@ -371,7 +371,7 @@ def test_the_command(tmp_path):
     for found in (as_json, json.loads(output.read_text())):
         assert [row["compressor"] for row in found["rows"]] == ["int8", "topk:ratio=0.1"] and found["steps"] == 3
     result = invoke(path, "-c", "int8", "--max-error", 0)
-    assert result.exit_code == 1 and "Error: best: no compressor has an error of at most 0.0" in result.stderr
+    assert result.exit_code == 1 and "Error: best: no compressor has an error of at most 0.0" in result.output
 
 
 @pytest.mark.parametrize(
@@ -386,4 +386,4 @@ def test_the_command(tmp_path):
 def test_wrong_usage(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = invoke(*arguments)
-    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
