@@ -97,7 +97,7 @@ class LocalSteps:
         if settings.local_steps is None:
             raise ValueError("LocalSteps needs local_steps, the number of steps in a round, such as 8")
         statistics = list(averaged)
-        if hasattr(type(variables), "trainable_variables"):  # of the class: a model of Keras 2 has none before it is built
+        if hasattr(type(variables), "trainable_variables"):  # a model of Keras 2 has none before it is built
             if not variables.built:
                 raise ValueError("LocalSteps needs the model's variables: build it first, model.build(input_shape)")
             statistics = [*optimizer_state.moving_statistics(variables), *statistics]
