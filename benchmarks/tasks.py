@@ -171,5 +171,6 @@ def optimizer(task: str, kind: str, spec: str | None, options: str = "") -> Any:
         momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
         inner = keras.optimizers.SGD(rate, momentum=momentum)
     arguments = dict(option.split("=", 1) for option in options.split())
-    numbers: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
-    return hvdc.DistributedOptimizer(inner, compression=spec, **numbers) if spec else inner
+    values: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
+    values |= {name: text == "True" for name, text in arguments.items() if text in ("True", "False")}
+    return hvdc.DistributedOptimizer(inner, compression=spec, **values) if spec else inner

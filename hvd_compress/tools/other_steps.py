@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from .. import formats
+from ..auto.usual_progress import OF_DELAY, of_round
 from .models import of_size
 from .network import Network
 from .prediction import Forecast, forecast
@@ -21,6 +22,7 @@ class OtherStep:
     step: float
     sent: float  # bytes that each rank sends
     computing: float  # the share of the step in which the model is trained
+    progress: float  # relative to an uncompressed step with an exchange
 
 
 def other_steps(
@@ -35,15 +37,19 @@ def other_steps(
     found = []
     for spec in specs:
         whole = forecast(spec, work, network, ranks)
-        steps = [("", whole.step, float(whole.sent))]
+        steps = [("", whole.step, float(whole.sent), 1.0)]
         if not formats.parse(spec).model_wide:  # `engine.settings` refuses it
-            steps.append(("delay=1", _beside(train, whole), float(whole.sent)))
+            steps.append(("delay=1", _beside(train, whole), float(whole.sent), OF_DELAY))
         for count in local_steps:
             fragment = forecast(spec, _fragment(work, count), network, ranks)
             rounds = f"local_steps={count}"
-            steps.append((rounds, train + whole.exchange / count, whole.sent / count))
-            steps.append((f'{rounds}, fragments="stream"', _beside(train, fragment), float(fragment.sent)))
-        found += [OtherStep(spec, setting, step, sent, train / step) for setting, step, sent in steps]
+            share = of_round(count)
+            steps.append((rounds, train + whole.exchange / count, whole.sent / count, share))
+            steps.append((f'{rounds}, fragments="stream"', _beside(train, fragment), float(fragment.sent), share))
+        found += [
+            OtherStep(spec, setting, step, sent, train / step, share * whole.progress)
+            for setting, step, sent, share in steps
+        ]
     return found
 
 

@@ -23,7 +23,8 @@ from .workload import Workload
 # Of the compressors, the one that is compared besides the best: it is meant for long rounds.
 _STRONG = "hybrid:ratio=0.01,bits=4"
 _OTHER_PROGRESS = (
-    "Not known: how much progress these steps make. They are another algorithm: compare the loss after equal steps."
+    "Their progress is that of one language model: such steps are another algorithm, so compare the loss after equal "
+    "steps."
 )
 
 
@@ -124,7 +125,7 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
         for sentence in _advice(case, network, is_choice=is_choice):
             out.print(sentence, soft_wrap=True)
         if others:
-            out.print(_other_table(case.ranks, others[case.ranks]))
+            out.print(_other_table(case, others[case.ranks]))
             out.print(_OTHER_PROGRESS, soft_wrap=True)
         out.print()
     if plot is not None:
@@ -215,19 +216,21 @@ def _table(case: Case) -> Table:
     return console.table(f"{case.ranks} ranks, predicted", rows)
 
 
-def _other_table(ranks: int, steps: Sequence[OtherStep]) -> Table:
+def _other_table(case: Case, steps: Sequence[OtherStep]) -> Table:
     """A row for each compressor and way to exchange."""
     rows = [
         {
             "compressor": each.compressor,
             "exchange": each.setting or "in each step",
             "step": units.show_seconds(each.step),
+            "progress": f"{each.progress:.0%}",
+            "training": f"{case.none.step / each.step * each.progress:.2f}x",
             "computing": f"{each.computing:.0%}",
             "sent per step": units.show_bytes(each.sent),
         }
         for each in steps
     ]
-    return console.table(f"{ranks} ranks, exchanging less often or beside the next step, predicted", rows)
+    return console.table(f"{case.ranks} ranks, exchanging less often or beside the next step, predicted", rows)
 
 
 def _advice(case: Case, network: Network, is_choice: bool) -> list[str]:

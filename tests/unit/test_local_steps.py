@@ -134,8 +134,8 @@ def test_a_delay_pays_if_it_hides_enough(times, expected):
     ("rest", "exchange", "expected"),
     [
         (0.04, 0.0004, 1),  # a step waits for nothing
-        (0.04, 0.01, 8),  # (40 + 10 / n) / n ** -0.03: 50 ms, 43.9, 44.7
-        (0.04, 0.3, 32),  # 340, 82, 55
+        (0.04, 0.03, 8),  # (40 + 30 / n) * n ** 0.07: 70 ms, 51, 52
+        (0.04, 0.3, 32),  # 340, 90, 63
         (0.0, 0.3, 1),  # not known yet
     ],
 )

@@ -62,6 +62,7 @@ def test_other_steps_by_hand():
     assert steps["local_steps=4"].sent == 2**20
     stream = steps['local_steps=4, fragments="stream"']
     assert stream.step == pytest.approx(fragment, rel=1e-3) and stream.computing == pytest.approx(1 / 1.05, rel=1e-2)
+    assert steps["local_steps=4"].progress == stream.progress == pytest.approx(4**-0.07)
     # What the processor does is not hidden.
     work = Workload(((1024, 1024),), backward=10.0)
     (delayed,) = (step for step in other_steps(work, network, 2, ["int8"], []) if step.setting == "delay=1")
