@@ -4,7 +4,7 @@ With a round of n steps, a step takes `rest + exchange / n` seconds on average, 
 `usual_progress.of_round`. The n with the most progress per second is chosen, from times that are measured at each
 exchange. It begins with the shortest round, which says soonest how long an exchange takes.
 
-1. At an exchange, each rank measures how long it takes, and how long the steps before took without it.
+1. Each rank measures how long its steps take, and at an exchange how long that takes.
 2. With the next exchange, these numbers are reduced over the ranks, and rank 0 proposes a length.
 3. With the one after it, rank 0's proposal is sent, and all ranks follow it: ranks that round differently may have
    another one.
@@ -54,7 +54,9 @@ class RoundLength:
             self.times = tracing.variable(tf.zeros([2]), "round_times")
             # This rank's: the two times that the last exchange has measured, and 1 + the proposed place.
             self._numbers = tracing.variable(tf.zeros([3]), "round_numbers")
-            # When the last exchange ended; 0 if what came since was not training alone.
+            # This rank's average seconds of a step without an exchange; 0 until it is known.
+            self._rest = tracing.variable(tf.constant(0.0), "round_rest")
+            # When the last step ended, with its exchange; 0 if what came since was not training alone.
             self._ended = tracing.variable(tf.constant(0.0, tf.float64), "round_ended")
             self._untimed = tracing.variable(tf.constant(_UNTIMED), "round_untimed")
 
@@ -74,21 +76,36 @@ class RoundLength:
         return {"round_length": self.place, "round_times": self.times}
 
     def pause(self) -> None:
-        """What comes until the next exchange is not training alone. Not for use in a graph."""
+        """What comes until the end of the next step is not training alone. Not for use in a graph."""
         with tf.init_scope():
             self._ended.assign(0.0)
+
+    def end_step(self, updated: tf.Tensor, is_step: tf.Tensor) -> None:
+        """Measures a step, before its exchange.
+
+        What is longer than usual, because something was evaluated before it, counts as twice as long.
+
+        Args:
+            updated: A value that the step has updated last.
+            is_step: Whether the step is over, a bool scalar; a pass in which gradients are only summed is not.
+        """
+        now = clock.stamp([updated])
+        with tf.device("CPU"):
+            last, old = self._ended.read_value(), self._rest.read_value()
+            seconds = tf.cast(now - last, tf.float32)
+            self._rest.assign(policy.average(old, seconds, is_step & (last > 0.0) & (self._untimed.read_value() <= 0)))
+            self._ended.assign(tf.where(is_step, now, last))
 
     def begin(self, movements: Sequence[tf.Tensor]) -> tf.Tensor:
         """The time when the movements of an exchange are ready, which `end` takes."""
         return clock.stamp(movements)
 
-    def end(self, began: tf.Tensor, received: Sequence[tf.Tensor], steps: tf.Tensor) -> None:
+    def end(self, began: tf.Tensor, received: Sequence[tf.Tensor]) -> None:
         """Ends an exchange, on all ranks together, in a graph or outside: follows the times, and chooses a length.
 
         Args:
             began: What `begin` returned.
             received: The mean movements.
-            steps: The number of steps since the last exchange, a scalar.
         """
         if not self._process_set.included() or self._process_set.size() == 1:
             return
@@ -105,10 +122,8 @@ class RoundLength:
             if is_first:
                 tf.cond(chosen != place, lambda: self._say(place, chosen, times), lambda: None)
             proposed = propose(times, chosen, self.lengths, self._progress)
-            last, untimed = self._ended.read_value(), self._untimed.read_value()
-            counts = (last > 0.0) & (untimed <= 0)
-            rest = (began - last) / tf.cast(steps, tf.float64)
-            both = tf.where(counts, tf.cast(tf.stack([rest, ended - began]), tf.float32), 0.0)
+            rest, untimed = self._rest.read_value(), self._untimed.read_value()
+            both = tf.stack([rest, tf.where(untimed <= 0, tf.cast(ended - began, tf.float32), 0.0)])
             vote = tf.cast(proposed + 1, tf.float32) * float(is_first)
             self._numbers.assign(tf.concat([both, [vote]], 0))
             self._ended.assign(ended)

@@ -101,14 +101,18 @@ def measure_link(
             run.get_concrete_function()  # what the first call takes besides is little beside the transfer
         else:
             run()
-        if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
+        probed = False
+        if (sizes or short) and size <= _PROBED:  # smaller ones may all have passed in a burst
             expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
             pause = _PAUSE if expected > _SLOW else 0.0
+            probed = short and expected > _SHORT  # on a WAN, where each call takes long
         repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
         if short:
             repeats = max(1, min(_SHORT_REPEATS, int(_SHORT_SECONDS / max(expected, 1e-9))))
         # The slowest rank of each repeat, and the midmean of these. Of few, the faster half: more of the others waited.
-        times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
+        times = np.array([expected])
+        if not probed:
+            times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
         seconds.append(float(np.mean(np.sort(times)[: (repeats + 1) // 2])) if short else midmean(times))
     per_message, per_byte, burst = fit(sizes, seconds)

@@ -192,15 +192,21 @@ class Rounds:
             if not self._streams:
                 length = self.settings.local_steps if self._length is None else self._length.now
                 is_last |= is_step & (steps - start >= length)
+        if self._length is not None:
+            self._length.end_step(self._trained_first().read_value(), is_step)
         if self._streams:
             self._stream(is_step, steps, is_warm_up)
         else:
             tf.cond(is_last, lambda: self._exchange_all(steps, is_warm_up), lambda: None)
         # Keras learns that the data has ended from a step that fails. What does not depend on the update may run in it
         # on one rank and not on another: they would no longer exchange in the same steps.
-        updated = next(variable.value for variable in self.variables if not variable.is_statistic).read_value()
+        updated = self._trained_first().read_value()
         with tf.device("CPU"), tf.control_dependencies([updated]):
             self._counts.assign(tf.stack([calls, steps, tf.where(is_last, steps, start)]))
+
+    def _trained_first(self) -> tf.Variable:
+        """A weight that is updated last: its gradient is the last one of a backward pass."""
+        return next(variable.value for variable in self.variables if not variable.is_statistic)
 
     def _stream(self, is_step: tf.Tensor, steps: tf.Tensor, is_warm_up: tf.Tensor) -> None:
         """Exchanges the fragment of this step; in the warm-up, all of them.
@@ -268,7 +274,7 @@ class Rounds:
             began = None if self._length is None else self._length.begin(own)
             received = self._reduce(f, own)
             if self._length is not None and began is not None:
-                self._length.end(began, received, steps - self._counts.read_value()[2])
+                self._length.end(began, received)
             each.append(self._apply(f, own, received, only_averages, alpha=0.0))
         self.log.record(steps, tf.add_n(each))
 
