@@ -1,8 +1,9 @@
 """Whether a step waits for its exchange, with `auto:delay=(0|1)`.
 
-Training begins without a delay. Each step measures how long its exchange takes, the coding in it, and the rest of the
-step. With the next step's uncompressed gradients, these numbers are reduced over the ranks. Rank 0 decides, and sends
-its decision with the step after that. Once the delay has begun, it stays.
+Training begins without a delay. Each step measures how long it takes, and of that the coding, the wire, and the
+computation of gradients, which may run beside the wire. With the next step's uncompressed gradients, these numbers are
+averaged over the ranks. Rank 0 decides, and sends its decision with the step after that. Once the delay has begun, it
+stays.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class DelayChoice(DelaySelector):
         self._averages = settings.averages
         with tf.device("CPU"):
             self._begun = tracing.variable(tf.constant(False), _NAME)
-            # Averages over the ranks: seconds of the exchange, of the coding in it, and of the rest of a step.
-            self._times = tracing.variable(tf.zeros([3]), _NAME)
+            # Averages over the ranks: seconds of a step, of its coding, of the wire, and of all else.
+            self._times = tracing.variable(tf.zeros([4]), _NAME)
             self._measured = tracing.variable(tf.constant(0), _NAME)  # the number of steps in `_times`
             # This rank's times of the step before, and whether it proposes to begin.
-            self._numbers = tracing.variable(tf.zeros([4]), _NAME)
+            self._numbers = tracing.variable(tf.zeros([5]), _NAME)
             # When the first bucket of the step before was ready, and how long its exchange took.
             self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
 
@@ -54,7 +55,7 @@ class DelayChoice(DelaySelector):
             return self._begun.read_value()
 
     def numbers(self) -> tf.Tensor:
-        """This rank's measurements of the step before, float32 [4]."""
+        """This rank's measurements of the step before, float32 [5]."""
         with tf.device("CPU"):
             return self._numbers.read_value()
 
@@ -71,33 +72,40 @@ class DelayChoice(DelaySelector):
         assert measurement.agreed is not None
         with tf.device("CPU"):
             agreed = measurement.agreed if self._averages else measurement.agreed / self._ranks
-            is_timed = tf.reduce_all(agreed[:3] > 0.0)
-            times = policy.average(self._times.read_value(), agreed[:3], is_timed)
+            is_timed = tf.reduce_all(agreed[:4] > 0.0)
+            times = policy.average(self._times.read_value(), agreed[:4], is_timed)
             measured = self._measured.read_value() + tf.cast(is_timed, tf.int32)
-            before, begun = self._begun.read_value(), agreed[3] * self._ranks > 0.5
+            before, begun = self._begun.read_value(), agreed[4] * self._ranks > 0.5
             self._times.assign(times)
             self._measured.assign(measured)
             self._begun.assign(before | begun)
             tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
             proposed = (measured >= _MEASURED) & pays(times) & self._is_first
-            own = tf.where(before | (measurement.step < _UNTIMED), tf.zeros([3]), self._of_step(measurement))
+            own = tf.where(before | (measurement.step < _UNTIMED), tf.zeros([4]), self._of_step(measurement))
             self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
 
     def _of_step(self, measurement: StepMeasurement) -> tf.Tensor:
-        """Seconds of this step's exchange, of the coding in it, and of the step before besides its exchange."""
+        """Seconds of a step, of its coding, of the wire, and of all else: zeros if they are not known."""
         buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
         ready, encoded, received, decoded = clock.since_first(buckets)
         span = tf.reduce_max(decoded)
         coding = tf.reduce_sum(tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received))
+        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
+        wire = tf.reduce_sum(tf.nn.relu(received - tf.maximum(encoded, free)))
+        waits = tf.reduce_sum(tf.nn.relu(ready - tf.concat([ready[:1], encoded[:-1]], 0)))  # for gradients
         first, before = buckets[0].ready, self._before.read_value()
-        rest = tf.where(before[0] == 0.0, 0.0, tf.nn.relu(tf.cast(first - before[0] - before[1], tf.float32)))
+        rest = tf.nn.relu(tf.cast(first - before[0] - before[1], tf.float32))
         self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
-        return tf.stack([span, tf.minimum(coding, span), rest])
+        times = tf.stack([rest + span, coding, wire, rest + waits])
+        return tf.where((before[0] == 0.0) | (rest <= 0.0), tf.zeros_like(times), times)
 
     def _say(self, times: tf.Tensor) -> None:
         def show(times: np.ndarray) -> None:
-            exchange, _, rest = (1e3 * times).tolist()
-            say(f"auto: delay=1 begins; the exchange takes {exchange:.3g} ms, the rest of a step {rest:.3g} ms")
+            step, coding, wire, computing = (1e3 * times).tolist()
+            say(
+                f"auto: delay=1 begins; a step takes {step:.3g} ms: computing {computing:.3g} ms, coding {coding:.3g} "
+                f"ms, the wire {wire:.3g} ms"
+            )
 
         tf.numpy_function(show, [times], [])
 
@@ -106,9 +114,8 @@ def pays(times: tf.Tensor) -> tf.Tensor:
     """Whether training makes more progress per second with a delay; a bool scalar.
 
     Args:
-        times: Seconds of the exchange, of the coding in it, and of the rest of a step, float32 [3].
+        times: Seconds of a step, of its coding, of the wire, and of its computing, float32 [4].
     """
-    exchange, coding, rest = tf.unstack(times)
+    step, coding, wire, computing = tf.unstack(times)
     # A processor that encodes and decodes does not train meanwhile; what is on its way keeps it from nothing.
-    delayed = (coding + tf.maximum(rest, exchange - coding)) / OF_DELAY
-    return delayed < _BETTER * (rest + exchange)
+    return (coding + tf.maximum(computing, wire)) / OF_DELAY < _BETTER * step

@@ -27,6 +27,8 @@ from .usual_progress import of_round
 
 # The times of the first exchanges are ignored: kernels are compiled, connections are made.
 _UNTIMED = 2
+# What a rank sends that has measured nothing.
+_NOTHING = (0.0, 0.0, 1.0, 0.0)
 # A switch must make a step cheaper by this factor.
 _BETTER = 0.95
 
@@ -41,19 +43,22 @@ class RoundLength:
 
     Attributes:
         place: The position of the chosen length, an int32 variable.
-        times: Seconds of a step without the exchange, and of an exchange, float32 [2]: averages over the ranks and the
-            last exchanges; 0 until they are known.
+        times: Seconds of a step without the exchange on the slowest rank, and of an exchange on the rank that waits
+            least in it, float32 [2]: averages over the last exchanges; 0 until they are known.
     """
 
     def __init__(self, lengths: Sequence[int], name: str, process_set: Any) -> None:
         self.lengths, self._process_set = list(lengths), process_set
-        self._keywords = {"op": hvd.Sum, "name": f"{name}_round_length", "process_set": process_set}
+        # Without TensorFlow's name scopes: they may differ between ranks, see `engine.step`.
+        self._keywords = {
+            "op": hvd.Max, "name": f"{name}_round_length", "process_set": process_set, "ignore_name_scope": True,
+        }  # fmt: skip
         self._progress = [of_round(length) for length in self.lengths]
         with tf.device("CPU"), tf.init_scope():
             self.place = tracing.variable(tf.constant(0), "round_length")
             self.times = tracing.variable(tf.zeros([2]), "round_times")
-            # This rank's: the two times that the last exchange has measured, and 1 + the proposed place.
-            self._numbers = tracing.variable(tf.zeros([3]), "round_numbers")
+            # This rank's: seconds of a step, minus those of an exchange, 1 if one is not known, 1 + the proposed place.
+            self._numbers = tracing.variable(tf.constant(_NOTHING), "round_numbers")
             # This rank's average seconds of a step without an exchange; 0 until it is known.
             self._rest = tracing.variable(tf.constant(0.0), "round_rest")
             # When the last step ended, with its exchange; 0 if what came since was not training alone.
@@ -79,6 +84,12 @@ class RoundLength:
         """What comes until the end of the next step is not training alone. Not for use in a graph."""
         with tf.init_scope():
             self._ended.assign(0.0)
+
+    def restored(self) -> None:
+        """After a checkpoint set the `variables`: what was measured before does not count. Not for use in a graph."""
+        with tf.init_scope():
+            self._numbers.assign(_NOTHING)
+        self.pause()
 
     def end_step(self, updated: tf.Tensor, is_step: tf.Tensor) -> None:
         """Measures a step, before its exchange.
@@ -112,10 +123,10 @@ class RoundLength:
         ended = clock.stamp(received, began)
         with tf.device("CPU"):
             agreed = hvd.allreduce(self._numbers.read_value(), **self._keywords)
-            measured = agreed[:2] / float(self._process_set.size())
-            times = policy.average(self.times.read_value(), measured, tf.reduce_all(measured > 0.0))
+            measured = tf.stack([agreed[0], -agreed[1]])
+            times = policy.average(self.times.read_value(), measured, agreed[2] < 0.5)
             self.times.assign(times)
-            place, voted = self.place.read_value(), tf.cast(tf.round(agreed[2]), tf.int32) - 1
+            place, voted = self.place.read_value(), tf.cast(tf.round(agreed[3]), tf.int32) - 1
             chosen = tf.where(voted >= 0, tf.clip_by_value(voted, 0, len(self.lengths) - 1), place)
             self.place.assign(chosen)
             is_first = self._process_set.rank() == 0
@@ -123,9 +134,9 @@ class RoundLength:
                 tf.cond(chosen != place, lambda: self._say(place, chosen, times), lambda: None)
             proposed = propose(times, chosen, self.lengths, self._progress)
             rest, untimed = self._rest.read_value(), self._untimed.read_value()
-            both = tf.stack([rest, tf.where(untimed <= 0, tf.cast(ended - began, tf.float32), 0.0)])
+            exchange, unknown = tf.cast(ended - began, tf.float32), (untimed > 0) | (rest <= 0.0)
             vote = tf.cast(proposed + 1, tf.float32) * float(is_first)
-            self._numbers.assign(tf.concat([both, [vote]], 0))
+            self._numbers.assign(tf.stack([rest, -exchange, tf.cast(unknown, tf.float32), vote]))
             self._ended.assign(ended)
             self._untimed.assign(tf.maximum(untimed - 1, 0))
 

@@ -27,7 +27,7 @@ from ..kernels import native
 from . import policy, report
 from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
-from .usual_progress import of_round, usual
+from .usual_progress import OF_DELAY, of_round, usual
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
@@ -106,14 +106,24 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
         exchange, wire = (sum(getattr(one, name) for one in predicted) for name in ("total", "wire"))
         if auto.local_steps:
             return min((rest + exchange / length) / of_round(length) for length in auto.local_steps)
-        return min([exchange - wire + max(rest, wire)] + [rest + exchange] * (0 in auto.delay))
+        delayed = (exchange - wire + max(rest, wire)) / OF_DELAY
+        if 0 not in auto.delay:
+            return delayed
+        # Uncompressed gradients are in no buckets, which decide when the delay begins.
+        return rest + exchange if candidate.uncompressed else min(delayed, rest + exchange)
 
     def cost(candidate: Compressor) -> float:
         lost = min(1.0, max(0.0, candidate.noise_loss(layout.shapes_of(layout.auto_buckets[0]))))
         progress = math.sqrt((1.0 - lost) * usual(lost, getattr(candidate, "name", "")))
         return math.inf if progress < max(auto.min_progress, _LEAST_PROGRESS) else seconds(candidate) / progress
 
-    best = int(np.argmin([cost(candidate) for candidate in per_bucket]))
+    costs = [cost(candidate) for candidate in per_bucket]
+    if min(costs) == math.inf:
+        raise ValueError(
+            f"auto: no candidate is expected to make min_progress={auto.min_progress} of the progress: lower it, or "
+            "add none to candidates"
+        )
+    best = int(np.argmin(costs))
     with tf.device("CPU"):
         agreed = hvd.broadcast(tf.constant(best), group.ranks[0], name="hvdc_only_candidate", process_set=group)
     return per_bucket[int(agreed)]

@@ -46,6 +46,7 @@ class Plan:
     flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
     auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     delay_selector: DelaySelector | None = None  # decides when the delay begins; None if the settings do
+    only_candidate: tf.Variable | None = None  # the position of that of `auto` for all of training, if there is one
     observers: list[Observer] = dataclasses.field(default_factory=list)
     guard: Guard | None = None  # see `guarding.attach`
     round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it
@@ -146,7 +147,7 @@ class Plan:
         variables = dict(self.state.replicated)
         for selector in (self.auto, self.delay_selector):
             variables |= {} if selector is None else selector.replicated_state()
-        return variables
+        return variables | ({} if self.only_candidate is None else {"only_candidate": self.only_candidate})
 
     def let_nothing_wait(self) -> None:
         """Drops what waits, if there is a delay. Not for use in a graph."""

@@ -129,7 +129,7 @@ class Settings:
         self._set_checked("delay_warmup", checks.integer, 0)
         of_auto = self._of_auto("delay")
         if of_auto:
-            if self.delay not in (0, of_auto[-1]) or self.delay_warmup:
+            if self.delay or self.delay_warmup:
                 name = "delay_warmup" if self.delay_warmup else "delay"
                 raise ValueError(
                     f"auto:delay and {name}={getattr(self, name)} cannot go together: leave one of them out"
@@ -221,7 +221,7 @@ class Settings:
         """With lengths of rounds for `auto` to choose from, `local_steps` becomes the shortest: it begins with that."""
         if not self.round_lengths:
             return
-        if self.local_steps not in (None, self.round_lengths[0]):
+        if self.local_steps is not None:
             raise ValueError(
                 f"local_steps={self.local_steps} and the local_steps of auto say both how long a round is: leave one "
                 "of them out"

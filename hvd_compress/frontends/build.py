@@ -10,17 +10,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..auto import flat_or_hierarchical, start
 from ..auto.delay_choice import DelayChoice
 from ..checkpoint import plan_state
+from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Compressor, NoCompression
 from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
-from ..engine.reducer import Reducer
+from ..engine.reducer import Reducer, SavedState
 from ..engine.selector import selector_for
 from ..engine.settings import Settings
 from ..engine.state import new_state
@@ -54,12 +56,16 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             settings.momentum_correction or settings.delay
         )
         used_hosts = all_hosts if may_be_hierarchical else None
+        position: int | None = None  # of the candidate for all of training
         workers = 1 if used_hosts is None else used_hosts.workers
         layout = model_layout(settings, gradients, variables, workers)
         if settings.takes_candidate:
-            settings = settings.with_candidate(_candidate(settings, layout))
+            candidate = _candidate(reducer, layout)
+            position = None if layout.auto is None else layout.auto.candidates.index(candidate)
+            settings = settings.with_candidate(candidate)
             layout = model_layout(settings, gradients, variables, workers)
-            if reducer.settings.chooses_delay and not layout.buckets:  # which are measured
+            # A delay begins by the times of buckets, and rows cannot wait.
+            if reducer.settings.chooses_delay and (layout.sparse or not layout.buckets):
                 settings = dataclasses.replace(settings, delay=0)
         if settings.delay and layout.sparse:
             raise ValueError(
@@ -73,13 +79,15 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         transforms = transforms_for(settings)
         plan = Plan(name, settings, layout, state, selectors, transforms, used_hosts, all_hosts, flat)
         plan.round_length = reducer.round_length
+        if position is not None:
+            plan.only_candidate = tracing.variable(tf.constant(position), "hvdc_candidate")
         if layout.auto is not None:
             _add_auto(plan)
         if reducer.settings.chooses_delay and settings.delay:
             plan.delay_selector = DelayChoice(settings)
             plan.observers.append(plan.delay_selector)
         if tuning.is_on():
-            plan.observers.append(tuning.StepClock(name, settings.local_steps))
+            plan.observers.append(tuning.StepClock(name, lambda: plan.local_steps))
         if watched:
             with Phase("timing the link", "usually less than a second", settings.process_set.rank() == 0):
                 plan.link = recorder.measure_link(settings.process_set)
@@ -94,12 +102,24 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     return plan
 
 
-def _candidate(settings: Settings, layout: ModelLayout) -> Compressor:
-    """The one that takes the place of `auto`."""
+def _candidate(reducer: Reducer, layout: ModelLayout) -> Compressor:
+    """The one that takes the place of `auto`: that of the checkpoint, if there is one."""
+    settings, group = reducer.settings, reducer.settings.process_set
     if layout.auto is None:  # there is nothing to compress
         return NoCompression()
+    saved = [state.replicated_state["only_candidate"] for state in reducer.pending if _has_candidate(state)]
+    with tf.device("CPU"):
+        first = tf.constant(int(saved[0]) if saved else -1)
+        known = int(hvd.broadcast(first, group.ranks[0], name="hvdc_saved_candidate", process_set=group))
+    if 0 <= known < len(layout.auto.candidates):
+        compressor: Compressor = layout.auto.candidates[known]
+        return compressor
     calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
     return start.only_candidate(settings, layout, calibrated)
+
+
+def _has_candidate(state: SavedState) -> bool:
+    return "only_candidate" in state.replicated_state
 
 
 def _add_auto(plan: Plan) -> None:

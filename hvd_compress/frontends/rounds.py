@@ -445,6 +445,8 @@ class Rounds:
                 variable.assign(state.replicated_state[name])
             for variable, value in zip(own, slots.values()):
                 variable.assign(value)
+            if self._length is not None:
+                self._length.restored()
             if "weights" not in state.tensors:  # of another number of ranks, or a round that an elastic job lost
                 self.discard()
                 return

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -29,7 +29,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.plan = ""  # the first plan: other plans belong to the same steps
-        self.steps_per_tick = 1  # with local steps, those of a round
+        self.steps_per_tick: Callable[[], int] = lambda: 1  # with local steps, those of a round
         self._last_tick: float | None = None
         self._last_line = 0.0
         self._pending: list[float] = []  # seconds of steps
@@ -37,7 +37,7 @@ class _Clock:
     def tick(self) -> None:
         now = time.perf_counter()
         if self._last_tick is not None:
-            self._pending.append(round((now - self._last_tick) / self.steps_per_tick, 6))
+            self._pending.append(round((now - self._last_tick) / self.steps_per_tick(), 6))
         self._last_tick = now
         if now - self._last_line > _LINE_INTERVAL:
             self._last_line = now
@@ -81,9 +81,9 @@ def metrics(logs: Mapping[str, Any] | None) -> None:
 class StepClock(Observer):
     """Reports the seconds of steps of the first plan; with local steps, their mean over each round."""
 
-    def __init__(self, plan: str, local_steps: int | None = None) -> None:
+    def __init__(self, plan: str, local_steps: Callable[[], int] = lambda: 1) -> None:
         if not _clock.plan:
-            _clock.plan, _clock.steps_per_tick = plan, local_steps or 1
+            _clock.plan, _clock.steps_per_tick = plan, local_steps
             atexit.register(_clock.flush)
         self._plan = plan
 

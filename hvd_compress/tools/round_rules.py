@@ -21,7 +21,7 @@ _STATISTICS = 0.05
 def _thirds(run: Run, column: str) -> list[np.ndarray] | None:
     """The known values of a column of the rounds, behind the warm-up, in three parts; None if there are too few."""
     rounds = run.rounds
-    if not rounds:
+    if not len(rounds.get("step", ())):
         return None
     warm_up = run.settings.get("local_warmup")
     compared = rounds["step"] > (warm_up if type(warm_up) is int else 0)

@@ -11,7 +11,7 @@ from specs import EXCHANGED
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.auto import delay_choice
+from hvd_compress.auto import delay_choice, start
 
 IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 KERNEL, BIAS = (32, 48), (48,)
@@ -119,13 +119,14 @@ def test_what_is_applied_is_that_of_the_step_before(compressor, rank):
     assert (nbytes < 0.6 * 4 * sum(map(np.prod, SHAPES))) == (compressor.spec != "none")
 
 
-SLOW, FAST = [0.1, 0.01, 0.1], [0.001, 0.001, 0.1]  # seconds of an exchange, of its coding, and of the rest of a step
+# Seconds of a step, of its coding, of the wire, and of the computing.
+SLOW, FAST = [0.2, 0.01, 0.09, 0.1], [0.102, 0.001, 0.001, 0.1]
 
 
 @pytest.mark.parametrize("planted", [SLOW, FAST], ids=["slow link", "fast link"])
 def test_the_delay_begins_on_all_ranks_where_rank_0_says_that_it_pays(planted, rank, gather, monkeypatch):
     """Rank 0 and the others are told different times."""
-    times = tf.constant(planted if rank == 0 else {0.1: FAST, 0.001: SLOW}[planted[0]])
+    times = tf.constant(planted if rank == 0 else FAST if planted == SLOW else SLOW)
     monkeypatch.setattr(delay_choice.policy, "average", lambda old, new, known: times)
     reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
     _, direct = new_reducer("int8")
@@ -142,6 +143,32 @@ def test_the_delay_begins_on_all_ranks_where_rank_0_says_that_it_pays(planted, r
     gathered = gather(tf.constant([began]))
     np.testing.assert_array_equal(gathered[0], gathered[-1])
     assert {"delay_begun", "delay_times", "delay_measured"} <= introspect.plan_of(reducer).replicated_state.keys()
+
+
+def test_times_are_measured_and_the_same_on_all_ranks(rank, gather):
+    reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
+    for step in range(12):
+        delayed(draw(rank, step))
+    step, coding, wire, computing = times = introspect.plan_of(reducer).replicated_state["delay_times"].numpy()
+    assert np.all(times > 0.0) and max(coding, wire, computing) < step
+    gathered = gather(tf.constant([times]))
+    np.testing.assert_array_equal(gathered[0], gathered[-1])
+
+
+def test_a_resumed_training_keeps_its_candidate(rank, monkeypatch):
+    spec = "auto:candidates=(int8|int4),delay=(0|1)"
+    reducer, delayed = new_reducer(spec)
+    delayed(draw(rank, 0))
+    (before,) = {c.spec for c in introspect.plan_of(reducer).compressors()}
+    other = hvdc.Compression.parse("int4" if before == "int8" else "int8")
+    monkeypatch.setattr(start, "only_candidate", lambda *_: other)
+    resumed, delayed = new_reducer(spec)
+    resumed.pending.append(introspect.saved_state(introspect.plan_of(reducer)))
+    delayed(draw(rank, 1))
+    assert {c.spec for c in introspect.plan_of(resumed).compressors()} == {before}
+    anew, delayed = new_reducer(spec)
+    delayed(draw(rank, 1))
+    assert {c.spec for c in introspect.plan_of(anew).compressors()} == {other.spec}
 
 
 def test_nothing_to_compress_leaves_nothing_to_choose(rank, size):

@@ -264,6 +264,24 @@ def test_all_ranks_take_the_length_that_rank_0_proposes(rank, monkeypatch):
     np.testing.assert_equal(resumed.step(11), training.step(11))
 
 
+@pytest.mark.timeout(60)
+def test_lengths_are_agreed_on_where_only_one_rank_has_a_condition_in_its_step(rank):
+    """TensorFlow's names of what follows then differ between ranks."""
+    variable = tf.Variable(tf.ones([32, 32]))
+    sync = hvdc.LocalSteps([variable], compression="auto:candidates=(int8),local_steps=(1|2)")
+
+    @tf.function(autograph=False)
+    def step(x):
+        if rank == 0:
+            variable.assign_add(tf.cond(x > 0.0, lambda: tf.ones([32, 32]), lambda: tf.zeros([32, 32])))
+        sync()
+
+    for _ in range(4):
+        step(tf.constant(1.0))
+    sync.synchronize()
+    assert not any(differ([variable.numpy()]))
+
+
 def test_the_measured_times_are_the_same_on_all_ranks(rank):
     training = Training(rank, compression="auto:candidates=(int8),local_steps=(1|2)", min_compress_size=256)
     for t in range(20):

@@ -120,10 +120,10 @@ def test_the_lengths_of_rounds_are_those_of_auto():
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ([0.1, 0.002, 0.1], True),  # 102 ms in place of 200, and 60% of the progress
-        ([0.1, 0.09, 0.1], False),  # the processor encodes most of the time
-        ([0.3, 0.01, 0.1], False),  # 300 ms in place of 400
-        ([0.04, 0.001, 0.1], False),  # 101 ms in place of 140
+        ([0.2, 0.002, 0.098, 0.1], True),  # 102 ms in place of 200, and 60% of the progress
+        ([0.2, 0.09, 0.01, 0.1], False),  # the processor encodes most of the time
+        ([0.4, 0.01, 0.29, 0.1], False),  # 300 ms in place of 400
+        ([0.105, 0.004, 0.05, 0.1], False),  # the wire hides behind the backward pass already
     ],
 )
 def test_a_delay_pays_if_it_hides_enough(times, expected):

@@ -221,6 +221,9 @@ def test_rounds_that_auto_made_longer_do_not_drift(tmp_path):
         rewrite(path, "drift", lambda i, c: 1.0 if i < count // 3 else 8.0)
     run = run_log.load(str(directory))
     assert round_rules.drift_grows(run) is None
+    rewrite(directory / "rank-0-rounds.csv", "step", lambda i, c: -1.0)  # the ranks have no exchange in common
+    assert round_rules.drift_grows(run_log.load(str(directory))) is None
+    rewrite(directory / "rank-0-rounds.csv", "step", lambda i, c: float(steps[i]))
     for rank in range(2):  # but not if they drift within rounds of one length
         rewrite(directory / f"rank-{rank}-rounds.csv", "drift", lambda i, c: 1.0 + i)
     assert "rounds have 8 steps" in round_rules.drift_grows(run_log.load(str(directory)))
