@@ -13,16 +13,14 @@ import tensorflow as tf
 
 from ..common import tracing
 from ..common.verbosity import say
-from ..engine import clock
 from ..engine.observer import StepMeasurement
 from ..engine.selector import DelaySelector
 from ..engine.settings import Settings
 from . import policy
+from .step_times import UNTIMED, RestClock, of_buckets
 from .usual_progress import OF_DELAY
 
 _NAME = "hvdc_delay"  # of variables
-# The times of the first steps are ignored: kernels are compiled, connections are made.
-_UNTIMED = 2
 # Steps that are measured before a decision.
 _MEASURED = 8
 # The delay must make a step cheaper by this factor.
@@ -46,8 +44,7 @@ class DelayChoice(DelaySelector):
             self._measured = tracing.variable(tf.constant(0), _NAME)  # the number of steps in `_times`
             # This rank's times of the step before, and whether it proposes to begin.
             self._numbers = tracing.variable(tf.zeros([5]), _NAME)
-            # When the first bucket of the step before was ready, and how long its exchange took.
-            self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
+            self._rest_clock = RestClock(_NAME)
 
     def has_begun(self) -> tf.Tensor:
         """Whether this step has a delay; a bool scalar."""
@@ -81,23 +78,16 @@ class DelayChoice(DelaySelector):
             self._begun.assign(before | begun)
             tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
             proposed = (measured >= _MEASURED) & pays(times) & self._is_first
-            own = tf.where(before | (measurement.step < _UNTIMED), tf.zeros([4]), self._of_step(measurement))
+            own = tf.where(before | (measurement.step < UNTIMED), tf.zeros([4]), self._of_step(measurement))
             self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
 
     def _of_step(self, measurement: StepMeasurement) -> tf.Tensor:
         """Seconds of a step, of its coding, of the wire, and of all else: zeros if they are not known."""
         buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
-        ready, encoded, received, decoded = clock.since_first(buckets)
-        span = tf.reduce_max(decoded)
-        coding = tf.reduce_sum(tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received))
-        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
-        wire = tf.reduce_sum(tf.nn.relu(received - tf.maximum(encoded, free)))
-        waits = tf.reduce_sum(tf.nn.relu(ready - tf.concat([ready[:1], encoded[:-1]], 0)))  # for gradients
-        first, before = buckets[0].ready, self._before.read_value()
-        rest = tf.nn.relu(tf.cast(first - before[0] - before[1], tf.float32))
-        self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
-        times = tf.stack([rest + span, coding, wire, rest + waits])
-        return tf.where((before[0] == 0.0) | (rest <= 0.0), tf.zeros_like(times), times)
+        waits, coding, wire, span = of_buckets(buckets)
+        rest, _ = self._rest_clock.measure(buckets, span)
+        times = tf.stack([rest + span, tf.reduce_sum(coding), tf.reduce_sum(wire), rest + tf.reduce_sum(waits)])
+        return tf.where(rest <= 0.0, tf.zeros_like(times), times)
 
     def _say(self, times: tf.Tensor) -> None:
         def show(times: np.ndarray) -> None:

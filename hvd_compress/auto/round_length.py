@@ -12,7 +12,7 @@ exchange. It begins with the shortest round, which says soonest how long an exch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -23,10 +23,9 @@ from ..common import tracing
 from ..common.verbosity import say
 from ..engine import clock
 from . import policy
+from .step_times import UNTIMED
 from .usual_progress import of_round
 
-# The times of the first exchanges are ignored: kernels are compiled, connections are made.
-_UNTIMED = 2
 # What a rank sends that has measured nothing.
 _NOTHING = (0.0, 0.0, 1.0, 0.0)
 # A switch must make a step cheaper by this factor.
@@ -63,7 +62,8 @@ class RoundLength:
             self._rest = tracing.variable(tf.constant(0.0), "round_rest")
             # When the last step ended, with its exchange; 0 if what came since was not training alone.
             self._ended = tracing.variable(tf.constant(0.0, tf.float64), "round_ended")
-            self._untimed = tracing.variable(tf.constant(_UNTIMED), "round_untimed")
+            # Exchanges whose times are still ignored.
+            self._untimed = tracing.variable(tf.constant(UNTIMED), "round_untimed")
 
     @property
     def now(self) -> tf.Tensor:
@@ -107,20 +107,22 @@ class RoundLength:
             self._rest.assign(policy.average(old, seconds, is_step & (last > 0.0) & (self._untimed.read_value() <= 0)))
             self._ended.assign(tf.where(is_step, now, last))
 
-    def begin(self, movements: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The time when the movements of an exchange are ready, which `end` takes."""
-        return clock.stamp(movements)
+    def exchange(
+        self, movements: Sequence[tf.Tensor], reduce: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """The mean movements, as `reduce` returns them; follows the times, and chooses a length.
 
-    def end(self, began: tf.Tensor, received: Sequence[tf.Tensor]) -> None:
-        """Ends an exchange, on all ranks together, in a graph or outside: follows the times, and chooses a length.
-
-        Args:
-            began: What `begin` returned.
-            received: The mean movements.
+        All ranks call it together, in a graph or outside.
         """
         if not self._process_set.included() or self._process_set.size() == 1:
-            return
-        ended = clock.stamp(received, began)
+            return reduce(movements)
+        began = clock.stamp(movements)
+        received = reduce(movements)
+        self._follow(began, clock.stamp(received, began))
+        return received
+
+    def _follow(self, began: tf.Tensor, ended: tf.Tensor) -> None:
+        """Takes the numbers of the exchange before into account, and keeps those of this one for the next."""
         with tf.device("CPU"):
             agreed = hvd.allreduce(self._numbers.read_value(), **self._keywords)
             measured = tf.stack([agreed[0], -agreed[1]])
@@ -130,8 +132,8 @@ class RoundLength:
             chosen = tf.where(voted >= 0, tf.clip_by_value(voted, 0, len(self.lengths) - 1), place)
             self.place.assign(chosen)
             is_first = self._process_set.rank() == 0
-            if is_first:
-                tf.cond(chosen != place, lambda: self._say(place, chosen, times), lambda: None)
+            # All ranks trace it: their graphs should be equal.
+            tf.cond((chosen != place) & is_first, lambda: self._say(place, chosen, times), lambda: None)
             proposed = propose(times, chosen, self.lengths, self._progress)
             rest, untimed = self._rest.read_value(), self._untimed.read_value()
             exchange, unknown = tf.cast(ended - began, tf.float32), (untimed > 0) | (rest <= 0.0)

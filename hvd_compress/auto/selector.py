@@ -23,7 +23,6 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto, Compressor, Seeds
-from ..engine import clock
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
 from ..engine.observer import StepMeasurement
@@ -33,12 +32,11 @@ from . import policy, report
 from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
 from .rows import RowSavings
+from .step_times import UNTIMED, RestClock, of_buckets
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
 _PLACES = 16
-# The times of the first steps are ignored: kernels are compiled, connections are made.
-_UNTIMED = 2
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
@@ -106,10 +104,9 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
-            # When the first bucket of the step before was ready, and how long its exchange took.
-            self._before = tracing.variable(tf.zeros([2], tf.float64), _NAME)
+            self._rest_clock = RestClock(_NAME)
             self._trace_seconds = tracing.variable(tf.constant(0.0), _NAME)  # from here to the first exchange
-            self._timed_from = tracing.variable(tf.constant(_UNTIMED, tf.int64), _NAME)  # the step
+            self._timed_from = tracing.variable(tf.constant(UNTIMED, tf.int64), _NAME)  # the step
             self._rows = tracing.variable(tf.constant(compresses_rows), _NAME)  # `compresses_rows`, for checkpoints
         self.compresses_rows = compresses_rows
         settings = plan.settings
@@ -190,7 +187,7 @@ class AutoSelector(ModelSelector):
             # The next trace is not a part of a step, and nothing is known of the step before.
             self._numbers.assign(tf.zeros_like(self._numbers))
             self._comparisons.take()
-            self._timed_from.assign(step + 1 + _UNTIMED)
+            self._timed_from.assign(step + 1 + UNTIMED)
 
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
@@ -290,7 +287,7 @@ class AutoSelector(ModelSelector):
                 for variable, new in zip(self.state, state):
                     variable.assign(new)
             if missing.size:
-                self._timed_from.assign(step + 1 + _UNTIMED)
+                self._timed_from.assign(step + 1 + UNTIMED)
                 self._trace(missing)
                 if self._rank == 0:
                     names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
@@ -394,40 +391,20 @@ class AutoSelector(ModelSelector):
         """
         committed = measurement.committed
         buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
-        ready, encoded, received, decoded = clock.since_first(buckets)
-        before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
-        # Horovod may fuse buckets, which then arrive together.
-        free = tf.concat([encoded[:1], policy.running_max(received)[:-1]], 0)  # when the wire is free
-        wire = tf.nn.relu(received - tf.maximum(encoded, free))
-        exchange = wire + tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received)
+        waits, coding, wire, span = of_buckets(buckets)
+        rest, is_first = self._rest_clock.measure(buckets, span)
+        traced = tf.cast(buckets[0].ready - self._made, tf.float32)
+        self._trace_seconds.assign(tf.where(is_first, traced, self._trace_seconds.read_value()))
         places = len(self._members)
         own = tf.one_hot(self._rank % places, places)
         own_votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in votes]
-        span = tf.reduce_max(decoded)
-        times = [
-            own * tf.reduce_sum(wire),
-            exchange,
-            tf.nn.relu(ready - before),
-            self._rest_before(span, buckets),
-            span,
-        ]
+        times = [own * tf.reduce_sum(wire), wire + coding, waits, rest, span]
         # The times of steps that were not committed are ignored.
         timed = committed & (measurement.step >= self._timed_from.read_value())
         times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
         values = (*own_votes, measurement.probe, *times, wanted * float(self._rank == 0))
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
         return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
-
-    def _rest_before(self, span: tf.Tensor, buckets: Sequence[clock.Timestamps]) -> tf.Tensor:
-        """Seconds of the step before besides its exchange; `span` and `buckets` are those of this step."""
-        first, before = buckets[0].ready, self._before.read_value()
-        rest = tf.cast(first - before[0] - before[1], tf.float32)
-        with tf.control_dependencies([rest]):
-            is_first = before[0] == 0.0
-            traced = tf.cast(first - self._made, tf.float32)
-            self._trace_seconds.assign(tf.where(is_first, traced, self._trace_seconds.read_value()))
-            self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
-        return tf.where(is_first, 0.0, tf.nn.relu(rest))
 
     def _unpack(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:
         """The agreed choice, int32 [B], the candidate to try, and the measurements."""

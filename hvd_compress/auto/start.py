@@ -27,7 +27,7 @@ from ..kernels import native
 from . import policy, report
 from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
-from .usual_progress import OF_DELAY, of_round, usual
+from .usual_progress import OF_DELAY, assumed, of_round, usual
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
@@ -50,8 +50,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     auto: Auto = layout.auto
     nbytes, costs = nbytes_of(layout), _costs(plan, calibrated, auto.candidates)
     shapes = layout.shapes_of(layout.auto_buckets[0])
-    losses = (c.noise_loss(layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates)
-    noise_losses = [min(1.0, max(0.0, loss)) for loss in losses]
+    noise_losses = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
     with tf.device("CPU"):
         table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, noise_losses)]), tf.float32)
         table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()
@@ -59,17 +58,17 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
         # A candidate makes at least as much progress as it lets through of white noise.
         prior = policy.Value(tf.constant(1.0 - lost), tf.constant(lost))
-        usually = np.array([usual(x, getattr(c, "name", "")) for c, x in zip(auto.candidates, lost)], np.float32)
-        # Between that and the usual progress: so `auto` begins mildly.
-        assumed = prior._replace(progress=tf.sqrt(prior.progress * usually))
+        names = [getattr(candidate, "name", "") for candidate in auto.candidates]
+        usually = np.array(list(map(usual, lost, names)), np.float32)
+        value = prior._replace(progress=tf.constant(list(map(assumed, lost, names)), tf.float32))
         rules, target = rules_of(auto), tf.constant(auto.target_at(0))
         start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        allowed = policy.admit(rules, tf.zeros([0], tf.int32), assumed, target)
+        allowed = policy.admit(rules, tf.zeros([0], tf.int32), value, target)
         sizes = tf.constant(nbytes, tf.float32)
-        first, least = policy.best(rules, allowed, start, costs, assumed, sizes)
+        first, least = policy.best(rules, allowed, start, costs, value, sizes)
         if any(rules.uncompressed) and not traces_all(auto):
             plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
-            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, assumed, sizes))
+            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, value, sizes))
             first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
         savings = RowSavings(layout.embeddings, _model(calibrated))
         rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN["xla"])], tf.int32)
@@ -113,8 +112,8 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
         return rest + exchange if candidate.uncompressed else min(delayed, rest + exchange)
 
     def cost(candidate: Compressor) -> float:
-        lost = min(1.0, max(0.0, candidate.noise_loss(layout.shapes_of(layout.auto_buckets[0]))))
-        progress = math.sqrt((1.0 - lost) * usual(lost, getattr(candidate, "name", "")))
+        lost = _lost(candidate, layout.shapes_of(layout.auto_buckets[0]))
+        progress = assumed(lost, getattr(candidate, "name", ""))
         return math.inf if progress < max(auto.min_progress, _LEAST_PROGRESS) else seconds(candidate) / progress
 
     costs = [cost(candidate) for candidate in per_bucket]
@@ -127,6 +126,11 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
     with tf.device("CPU"):
         agreed = hvd.broadcast(tf.constant(best), group.ranks[0], name="hvdc_only_candidate", process_set=group)
     return per_bucket[int(agreed)]
+
+
+def _lost(candidate: Compressor, shapes: Sequence[Shape]) -> float:
+    """The share of the energy of white noise that a candidate loses; a user's may say anything."""
+    return min(1.0, max(0.0, candidate.noise_loss(shapes)))
 
 
 def calibration(auto: Auto, settings: Settings, chunk: Shape) -> Calibration:

@@ -11,6 +11,8 @@ it lets through.
 
 from __future__ import annotations
 
+import math
+
 _POWER = 0.36
 # Fitted to 0.88, 0.79 and 0.73 with 8, 32 and 90 local steps (docs/local-steps.md).
 _ROUND_POWER = 0.07
@@ -28,6 +30,14 @@ def usual(lost: float, name: str = "") -> float:
         name: The compressor's name; "" for one of which only `lost` is known.
     """
     return float(max(0.0, 1.0 - lost) ** _POWERS.get(name, _POWER))
+
+
+def assumed(lost: float, name: str = "") -> float:
+    """The progress that a first choice counts with: between the usual one and the share that gets through.
+
+    A candidate makes at least as much progress as it lets through of white noise. Arguments as for `usual`.
+    """
+    return math.sqrt(max(0.0, 1.0 - lost) * usual(lost, name))
 
 
 def of_round(local_steps: int) -> float:

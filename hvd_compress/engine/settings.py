@@ -189,13 +189,7 @@ class Settings:
         if self.fragments not in (None, "stream"):
             raise ValueError(f"fragments must be None or 'stream', got {error_text(self.fragments)}")
         if self.local_steps is None:
-            given = {
-                "outer": self.outer != Average(),
-                "fragments": self.fragments is not None,
-                "alpha": self.alpha is not None,
-                "local_warmup": self.local_warmup != 0,
-            }
-            for name in (name for name, is_given in given.items() if is_given):
+            for name in self._given_of_rounds():
                 raise ValueError(f"{name} belongs to local steps: set local_steps as well, or leave it out")
             return
         self._set_checked("local_steps", checks.integer, 1)
@@ -226,18 +220,23 @@ class Settings:
                 f"local_steps={self.local_steps} and the local_steps of auto say both how long a round is: leave one "
                 "of them out"
             )
-        given = {
-            "outer": self.outer != Average(),
-            "fragments": self.fragments is not None,
-            "local_warmup": self.local_warmup != 0,
-            "policy": any(len(compressor.stages) > 1 for compressor in self.compressors),  # which count exchanges
-        }
-        for name in (name for name, is_given in given.items() if is_given):
+        counts_exchanges = any(len(compressor.stages) > 1 for compressor in self.compressors)
+        for name in [*self._given_of_rounds(), *(["policy"] if counts_exchanges else [])]:
             raise ValueError(
                 f"auto:local_steps and {name}={getattr(self, name)} cannot go together: leave {name} out, or name a "
                 "compressor and one number of local_steps"
             )
         object.__setattr__(self, "local_steps", self.round_lengths[0])
+
+    def _given_of_rounds(self) -> list[str]:
+        """The arguments of local steps, besides their number, that are not their defaults."""
+        given = {
+            "outer": self.outer != Average(),
+            "fragments": self.fragments is not None,
+            "alpha": self.alpha is not None,
+            "local_warmup": self.local_warmup != 0,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     @property
     def round_lengths(self) -> tuple[int, ...]:

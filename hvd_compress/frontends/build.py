@@ -22,7 +22,7 @@ from ..compressors import Compressor, NoCompression
 from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
 from ..engine.plan import Plan
-from ..engine.reducer import Reducer, SavedState
+from ..engine.reducer import Reducer
 from ..engine.selector import selector_for
 from ..engine.settings import Settings
 from ..engine.state import new_state
@@ -107,19 +107,15 @@ def _candidate(reducer: Reducer, layout: ModelLayout) -> Compressor:
     settings, group = reducer.settings, reducer.settings.process_set
     if layout.auto is None:  # there is nothing to compress
         return NoCompression()
-    saved = [state.replicated_state["only_candidate"] for state in reducer.pending if _has_candidate(state)]
+    saved = (state.replicated_state.get("only_candidate", -1) for state in reducer.pending)
     with tf.device("CPU"):
-        first = tf.constant(int(saved[0]) if saved else -1)
+        first = tf.constant(next((int(position) for position in saved if position >= 0), -1))
         known = int(hvd.broadcast(first, group.ranks[0], name="hvdc_saved_candidate", process_set=group))
     if 0 <= known < len(layout.auto.candidates):
         compressor: Compressor = layout.auto.candidates[known]
         return compressor
     calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
     return start.only_candidate(settings, layout, calibrated)
-
-
-def _has_candidate(state: SavedState) -> bool:
-    return "only_candidate" in state.replicated_state
 
 
 def _add_auto(plan: Plan) -> None:

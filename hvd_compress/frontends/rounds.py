@@ -17,6 +17,7 @@ on all ranks: the synchronized weights, the state of the outer optimizer, and th
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -271,10 +272,8 @@ class Rounds:
         each = []
         for f, fragment in enumerate(self.fragments):
             own = fragment.movements()
-            began = None if self._length is None else self._length.begin(own)
-            received = self._reduce(f, own)
-            if self._length is not None and began is not None:
-                self._length.end(began, received)
+            reduce = functools.partial(self._reduce, f)
+            received = reduce(own) if self._length is None else self._length.exchange(own, reduce)
             each.append(self._apply(f, own, received, only_averages, alpha=0.0))
         self.log.record(steps, tf.add_n(each))
 

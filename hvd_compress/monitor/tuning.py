@@ -81,7 +81,7 @@ def metrics(logs: Mapping[str, Any] | None) -> None:
 class StepClock(Observer):
     """Reports the seconds of steps of the first plan; with local steps, their mean over each round."""
 
-    def __init__(self, plan: str, local_steps: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, plan: str, local_steps: Callable[[], int]) -> None:
         if not _clock.plan:
             _clock.plan, _clock.steps_per_tick = plan, local_steps
             atexit.register(_clock.flush)

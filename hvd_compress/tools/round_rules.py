@@ -26,7 +26,8 @@ def _thirds(run: Run, column: str) -> list[np.ndarray] | None:
     warm_up = run.settings.get("local_warmup")
     compared = rounds["step"] > (warm_up if type(warm_up) is int else 0)
     if not _streams(run):  # `auto` may begin with shorter rounds, and the end of a fit ends one
-        compared &= np.diff(rounds["step"], prepend=rounds["step"][0] - _length(run)) == _length(run)
+        length = _length(run)
+        compared &= np.diff(rounds["step"], prepend=rounds["step"][0] - length) == length
     values = rounds[column][compared]
     parts = np.array_split(values[np.isfinite(values)], 3)
     return parts if len(parts[-1]) >= _FEWEST else None
