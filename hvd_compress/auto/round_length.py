@@ -117,7 +117,8 @@ class RoundLength:
         if not self._process_set.included() or self._process_set.size() == 1:
             return reduce(movements)
         began = clock.stamp(movements)
-        received = reduce(movements)
+        with tf.control_dependencies([began]):  # TensorFlow may take a timestamp late
+            received = reduce([tf.identity(movement) for movement in movements])
         self._follow(began, clock.stamp(received, began))
         return received
 
