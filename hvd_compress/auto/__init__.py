@@ -3,9 +3,12 @@
 - `start` makes the selector: it predicts what each candidate costs and makes the first choice.
 - `selector` holds the selector: its variables, and what it measures in each step.
 - `policy` holds the numerics: which choice is best. `link_tracker` (how fast the link is now), `trials` (how wrong
-  predictions are), `model_wide` (candidates for all buckets or none) and `choices` (which choices are compared, and
-  what each costs) belong to it.
+  predictions are) and `choices` (which choices are compared, and what each costs) belong to it.
+- `comparisons` decides when a step that is traced with one candidate looks at the others; `rows` predicts what it saves
+  to compress the rows of embeddings.
 - `progress` measures how much progress a step makes with each candidate; `usual_progress` is what it usually is.
+- `round_length` chooses the number of local steps, and `delay_choice` when a delay begins; `step_times` splits the time
+  of a step for both `selector` and `delay_choice`.
 - `flat_or_hierarchical` decides which compressors use the hierarchical exchange.
 - `report` tells users what was chosen, and why.
 """

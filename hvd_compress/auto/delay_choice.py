@@ -60,6 +60,11 @@ class DelayChoice(DelaySelector):
         """The variables, by the names that checkpoints use."""
         return {"delay_begun": self._begun, "delay_times": self._times, "delay_measured": self._measured}
 
+    def restored(self) -> None:
+        """What was measured before a checkpoint was loaded, and proposed, does not count."""
+        with tf.init_scope():
+            self._numbers.assign(tf.zeros_like(self._numbers))
+
     def wants_times(self, bucket: int) -> bool:
         """All buckets."""
         return True

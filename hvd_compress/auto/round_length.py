@@ -37,24 +37,20 @@ class RoundLength:
 
     Args:
         lengths: The numbers of local steps to choose from, from the smallest on.
-        name: The prefix of the names of operations.
+        name: Returns the prefix of the names of operations; an elastic job may change it.
         process_set: The ranks.
 
     Attributes:
-        place: The position of the chosen length, an int32 variable.
+        now: The length of this round, an int64 variable.
         times: Seconds of a step without the exchange on the slowest rank, and of an exchange on the rank that waits
             least in it, float32 [2]: averages over the last exchanges; 0 until they are known.
     """
 
-    def __init__(self, lengths: Sequence[int], name: str, process_set: Any) -> None:
-        self.lengths, self._process_set = list(lengths), process_set
-        # Without TensorFlow's name scopes: they may differ between ranks, see `engine.step`.
-        self._keywords = {
-            "op": hvd.Max, "name": f"{name}_round_length", "process_set": process_set, "ignore_name_scope": True,
-        }  # fmt: skip
+    def __init__(self, lengths: Sequence[int], name: Callable[[], str], process_set: Any) -> None:
+        self.lengths, self._name, self._process_set = list(lengths), name, process_set
         self._progress = [of_round(length) for length in self.lengths]
         with tf.device("CPU"), tf.init_scope():
-            self.place = tracing.variable(tf.constant(0), "round_length")
+            self.now = tracing.variable(tf.constant(self.lengths[0], tf.int64), "round_length")
             self.times = tracing.variable(tf.zeros([2]), "round_times")
             # This rank's: seconds of a step, minus those of an exchange, 1 if one is not known, 1 + the proposed place.
             self._numbers = tracing.variable(tf.constant(_NOTHING), "round_numbers")
@@ -65,20 +61,14 @@ class RoundLength:
             # Exchanges whose times are still ignored.
             self._untimed = tracing.variable(tf.constant(UNTIMED), "round_untimed")
 
-    @property
-    def now(self) -> tf.Tensor:
-        """The length of this round, an int64 scalar."""
-        with tf.device("CPU"):
-            return tf.gather(tf.constant(self.lengths, tf.int64), self.place.read_value())
-
     def present(self) -> int:
         """The length of this round. Not for use in a graph."""
-        return self.lengths[int(self.place)]
+        return int(self.now)
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
         """What all ranks have alike, by the names that checkpoints use."""
-        return {"round_length": self.place, "round_times": self.times}
+        return {"round_length": self.now, "round_times": self.times}
 
     def pause(self) -> None:
         """What comes until the end of the next step is not training alone. Not for use in a graph."""
@@ -125,17 +115,25 @@ class RoundLength:
     def _follow(self, began: tf.Tensor, ended: tf.Tensor) -> None:
         """Takes the numbers of the exchange before into account, and keeps those of this one for the next."""
         with tf.device("CPU"):
-            agreed = hvd.allreduce(self._numbers.read_value(), **self._keywords)
+            # Without TensorFlow's name scopes: they may differ between ranks, see `engine.step`.
+            agreed = hvd.allreduce(
+                self._numbers.read_value(), op=hvd.Max, name=f"{self._name()}_round_length", ignore_name_scope=True,
+                process_set=self._process_set,
+            )  # fmt: skip
             measured = tf.stack([agreed[0], -agreed[1]])
             times = policy.average(self.times.read_value(), measured, agreed[2] < 0.5)
             self.times.assign(times)
-            place, voted = self.place.read_value(), tf.cast(tf.round(agreed[3]), tf.int32) - 1
-            chosen = tf.where(voted >= 0, tf.clip_by_value(voted, 0, len(self.lengths) - 1), place)
-            self.place.assign(chosen)
+            lengths, voted = tf.constant(self.lengths, tf.int64), tf.cast(tf.round(agreed[3]), tf.int32) - 1
+            before = self.now.read_value()
+            # The length of a checkpoint may be another one than those to choose from: the nearest one counts.
+            place = tf.argmin(tf.abs(lengths - before), output_type=tf.int32)
+            place = tf.where(voted >= 0, tf.clip_by_value(voted, 0, len(self.lengths) - 1), place)
+            chosen = tf.gather(lengths, place)
+            self.now.assign(chosen)
             is_first = self._process_set.rank() == 0
             # All ranks trace it: their graphs should be equal.
-            tf.cond((chosen != place) & is_first, lambda: self._say(place, chosen, times), lambda: None)
-            proposed = propose(times, chosen, self.lengths, self._progress)
+            tf.cond((chosen != before) & is_first, lambda: self._say(before, chosen, times), lambda: None)
+            proposed = propose(times, place, self.lengths, self._progress)
             rest, untimed = self._rest.read_value(), self._untimed.read_value()
             exchange, unknown = tf.cast(ended - began, tf.float32), (untimed > 0) | (rest <= 0.0)
             vote = tf.cast(proposed + 1, tf.float32) * float(is_first)
@@ -147,8 +145,8 @@ class RoundLength:
         def show(before: np.ndarray, now: np.ndarray, times: np.ndarray) -> None:
             rest, exchange = (1e3 * times).tolist()
             say(
-                f"auto: local_steps {self.lengths[int(before)]} -> {self.lengths[int(now)]}; a step takes {rest:.3g} "
-                f"ms, and an exchange {exchange:.3g} ms"
+                f"auto: local_steps {int(before)} -> {int(now)}; a step takes {rest:.3g} ms, and an exchange "
+                f"{exchange:.3g} ms"
             )
 
         tf.numpy_function(show, [before, now, times], [])

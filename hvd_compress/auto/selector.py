@@ -201,6 +201,8 @@ class AutoSelector(ModelSelector):
             # Rows that were not compressed have no residuals.
             compressed_rows = {len(self.auto.candidates)} if self._rows.numpy() else set()
             self._rows.assign(self.compresses_rows)
+            self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
+            self._comparisons.take()
             self._trace(used | compressed_rows)
 
     def replicated_state(self) -> dict[str, tf.Variable]:

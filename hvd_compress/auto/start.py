@@ -105,6 +105,8 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
         exchange, wire = (sum(getattr(one, name) for one in predicted) for name in ("total", "wire"))
         if auto.local_steps:
             return min((rest + exchange / length) / of_round(length) for length in auto.local_steps)
+        if 1 not in auto.delay:
+            return rest + exchange
         delayed = (exchange - wire + max(rest, wire)) / OF_DELAY
         if 0 not in auto.delay:
             return delayed

@@ -90,7 +90,11 @@ class PlanState:
     def summary(self) -> Any:
         """What must be equal on all ranks, or they would exchange different things."""
         fields = {field: sorted(tensors) for field, tensors in self.tensors.items()}
-        values = {name: _summary(array) for name, array in self.replicated_state.items()}
+        values = {
+            name: _summary(array)
+            for name, array in self.replicated_state.items()
+            if array.dtype.kind in "iub" or not name.startswith(_MEASURED)
+        }
         return [member.key for member in self.members], fields, values
 
     def check(self) -> None:
@@ -203,6 +207,8 @@ def restore(plan: Plan, state: PlanState) -> None:
             replicated[name].assign(state.replicated_state[name])
     if plan.auto is not None:
         plan.auto.restored("auto_choice" not in not_restored)
+    if plan.delay_selector is not None:
+        plan.delay_selector.restored()
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
@@ -238,6 +244,10 @@ def without_weights(state: PlanState) -> PlanState:
 
 def _is_of_local_steps(state: PlanState) -> bool:
     return any(member.kind == "own" for member in state.members)
+
+
+# What ranks compute from measurements, with these prefixes of names: processors may round it differently.
+_MEASURED = ("auto_", "delay_", "round_")
 
 
 def _summary(array: np.ndarray) -> Any:

@@ -133,9 +133,10 @@ class Auto(BuiltinCompressor):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
 
     def _check_one_candidate(self, name: str) -> None:
-        if self.objective != OBJECTIVES[0] or self.budget:
-            other = "budget" if self.budget else f"objective={self.objective!r}"
-            raise ValueError(f"auto: {name} and {other} cannot go together: leave one of them out")
+        # What only acts on a choice that is made again and again.
+        for other in ("objective", "budget", "max_slowdown", "probe_every"):
+            if getattr(self, other) != getattr(Auto, other):
+                raise ValueError(f"auto: {name} and {other} cannot go together: leave one of them out")
         if all(self.model_wide_candidates):
             raise ValueError(
                 f"auto: with {name}, it does not choose {self.candidates[0].spec}: add another candidate, such as int4"

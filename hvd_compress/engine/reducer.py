@@ -123,7 +123,7 @@ class Reducer:
             plan.observers.append(make_observer(plan))
         if not tf.executing_eagerly():
             return Step(plan, gradients).run(so_far)
-        traced = (key, len(plan.observers))
+        traced = (key, *plan.observers)
         if traced not in self._functions:
             self._functions[traced] = tf.function(lambda each, so_far: Step(plan, each).run(so_far), autograph=False)
         return self._functions[traced](list(gradients), so_far)

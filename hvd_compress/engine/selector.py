@@ -156,6 +156,10 @@ class DelaySelector(Observer, abc.ABC):
         """Whether this step has a delay; a bool scalar, the same on all ranks."""
 
     @abc.abstractmethod
+    def restored(self) -> None:
+        """Called on all ranks after a checkpoint set the variables of `replicated_state`. Not for use in a graph."""
+
+    @abc.abstractmethod
     def numbers(self) -> tf.Tensor:
         """The numbers that this rank sends, as those of `ModelSelector`."""
 

@@ -209,9 +209,11 @@ class Step:
             return self._unpack(last), _measured(last), committed
 
         def without_compression() -> Any:
-            reduced, timestamps = self._reduce_auto_uncompressed()
+            reduced, timestamps, sums = self._reduce_auto_uncompressed()
             measured = {b: (times, self._lossless()) for b, times in timestamps.items()}
-            return reduced, measured, self._commit(flags, first)
+            keeps_state = first or self._changes or self._embeddings.has_residuals
+            finite = [all_finite(tensor) for tensor in sums if keeps_state and tensor.dtype.is_floating]
+            return reduced, measured, self._commit([*flags, *finite], first)
 
         def model_wide(candidate: int) -> Any:
             group, sample = self._groups("whole"), self._sample_norms
@@ -254,11 +256,14 @@ class Step:
             no_measure if sample is None else functools.partial(norms.of_bucket, sample),
         )
 
-    def _reduce_auto_uncompressed(self) -> tuple[dict[int, tf.Tensor], dict[int, clock.Timestamps]]:
-        """The gradients of `auto`, reduced as by stock Horovod, and the timestamps of their buckets."""
+    def _reduce_auto_uncompressed(
+        self,
+    ) -> tuple[dict[int, tf.Tensor], dict[int, clock.Timestamps], list[tf.Tensor]]:
+        """The gradients of `auto`, reduced as by stock Horovod, their buckets' timestamps, and what was received."""
         layout = self._plan.layout
         gradients: dict[int, tf.Tensor] = {}
         timestamps: dict[int, clock.Timestamps] = {}
+        sums: list[tf.Tensor] = []
         for b in layout.auto_buckets:
             of_group = layout.group_of(b).layout
             assert isinstance(of_group, FlatLayout)
@@ -275,7 +280,8 @@ class Step:
             received = clock.stamp(result.incoming)
             timestamps[b] = clock.Timestamps(ready, ready, received, received)
             gradients |= dict(zip(members, result.tensors))
-        return gradients, timestamps
+            sums += result.incoming
+        return gradients, timestamps, sums
 
     def _unpack(self, results: Mapping[int, BucketResult]) -> dict[int, tf.Tensor]:
         """The reduced gradients, by position."""

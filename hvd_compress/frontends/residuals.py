@@ -119,7 +119,8 @@ def load_residuals(
         directory: As in `save_residuals`. If the number of ranks has changed, all ranks must see all files.
         variables: For a tape or `LocalSteps`, as in `save_residuals`. For an optimizer, the variables that it trains:
             with them, a save of another model is detected here, otherwise in the first step.
-        step: The step of the restored model. None uses the optimizer's `iterations`; for a tape, the newest save.
+        step: The step of the restored model. None uses the optimizer's `iterations`; for a tape or `LocalSteps`, the
+            newest save.
 
     Returns:
         The step of the save, or None if there is no complete save or only one rank.
@@ -139,7 +140,8 @@ def load_residuals(
         if files.complete(directory):
             _warn(f"{directory}: one rank sends nothing, the residuals saved there are left out")
         return None
-    step = kept.step if step is None else step
+    if step is None and not isinstance(optimizer_or_tape, LocalSteps):  # whose steps are those of the save
+        step = kept.step
     rank, ranks = group.rank(), group.size()
 
     def look_up() -> Any:

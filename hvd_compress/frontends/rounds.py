@@ -56,7 +56,7 @@ class Rounds:
         self.log = reducer.round_log = RoundLog(reducer.name)
         self._length: RoundLength | None = None
         if settings.round_lengths:
-            self._length = RoundLength(settings.round_lengths, reducer.name, settings.process_set)
+            self._length = RoundLength(settings.round_lengths, lambda: reducer.name, settings.process_set)
             reducer.round_length = self._length.present
         self._streams = settings.fragments == "stream"
         self._calls_per_step = calls_per_step
@@ -176,7 +176,7 @@ class Rounds:
     def _call(self, name: str, function: Callable[[], None]) -> None:
         """Calls a function outside of a graph, traced anew where what is observed or the guard's level has changed."""
         guard = self.reducer.guard
-        observers = [len(plan.observers) for plan in self.reducer.plans.values()]
+        observers = [observer for plan in self.reducer.plans.values() for observer in plan.observers]
         key = (name, self.reducer.is_watched, 0 if guard is None else guard.level, *observers)
         if key not in self._traced:
             self._traced[key] = tf.function(function, autograph=False)
@@ -191,7 +191,7 @@ class Rounds:
             is_warm_up = is_step & (steps <= self.settings.local_warmup)
             is_last = is_warm_up
             if not self._streams:
-                length = self.settings.local_steps if self._length is None else self._length.now
+                length = self.settings.local_steps if self._length is None else self._length.now.read_value()
                 is_last |= is_step & (steps - start >= length)
         if self._length is not None:
             self._length.end_step(self._trained_first().read_value(), is_step)

@@ -12,7 +12,8 @@ from ..common import checks
 from ..common.gradients import with_values
 from ..compressors.resolve import policies, resolve
 from ..engine.reducer import Reducer
-from ..engine.settings import Settings, resolve_bucket_bytes, resolve_exchange
+from ..engine.settings import Settings
+from .environment import EXCHANGE, resolve_bucket_bytes, resolve_exchange
 
 
 def check_undistributed(name: str, wrapped: Any, ours: type, wrapper: str) -> None:
@@ -47,14 +48,19 @@ def settings_from(arguments: Mapping[str, Any], name: str) -> Settings:
         "bucket_bytes": resolve_bucket_bytes(arguments["bucket_bytes"]),
         "policy": policies(arguments["policy"]),
     }
+    exchange: dict[str, int] = {}
     if "delay" in fields and not fields["delay"] and fields.get("local_steps") is None:
         exchange = resolve_exchange()
         if not exchange.keys() <= fields.keys():
-            raise ValueError(
-                f"environment variable HVD_COMPRESS_EXCHANGE: {name} has no local_steps, use hvdc.LocalSteps"
-            )
-        fields |= exchange
-    settings = Settings(**fields)
+            raise ValueError(f"environment variable {EXCHANGE}: {name} has no local_steps, use hvdc.LocalSteps")
+    try:
+        settings = Settings(**fields | exchange)
+    except ValueError as error:
+        if not exchange:
+            raise
+        Settings(**fields)  # raises another error if these settings are wrong in themselves
+        said = ", ".join(f"{key}={value}" for key, value in exchange.items())
+        raise ValueError(f"environment variable {EXCHANGE}, {said}: {error}") from None
     if settings.round_lengths and "local_steps" not in fields:
         raise ValueError(
             f"auto:local_steps belongs to hvdc.DistributedOptimizer and hvdc.LocalSteps, which see the weights; {name} "

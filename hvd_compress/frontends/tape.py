@@ -75,7 +75,7 @@ def DistributedGradientTape(  # noqa: D417
         on_nonfinite: What to do if a gradient of any rank is infinite or NaN. "propagate": all ranks get gradients that
             are not finite. "skip": all ranks get zeros for all sources (an optimizer with momentum still moves the
             variables). "raise": all ranks raise `tf.errors.InvalidArgumentError`. Residuals stay as they were in all
-            three cases.
+            three cases; with `delay=1`, only those of the rank with that gradient do.
 
     Returns:
         A tape with the state of `gradtape`. It has four more methods: `register_local_source(source)` and

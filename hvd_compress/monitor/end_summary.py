@@ -34,6 +34,7 @@ class _Trained(NamedTuple):
     bytes_sent: tuple[int, int]  # of a step at the end, see `Plan.bytes_sent`
     report: CompressionReport
     local_steps: int = 1
+    chose_length: bool = False  # with `auto:local_steps`: rounds had other lengths before
 
 
 class _Deleted:
@@ -126,11 +127,17 @@ def extra_seconds(buckets: Sequence[BucketReport]) -> float | None:
     return sum(plain) - sum(bucket.predicted or 0.0 for bucket in now)
 
 
-def measured_line(measured: Totals, local_steps: int = 1) -> str:
-    """What a monitor or profile has measured on this rank, of steps, or of exchanges with local steps."""
+def measured_line(measured: Totals, local_steps: int | None = 1) -> str:
+    """What a monitor or profile has measured on this rank.
+
+    Args:
+        measured: The measured steps; with local steps, the exchanges.
+        local_steps: The steps between two exchanges; None if their number has changed.
+    """
     what = "steps" if local_steps == 1 else "exchanges"
     text = f"{measured.steps:,} {what} were measured: this rank sent {show_bytes(measured.bytes)}"
-    text += f" in place of {show_bytes(local_steps * measured.uncompressed_bytes)}"
+    if local_steps is not None:
+        text += f" in place of {show_bytes(local_steps * measured.uncompressed_bytes)}"
     if measured.seconds:
         share = measured.waited / measured.seconds
         text += f", and waited {show_seconds(measured.waited)} for exchanges, {share:.0%} of the time"
@@ -174,6 +181,7 @@ def _of_plans(plans: Sequence[Plan]) -> _Trained:
         bytes_per_step(plans, local_steps),
         report,
         local_steps,
+        plans[0].round_length is not None,
     )
 
 
@@ -207,11 +215,11 @@ def lines(trained: _Trained, others: int = 0) -> list[str]:
     specs = dict.fromkeys(bucket.chosen for bucket in trained.report.buckets)
     spec = "auto" if trained.report.auto is not None else ", ".join(specs) or "none"
     text = f"{trained.exchanges:,} steps with {spec}"
-    if trained.local_steps > 1:
-        text = f"{trained.exchanges:,} exchanges with {spec}, local_steps={trained.local_steps}"
+    if trained.local_steps > 1 or trained.chose_length:
+        text = f"{trained.exchanges:,} exchanges with {spec}, "
+        text += f"{'last ' if trained.chose_length else ''}local_steps={trained.local_steps}"
     text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
     found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
-    found += [
-        measured_line(totals.measured[name], trained.local_steps) for name in trained.names if name in totals.measured
-    ]
+    local_steps = None if trained.chose_length else trained.local_steps
+    found += [measured_line(totals.measured[name], local_steps) for name in trained.names if name in totals.measured]
     return found

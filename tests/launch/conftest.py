@@ -55,6 +55,7 @@ class Job:
     # Files, not pipes: no process that is left over can keep us waiting for the end of a pipe.
     def __init__(self, command: list[str], env: dict[str, str] | None) -> None:
         environment = {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",  # between the starts of two ranks, on a busy machine
             **os.environ,
             "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),

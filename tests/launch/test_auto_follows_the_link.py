@@ -62,7 +62,8 @@ def test_a_slower_link_is_followed_within_20_steps(tmp_path):
     lines = [line for line in text.splitlines() if re.search(r">:(step \d+$|hvd_compress: bucket)", line)]
     at = next(i for i, line in enumerate(lines) if line.endswith(":step 30"))
     later = lines[at:]
-    switch = next(i for i, line in enumerate(later) if "none -> topk:ratio=0.05; predicted " in line)
+    switch = next((i for i, line in enumerate(later) if "none -> topk:ratio=0.05; predicted " in line), None)
+    assert switch is not None, text[-3000:]
     steps = sum(":step " in line for line in later[:switch])
     assert steps <= 20, text[-3000:]
     # And stays there.

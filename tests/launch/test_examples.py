@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.timeout(320)  # the runs have time-outs of their own, and end their processes
+from hvd_compress.compressors.auto import CANDIDATES
+
+pytestmark = pytest.mark.timeout(920)  # the runs have time-outs of their own, and end their processes
 
 
 def report(result, ranks=2):
@@ -58,7 +60,7 @@ def test_keras_mnist_goes_on_with_the_digits_where_mnist_cannot_be_downloaded(ho
     assert result.stdout.count("mnist cannot be had") == 1
     assert lines["data"] == "digits, 1437 images, tested on 360 others"
     assert lines["compressor"] == "auto"
-    assert lines["chosen"].split(" for ")[0] in ("none", "int8", "int4", "quantize:bits=2")
+    assert lines["chosen"].split(" for ")[0] in CANDIDATES
     assert lines["steps"].startswith(f"{6 * 23} in ")
     check_bytes(lines, 1_199_882, at_least=0.95)  # it may have chosen not to compress, in chunks with some padding
     each, whole = re.search(r"; predicted (\S+) s per step, (\S+) s in all$", lines["stock Horovod"]).groups()
@@ -569,7 +571,7 @@ sys.path.insert(0, "examples")
 import data, horovod.tensorflow as hvd, numpy as np
 from tensorflow import keras
 hvd.init()
-data.SERVER_TIMEOUT = 0.5
+data.SERVER_TIMEOUT = 2.0
 
 def works():
     start = time.time()
@@ -588,13 +590,13 @@ def waits():
 def downloads():
     print("Downloading data from a slow server")
     print("1%")
-    time.sleep(1)
+    time.sleep(4)
     return 2
 
 times = hvd.allgather_object(data._in_turns(works)[0])
 assert times[0][1] <= times[1][0], times
 assert data._in_turns(fails) == (None, "of no use")
-assert data._in_turns(waits) == (None, "no answer in 0.5 s")
+assert data._in_turns(waits) == (None, "no answer in 2.0 s")
 assert data._in_turns(downloads) == (2, "")
 
 images = np.full([9, 32, 32, 3], 255, np.uint8)

@@ -69,6 +69,10 @@ finally:
 """
 
 
+# All ranks must start within it, and survivors may wait so long.
+TIMEOUT = ["--gloo-timeout-seconds", "30"]
+
+
 def wait_for(paths, alive, seconds=120):
     deadline = time.time() + seconds
     while not all(path.exists() for path in paths):
@@ -124,7 +128,7 @@ def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, s
     # At any point: while plans are made (calibration with auto), in a step, while residuals are saved.
     drawn = random.Random(f"{spec} {seed}")
     victim = drawn.randrange(ranks)
-    job, workers = run_until(background, tmp_path, ranks, spec)
+    job, workers = run_until(background, tmp_path, ranks, spec, TIMEOUT)
     time.sleep(drawn.uniform(0, 6))
     workers[victim].kill()
     seconds = check_end(job, tmp_path, workers, victim, bound=120)
@@ -137,7 +141,7 @@ def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, s
 @pytest.mark.parametrize("ranks, spec", [(2, "int8")])
 def test_a_stopped_rank_ends_all(background, tmp_path, ranks, spec):
     # All of it stands still, Horovod's thread included, which its own look for stalls cannot tell; Gloo's limit counts.
-    job, workers = run_until(background, tmp_path, ranks, spec, ["--gloo-timeout-seconds", "8"])
+    job, workers = run_until(background, tmp_path, ranks, spec, TIMEOUT)
     wait_for([tmp_path / "training-0"], job.alive)
     workers[1].send_signal(signal.SIGSTOP)
     check_end(job, tmp_path, workers, 1, bound=120)

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = """
 import sys
@@ -45,7 +45,7 @@ def run(background, tmp_path):
     def on(hosts, hierarchical="auto"):
         ranks = sum(int(host.partition(":")[2]) for host in hosts.split(","))
         job = background(["-np", str(ranks), "-H", hosts, "python", str(script), hierarchical])
-        result = job.wait(150)
+        result = job.wait(300)
         assert result.returncode == 0
         told = sorted(line.partition("told ")[2] for line in result.stdout.splitlines() if "told " in line)
         assert len(told) == ranks

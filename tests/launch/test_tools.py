@@ -9,6 +9,8 @@ import pytest
 
 from hvd_compress.cost import Calibration
 
+pytestmark = pytest.mark.timeout(620)  # the runs have time-outs of their own
+
 SPECS = ["-c", "int8", "-c", "randomk:ratio=0.01"]
 SCRIPT = """
 import keras
@@ -83,7 +85,7 @@ def test_bench(python, tmp_path):
         "-o",
         str(output),
     ]
-    result = python([*command, *SPECS, "--json"], timeout=290)
+    result = python([*command, *SPECS, "--json"], timeout=600)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert not [line for line in result.stderr.splitlines() if line.startswith("[0]")]
@@ -124,7 +126,7 @@ def test_tune(python, tmp_path):
     result = python(
         ["-m", "hvd_compress.tools.cli", "tune", "-np", "2", "--launcher", f"{run} --gloo", *options,
          "--study", str(tmp_path / "study.log"), "--json", str(script)],
-        timeout=290,
+        timeout=600,
     )  # fmt: skip
     assert result.returncode == 0
     found = json.loads(result.stdout)

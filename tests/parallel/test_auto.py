@@ -116,6 +116,37 @@ def test_a_nan_on_one_rank_keeps_residuals_and_choice(training, rank, gather):
     assert all(np.isfinite(value.numpy()).all() for value in state)
 
 
+def test_a_nan_in_an_uncompressed_step_of_auto_keeps_other_residuals(rank):
+    policy = (("v0", hvdc.Compression.parse("topk:ratio=0.1")),)
+    training = new_training(rank, policy=policy)
+    training.step()
+    training.choose(0)
+    training.step()
+    training.choose(0)
+    assert introspect.nothing_is_compressed(training.plan)
+    before = training.residuals()
+    assert np.abs(before[0]).max() > 0  # that of topk, which auto does not decide on
+    values = [gradient.copy() for gradient in gradients(rank, 99)]
+    if rank == 1:
+        values[2][5, 5] = np.nan
+    assert np.isnan(training.step(values)[2][5, 5])
+    for a, b in zip(before, training.residuals()):
+        np.testing.assert_array_equal(a, b)
+    training.step()
+    assert np.abs(training.residuals()[0] - before[0]).max() > 0
+
+
+def test_a_checkpoint_that_is_loaded_while_training_drops_what_was_proposed(training, rank):
+    training.step()
+    training.choose(1)
+    training.step()
+    saved = introspect.saved_state(training.plan)
+    introspect.propose(training.plan, 2, rank)
+    introspect.restore(training.reducer, [saved])
+    training.step()
+    assert set(introspect.selector_state(training.plan).choice.numpy()) == {1}
+
+
 def test_what_candidates_lose_is_measured(training):
     for _ in range(12):
         training.step()

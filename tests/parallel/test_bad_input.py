@@ -247,12 +247,12 @@ def test_layers_frozen_and_thawed(keras, rank, gather):
         np.testing.assert_array_equal(everyone, everyone[:1].repeat(len(everyone), 0))
 
 
-def test_a_model_of_bfloat16(keras, rank):
-    fit(
-        make(keras, dtype="bfloat16"),
-        hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"),
-        rank,
-    )
+def test_a_model_of_bfloat16(keras, rank, gather):
+    model = make(keras, dtype="bfloat16")
+    fit(model, hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"), rank)
+    everyone = gather(np.concatenate([np.ravel(w).astype(np.float32) for w in model.get_weights()]))
+    assert np.isfinite(everyone).all()
+    np.testing.assert_array_equal(everyone, everyone[:1].repeat(len(everyone), 0))
 
 
 def test_a_variable_that_came_later(keras, run, rank, size):

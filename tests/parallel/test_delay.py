@@ -171,6 +171,20 @@ def test_a_resumed_training_keeps_its_candidate(rank, monkeypatch):
     assert {c.spec for c in introspect.plan_of(anew).compressors()} == {other.spec}
 
 
+def test_a_checkpoint_that_is_loaded_while_training_drops_what_was_proposed(rank, monkeypatch):
+    monkeypatch.setattr(delay_choice.policy, "average", lambda old, new, known: tf.constant(SLOW))
+    reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
+    delayed(draw(rank, 0))
+    plan = introspect.plan_of(reducer)
+    saved = introspect.saved_state(plan)
+    for _ in range(20):
+        delayed(draw(rank, 1))
+    assert plan.delay_selector.has_begun()
+    introspect.restore(reducer, [saved])
+    delayed(draw(rank, 2))
+    assert not plan.delay_selector.has_begun()
+
+
 def test_nothing_to_compress_leaves_nothing_to_choose(rank, size):
     variables = [tf.Variable(tf.zeros([8]))]
     reducer = introspect.new_reducer("auto:delay=(0|1)")

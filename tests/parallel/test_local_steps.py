@@ -1,6 +1,7 @@
 """Local steps against an independent simulation in NumPy of all ranks, with different data on each."""
 
 import horovod.tensorflow as hvd
+import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -264,7 +265,37 @@ def test_all_ranks_take_the_length_that_rank_0_proposes(rank, monkeypatch):
     np.testing.assert_equal(resumed.step(11), training.step(11))
 
 
-@pytest.mark.timeout(60)
+def test_a_new_process_resumes_to_the_bit(rank, tmp_path):
+    """Its `LocalSteps` has made no steps when the save is loaded."""
+    shared = hvd.broadcast_object(str(tmp_path), 0)
+    training = Training(rank, local_steps=ROUND, compression=TOPK, min_compress_size=256)
+    for t in range(7):
+        training.step(t)
+    hvdc.save_residuals(training.sync, shared, training._optimizer.variables)
+    resumed = Training(rank, local_steps=ROUND, compression=TOPK, min_compress_size=256)
+    assert hvdc.load_residuals(resumed.sync, shared, resumed._optimizer.variables) == 7
+    for t in range(7, 14):
+        np.testing.assert_equal(resumed.step(t), training.step(t))
+
+
+@pytest.mark.timeout(200)
+def test_lengths_are_agreed_on_where_the_reducer_got_another_name(rank):
+    """As in an elastic job: a process that joins may have made fewer reducers before."""
+    made = introspect.reducers_made()
+    introspect.set_reducers_made(made + rank)
+    options = {"compression": "auto:candidates=(int8),local_steps=(1|2)"}
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+    reducer = introspect.reducer_of(optimizer)
+    introspect.set_reducers_made(made + 2)
+    before, reducer.name = reducer.name, hvd.broadcast_object(reducer.name, 0)
+    assert (before == reducer.name) == (rank == 0)
+    variable = tf.Variable(tf.ones([32, 32]))
+    for _ in range(3):
+        optimizer.apply_gradients([(tf.fill([32, 32], 1.0 + rank), variable)])
+    assert optimizer._hvdc.rounds.log.read("test")[:, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.timeout(200)
 def test_lengths_are_agreed_on_where_only_one_rank_has_a_condition_in_its_step(rank):
     """TensorFlow's names of what follows then differ between ranks."""
     variable = tf.Variable(tf.ones([32, 32]))

@@ -360,8 +360,14 @@ def test_a_trace_has_all_ranks_on_one_time_line(rank, size, tmp_path, monkeypatc
         # No rank has received a bucket before all have encoded it.
         encoded = [ends[(r, step, bucket, "encode")] for r in range(size)]
         # A bucket that has overtaken an earlier one is never alone on the wire.
-        received = [max(ends.get((r, step, bucket, name), 0.0) for name in ("queue", "wire")) for r in range(size)]
-        assert min(received) >= max(encoded) - 2.0 * error - 1.0
+        # What takes less than a microsecond is left out.
+        received = [
+            max(ends.get((r, step, bucket, name), 0.0) for name in ("queue", "wire"))
+            or ends[(r, step, bucket, "decode")]
+            for r in range(size)
+        ]
+        # A busy machine may take a time late, but not by a part of the 50 s by which the clocks differ.
+        assert min(received) >= max(encoded) - 2.0 * error - 1e6
 
 
 def test_a_profile_reads_the_plan_that_takes_steps(rank):

@@ -130,6 +130,17 @@ def test_an_observer(rank, variables):
     assert float(stopwatch.seconds) > 0.0
 
 
+def test_an_observer_in_the_place_of_another_one(rank, variables):
+    plans = []
+    reduce = reducer("int8", plans.append)
+    stopwatches = Stopwatch(), Stopwatch()
+    for step in range(STEPS):
+        if step:
+            plans[0].observers[:] = [stopwatches[step % 2]]
+        reduce([tf.constant(g) for g in gradients(rank, step)], variables)
+    assert [int(stopwatch.steps) for stopwatch in stopwatches] == [1, 2]
+
+
 @pytest.mark.parametrize("spec", [Halves(), hvdc.Compression.auto(candidates=["none", Halves()])])
 def test_a_compressor_alone_and_as_a_candidate(rank, size, variables, spec):
     reduce = reducer(spec, lambda plan: None)

@@ -127,7 +127,7 @@ def test_plain_pages_run(tmp_path):
     assert pages
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, str(ROOT / "tests" / "doc_blocks.py"), str(tmp_path), *pages]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.findall(r"^ran \d+ blocks of (\S+)", done.stdout, re.MULTILINE) == pages
 

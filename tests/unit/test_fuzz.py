@@ -20,7 +20,7 @@ from hvd_compress.checkpoint.plan_state import PlanState
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.resolve import resolve
 from hvd_compress.cost import Calibration
-from hvd_compress.engine.settings import resolve_bucket_bytes, resolve_exchange
+from hvd_compress.frontends.environment import resolve_bucket_bytes, resolve_exchange
 from hvd_compress.tools import run_log
 from hvd_compress.tools.cli import main
 

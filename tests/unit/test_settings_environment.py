@@ -5,7 +5,8 @@ import tensorflow as tf
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.engine.settings import BUCKET_BYTES, resolve_bucket_bytes, resolve_exchange
+from hvd_compress.engine.settings import BUCKET_BYTES
+from hvd_compress.frontends.environment import resolve_bucket_bytes, resolve_exchange
 
 
 def test_the_environment_counts_where_nothing_is_said(monkeypatch):
@@ -47,3 +48,12 @@ def test_what_is_no_exchange_is_said(monkeypatch, text):
     monkeypatch.setenv("HVD_COMPRESS_EXCHANGE", text)
     with pytest.raises(ValueError, match="HVD_COMPRESS_EXCHANGE must be like 'delay=1' or 'local_steps=8', got"):
         resolve_exchange()
+
+
+@pytest.mark.parametrize("spec", ["auto:local_steps=(1|8)", "auto"])
+def test_an_exchange_that_the_script_cannot_have_names_the_variable(monkeypatch, spec):
+    monkeypatch.setenv("HVD_COMPRESS_EXCHANGE", "local_steps=8")
+    with pytest.raises(ValueError, match="^environment variable HVD_COMPRESS_EXCHANGE, local_steps=8: .*local_steps"):
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=spec)
+    with pytest.raises(ValueError, match="^op currently only supports"):
+        hvdc.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=spec, op="mean")

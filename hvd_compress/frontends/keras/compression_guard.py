@@ -60,8 +60,9 @@ class CompressionGuard(CountingCallback):
 
     Raises:
         TypeError: In `on_train_begin`: the model's optimizer is not a `hvdc.DistributedOptimizer`.
-        ValueError: An argument is not valid. In the first step: the compression has momentum of its own (`dgc`,
-            `momentum_correction`).
+        ValueError: An argument is not valid. In the first step, or in `on_train_begin` if the optimizer has trained
+            before: the compression has momentum of its own (`dgc`, `momentum_correction`), or the optimizer has
+            `delay=1`.
     """
 
     def __init__(

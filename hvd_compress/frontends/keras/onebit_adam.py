@@ -13,7 +13,8 @@ from ...common import checks
 from ...common.verbosity import shows
 from ...compressors.onebit import OneBitLater
 from ...engine import layout
-from ...engine.settings import MIN_COMPRESS_SIZE, Settings, resolve_bucket_bytes
+from ...engine.settings import MIN_COMPRESS_SIZE, Settings
+from ..environment import resolve_bucket_bytes
 from .distribution import Distribution
 from .keras3 import Keras3Mixin, mixin_for
 from .optimizer_state import tf_variable

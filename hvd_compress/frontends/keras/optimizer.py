@@ -106,8 +106,9 @@ def DistributedOptimizer(
         on_nonfinite: What to do if a gradient of any rank is infinite or NaN. "propagate": the reduced gradients
             are not finite on any rank, as without this package. "skip": all ranks skip the step; variables,
             optimizer state and `iterations` stay as they were. "raise": all ranks raise
-            `tf.errors.InvalidArgumentError`. Residuals stay as they were in all three cases. A LossScaleOptimizer,
-            inside or around this optimizer, decides for itself. Gradients of local variables are not checked.
+            `tf.errors.InvalidArgumentError`. Residuals stay as they were in all three cases; with `delay=1`, only those
+            of the rank with that gradient do. A LossScaleOptimizer, inside or around this optimizer, decides for
+            itself. Gradients of local variables are not checked.
         hierarchical: Whether to sum gradients uncompressed within each host first, and to exchange the compressed sums
             between hosts. Needs `hvdc.init()` instead of `hvd.init()`, and several hosts with several ranks each.
             "auto" does so if it is predicted to be faster. True does so for all compressors whose payloads cannot be
