@@ -260,7 +260,7 @@ def batches(task: Any, step: int) -> Iterator[tuple[Any, Any]]:
 
 def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
+    hvdc.init()
     keras.utils.set_random_seed(ARGS.training_seed)
     task = tasks.gpt(ARGS.context)
     model = build_model(ARGS.layers, ARGS.width, ARGS.context)

@@ -1,6 +1,8 @@
 """Elastic state without other ranks: who takes over what, which errors are Horovod's, callbacks, going back."""
 
 import pickle
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.checkpoint.plan_state import Member, PlanState
+from hvd_compress.exchange import bounded
 from hvd_compress.frontends.elastic import takeover
 from hvd_compress.frontends.elastic.failures import horovod_errors
 
@@ -22,6 +25,24 @@ try:
     KERASES["tf_keras"] = tf_keras
 except ImportError:  # TF 2.15: tf.keras is Keras 2
     pass
+
+
+def test_a_connection_that_never_comes_ends_the_process(monkeypatch):
+    code = """if True:
+        import time
+        from hvd_compress.exchange import bounded
+        with bounded.ends_process_after(100.0):
+            pass
+        with bounded.ends_process_after(0.1):
+            time.sleep(100)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert "hvd_compress: Horovod has not connected this worker within 0.1 s: it ends" in done.stderr
+    assert bounded.limit() == 660.0
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "60")
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "10")
+    assert bounded.limit() == 80.0
 
 
 def plan_states(seed, dtype=np.float32):

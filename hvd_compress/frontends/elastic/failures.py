@@ -13,6 +13,8 @@ from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import init, shutdown
 
+from ...exchange import bounded
+
 # Occur in errors of collectives, this package's and Horovod's own. They do not count in the paths of a traceback.
 _WORDS = re.compile(r"horovod|hvdc_|gloo|nccl", re.IGNORECASE)
 _PATHS = re.compile(r'File "[^"\n]*"')
@@ -56,5 +58,6 @@ def horovod_errors() -> Iterator[None]:
 
 
 def _reset() -> None:
-    shutdown()
-    init()
+    with bounded.ends_process_after(bounded.limit()):
+        shutdown()
+        init()
