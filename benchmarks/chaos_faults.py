@@ -44,6 +44,7 @@ class Faults:
     def __init__(self, job: Job, disk: Path, rate: float, spare: int) -> None:
         self.job, self.disk, self.rate, self.spare = job, disk, rate, spare
         self._copies = 0
+        self._damaged: set[str] = set()  # saves of which a file was cut short
 
     def possible(self, fault: Fault) -> bool:
         """Whether there is someone to whom it can be done now."""
@@ -142,9 +143,12 @@ class Faults:
 
     def _copy(self, damaged: str | None) -> list[tuple[Path, str | None]]:
         save = chaos_disk.newest_save(self.disk)
-        if save is None:
+        if save is None or save.name in self._damaged:  # by an earlier fault: nothing is known of its other files
             return []
         self._copies += 1
         to = self.job.folder / f"copy-{self._copies}"
         chaos_disk.copy_save(save, to)
-        return [(to, damaged if damaged and (to / save.name / damaged).exists() else None)]
+        if damaged is None or not (to / save.name / damaged).exists():
+            return [(to, None)]
+        self._damaged.add(save.name)
+        return [(to, damaged)]

@@ -284,13 +284,14 @@ def main() -> None:
     def train(state: State) -> None:
         *now, losses = summed([*residual_sum(optimizer), float(len(lost))], "chaos.synced")
         lost.clear()
-        state.round = hvd.broadcast_object(time.time_ns(), 0, name="chaos.round")
+        state.round = this_round = hvd.broadcast_object(time.time_ns(), 0, name="chaos.round")
         EVENTS(
             "synced", step=state.step, round=state.round, committed=state.residual_sum, now=now, lost=losses > 0,
             rank=hvd.rank(), size=hvd.size(),
         )  # fmt: skip
         if not state.resumed:
             resume(state)
+            state.round = this_round  # a damaged file brings back all attributes
             state.resumed = True
             state.save()
         callbacks = [
