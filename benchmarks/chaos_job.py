@@ -70,14 +70,14 @@ class Job:
         # With a larger --min-np, Horovod does not start a worker again on a host that comes back from its blacklist.
         options = ["-np", str(len(self.hosts)), "--min-np", "1", "--max-np", str(self.lab.hosts)]
         options += ["--host-discovery-script", str(self._script), "--blacklist-cooldown-range", "2", "5"]
-        options += ["--gloo-timeout-seconds", str(self._gloo_timeout)]
+        options += ["--gloo-timeout-seconds", str(self._gloo_timeout), "--elastic-timeout", "60"]
         command = [sys.executable, str(WORKER), "--attempt", str(self.attempt), "--folder", str(self.folder)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         with open(self.output, "w") as output:
             self._process = self.lab.start(
                 [*options, *command, *self._options],
                 stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={"PYTHONPATH": path, "HOROVOD_ELASTIC_TIMEOUT": "60"},
+                env={"PYTHONPATH": path},
             )  # fmt: skip
 
     def ended(self) -> bool:

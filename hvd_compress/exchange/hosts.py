@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -19,7 +19,7 @@ from horovod.runner.http import http_client
 from horovod.tensorflow.mpi_ops import _basics
 
 from ..common.verbosity import say
-from . import bounded
+from . import connections
 
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     If Horovod is initialized already, this does nothing, like `hvd.init()`. The exchange stays flat in an elastic job,
     with a `comm`, if the job was not started with Gloo (MPI has no such store), and if hosts have different numbers of
-    workers; rank 0 prints the reason in one line. In an elastic job, a worker that Horovod cannot connect to the others
-    within HOROVOD_ELASTIC_TIMEOUT (600 s if not set) and a minute ends, where Horovod may wait for ever.
+    workers; rank 0 prints the reason in one line. In an elastic job, Horovod is initialized again if a worker is lost
+    meanwhile, and `hvdc.elastic.run` makes all workers see at once that one was lost.
 
     Args:
         comm: As in `hvd.init()`.
@@ -86,8 +86,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     hosts = [] if _why else grouped(_places())
     _why = _why or _obstacle(hosts)
     if _why:
-        is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        with bounded.ends_process_after(bounded.limit()) if is_elastic else contextlib.nullcontext():
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            connections.connect(functools.partial(hvd.init, comm, process_sets))
+        else:
             hvd.init(comm, process_sets)
         if hvd.size() == hvd.local_size():
             _why = _obstacle([range(hvd.size())])

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 HOROVOD = "0.28.1"
-RECIPE = 1  # raise it when the way the wheel is built changes: cached ones are then left alone
+RECIPE = 2  # raise it when the way the wheel is built changes: cached ones are then left alone
 
 # The oldest and the newest Python that each TensorFlow has wheels for.
 PYTHONS = {
@@ -66,8 +66,21 @@ class Features:
 PLAIN = Features()  # TensorFlow and Gloo
 
 
+# A call of Horovod's background thread that connects the ranks; what fails in it makes `init` fail.
+_FAILS = """\
+    try {{
+      {call};
+    }} catch (const std::exception& error) {{
+      LOG(ERROR) << "Horovod could not be initialized: " << error.what();
+      global_gloo_context.Finalize();
+      state.initialization_failed = true;
+      return;
+    }}
+"""
+
+
 def patch(source: Path, tensorflow: str) -> None:
-    """Changes Horovod's unpacked source where today's TensorFlow and PyTorch need it.
+    """Changes Horovod's unpacked source where today's TensorFlow, PyTorch and compilers need it; and two defects.
 
     Args:
         source: Its folder.
@@ -85,6 +98,24 @@ def patch(source: Path, tensorflow: str) -> None:
     # Its `operator=` assigns this member, which g++ 14 no longer compiles.
     span = source / "third_party" / "flatbuffers" / "include" / "flatbuffers" / "stl_emulation.h"
     _replace(span, "  const size_type count_;", "  size_type count_;")
+    # A rank that is lost while the others connect would end all of them with an exception that nobody catches. Elastic
+    # jobs try again (`exchange.connections`).
+    operations = source / "horovod" / "common" / "operations.cc"
+    for call in (
+        "global_gloo_context.Initialize(ParseGlooIface())",
+        "state.process_set_table.Initialize(global_gloo_context)",
+    ):
+        _replace(operations, f"    {call};\n", _FAILS.format(call=call))
+    _replace(
+        operations,
+        "horovod_global.initialization_done = false;\n    horovod_global.background_thread =",
+        "horovod_global.initialization_done = false;\n    horovod_global.initialization_failed = false;\n"
+        "    horovod_global.background_thread =",
+    )
+    # A rank waits for the connection of another one, which may wait for the address of a third one. Gloo waits for five
+    # times its time-out; that is two of them.
+    pair = source / "third_party" / "gloo" / "gloo" / "transport" / "tcp" / "pair.h"
+    _replace(pair, "timeout_ * 5,", "timeout_ * 2,")
     # The headers of PyTorch 2.1 and later are C++17. (The part for TensorFlow takes TensorFlow's own flags.)
     _replace(
         source / "horovod" / "torch" / "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"

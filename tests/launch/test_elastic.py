@@ -150,3 +150,41 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     assert {end[1] for end in ends} == {"2"}
     assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
     assert all(float(end[4]) < 10 for end in ends), ends
+
+
+LOST = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+import horovod.tensorflow.keras as hvd, keras, numpy as np
+import hvd_compress as hvdc
+
+(folder / f"here-{os.environ['HOROVOD_HOSTNAME']}").touch()
+while len(list(folder.glob("here-*"))) < 3:
+    time.sleep(0.02)
+if os.environ["HOROVOD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+hvdc.init()
+model = keras.Sequential([keras.layers.Input([32]), keras.layers.Dense(64), keras.layers.Dense(8)])
+model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="int8"), "mse", jit_compile=False)
+
+
+@hvdc.elastic.run
+def train(state):
+    model.fit(np.ones([64, 32]), np.ones([64, 8]), 8, verbose=0)
+
+
+train(hvdc.elastic.KerasState(model, batch=0, epoch=0))
+print("ended", hvd.rank(), hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_is_lost_while_horovod_connects_the_ranks(background, tmp_path):
+    """The Horovod that `hvd-compress` builds survives it; the stock one ends all workers."""
+    hosts = Hosts(tmp_path)
+    hosts.set(HOSTS)
+    elastic = ["-np", "3", "--min-np", "2", "--host-discovery-script", str(hosts.script), "--network-interface", "lo"]
+    job = background([*elastic, "--gloo-timeout-seconds", "15", "python", "-c", LOST, str(tmp_path)])
+    result = job.wait(300)
+    assert sorted(re.findall(r"ended (\d) (\d)", result.stdout)) == [("0", "2"), ("1", "2")]
+    assert "a rank was lost while Horovod connected the ranks" in result.stderr

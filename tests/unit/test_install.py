@@ -83,6 +83,20 @@ class TestPrerequisites:
         assert prerequisites.needs_cmake() == needed
 
 
+OPERATIONS = """
+  {
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+
+    horovod_global.initialization_done = false;
+    horovod_global.background_thread =
+        std::thread(BackgroundThreadLoop, std::ref(horovod_global));
+"""
+
+
 class TestRecipe:
     def test_variables(self):
         plain = PLAIN.variables()
@@ -100,23 +114,28 @@ class TestRecipe:
             "horovod/tensorflow/xla_mpi_ops.cc": "text",
             "horovod/torch/CMakeLists.txt": "before\nset(CMAKE_CXX_STANDARD 14)\nafter\n",
             "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "  const size_type count_;\n",
+            "horovod/common/operations.cc": OPERATIONS,
+            "third_party/gloo/gloo/transport/tcp/pair.h": "        timeout_ * 5,\n",
             "CMakeLists.txt": 'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall")\n',
         }
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         recipe.patch(tmp_path, tf)
-        ops, torch, span, cmake = ((tmp_path / name).read_text() for name in files)
+        ops, torch, span, operations, pair, cmake = ((tmp_path / name).read_text() for name in files)
         assert bool(ops) == (tf == "2.15.1")
         assert torch == "before\nset(CMAKE_CXX_STANDARD 17)\nafter\n"
         assert span == "  size_type count_;\n"
+        assert pair == "        timeout_ * 2,\n"
+        assert operations.count("try {") == operations.count("state.initialization_failed = true;\n      return;") == 2
+        assert operations.count("Initialize(") == 2 and "initialization_failed = false;" in operations
         assert " -include cstdint -include stdexcept -include string -pthread -fPIC -Wall" in cmake
 
     def test_the_cached_wheels_keep_their_names(self, tmp_path, monkeypatch):
         """Others find them under this name."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         env = Environment(Path("python"), (3, 11), "2.21.0", tmp_path / "log", torch="2.13.0")
-        name = f"horovod0.28.1-tf2.21.0-cp311-{sysconfig.get_platform()}-{''.join(libc_ver())}-1"
+        name = f"horovod0.28.1-tf2.21.0-cp311-{sysconfig.get_platform()}-{''.join(libc_ver())}-2"
         assert horovod.wheel_directory(env) == tmp_path / "hvd_compress" / "wheels" / name
         assert horovod.wheel_directory(env, Features(pytorch=True)).name == f"{name}-torch2.13.0"
 
@@ -156,7 +175,8 @@ if words[:3] == ["-m", "pip", "download"]:
     with tarfile.open(os.path.join(target("-d"), "horovod-0.28.1.tar.gz"), "w:gz") as archive:
         for name in (
             "horovod/tensorflow/xla_mpi_ops.cc", "horovod/torch/CMakeLists.txt", "CMakeLists.txt",
-            "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+            "third_party/flatbuffers/include/flatbuffers/stl_emulation.h", "horovod/common/operations.cc",
+            "third_party/gloo/gloo/transport/tcp/pair.h",
         ):
             data = b"text"
             member = tarfile.TarInfo("horovod-0.28.1/" + name)

@@ -13,7 +13,7 @@ from horovod.common.elastic import run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import init, shutdown
 
-from ...exchange import bounded
+from ...exchange import connections
 
 # Occur in errors of collectives, this package's and Horovod's own. They do not count in the paths of a traceback.
 _WORDS = re.compile(r"horovod|hvdc_|gloo|nccl", re.IGNORECASE)
@@ -48,16 +48,22 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def horovod_errors() -> Iterator[None]:
-    """Raises HorovodInternalError, from which Horovod recovers, if an operation failed because of another rank."""
+    """Raises HorovodInternalError, from which Horovod recovers, if an operation failed because of another rank.
+
+    The connections to the other ranks are then cut: they fail at once, too.
+    """
     try:
         yield
+    except HorovodInternalError:
+        connections.cut()
+        raise
     except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
         if not _WORDS.search(_PATHS.sub("", str(error))):
             raise
+        connections.cut()
         raise HorovodInternalError(str(error)) from error
 
 
 def _reset() -> None:
-    with bounded.ends_process_after(bounded.limit()):
-        shutdown()
-        init()
+    shutdown()
+    connections.connect(init)
