@@ -104,6 +104,7 @@ WEIGHTS = {"event": "saved_weights", "t": 1, "step": 20, "weights": 3}
         ({}, 0), ({"weights": 4}, 1), ({"residuals": 8}, 1), ({"sum": (2.0, 10.0)}, 1), ({"step": 40}, 2),
         ({"size": 3, "residuals": 8}, 0),  # other ranks: only the sum is the same
         ({"size": 3, "sum": (2.0, 10.0)}, 1),
+        ({"size": 1, "sum": (0.0, 0.0)}, 0),  # a single rank leaves residuals out
     ],
 )  # fmt: skip
 def test_what_is_loaded_must_be_what_was_saved(change, count):
