@@ -135,8 +135,10 @@ class Auto(BuiltinCompressor):
     def _check_one_candidate(self, name: str) -> None:
         # What only acts on a choice that is made again and again.
         for other in ("objective", "budget", "max_slowdown", "probe_every"):
-            if getattr(self, other) != getattr(Auto, other):
-                raise ValueError(f"auto: {name} and {other} cannot go together: leave one of them out")
+            value = getattr(self, other)
+            if value != getattr(Auto, other):
+                given = f"{other}={value!r}" if isinstance(value, str) else other
+                raise ValueError(f"auto: {name} and {given} cannot go together: leave one of them out")
         if all(self.model_wide_candidates):
             raise ValueError(
                 f"auto: with {name}, it does not choose {self.candidates[0].spec}: add another candidate, such as int4"

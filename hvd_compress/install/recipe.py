@@ -80,7 +80,7 @@ _FAILS = """\
 
 
 def patch(source: Path, tensorflow: str) -> None:
-    """Changes Horovod's unpacked source where today's TensorFlow, PyTorch and compilers need it; and two defects.
+    """Changes Horovod's unpacked source for today's TensorFlow, PyTorch and compilers, and mends two defects.
 
     Args:
         source: Its folder.

@@ -88,7 +88,7 @@ def test_an_outer_optimizer_of_keras_is_its_update_rule(nesterov):
         ({"compression": "auto:local_steps=(1|8)", "fragments": "stream"}, "auto:local_steps and fragments=stream"),
         ({"compression": "auto:local_steps=(1|8)", "local_warmup": 9}, "auto:local_steps and local_warmup=9"),
         ({"compression": "auto:local_steps=(1|0)"}, "auto: local_steps must be a whole number from 1 on, got 0"),
-        ({"compression": "auto:local_steps=8,objective=step"}, "local_steps and objective cannot go together"),
+        ({"compression": "auto:local_steps=8,objective=step"}, "local_steps and objective='step' cannot go together"),
         ({"compression": "auto:local_steps=8,budget=5ms"}, "local_steps and budget cannot go together"),
         ({"compression": "auto:local_steps=8,probe_every=9"}, "local_steps and probe_every cannot go together"),
         ({"compression": "auto:candidates=(powersgd:rank=2),local_steps=8"}, "does not choose powersgd:rank=2"),
