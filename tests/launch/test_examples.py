@@ -596,7 +596,7 @@ def downloads():
 times = hvd.allgather_object(data._in_turns(works)[0])
 assert times[0][1] <= times[1][0], times
 assert data._in_turns(fails) == (None, "of no use")
-assert data._in_turns(waits) == (None, "no answer in 2.0 s")
+assert data._in_turns(waits) == (None, "no answer in 2 s")
 assert data._in_turns(downloads) == (2, "")
 
 images = np.full([9, 32, 32, 3], 255, np.uint8)
