@@ -96,7 +96,7 @@ class Step:
             sums = [tensor for result in dense for tensor in result.incoming]
             if plan.settings.delay:  # the sums are those of the step before
                 sums = [self._gradients[i] for i in layout.uncompressed_members]
-            flags = [all_finite(tensor) for tensor in sums if keeps_state and tensor.dtype.is_floating]
+            flags = _finite(sums) if keeps_state else []
 
             # 3. Embeddings
             sparse = self._embeddings.reduce(counts)
@@ -212,7 +212,7 @@ class Step:
             reduced, timestamps, sums = self._reduce_auto_uncompressed()
             measured = {b: (times, self._lossless()) for b, times in timestamps.items()}
             keeps_state = first or self._changes or self._embeddings.has_residuals
-            finite = [all_finite(tensor) for tensor in sums if keeps_state and tensor.dtype.is_floating]
+            finite = _finite(sums) if keeps_state else []
             return reduced, measured, self._commit([*flags, *finite], first)
 
         def model_wide(candidate: int) -> Any:
@@ -372,6 +372,10 @@ def _assign(changes: Changes) -> None:
     for variable, value in changes:
         with tf.device(variable.device):
             variable.assign(value)
+
+
+def _finite(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [all_finite(tensor) for tensor in tensors if tensor.dtype.is_floating]
 
 
 def _measured(results: Mapping[int, BucketResult]) -> dict[int, tuple[Any, Any]]:
