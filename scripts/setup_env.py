@@ -137,6 +137,10 @@ def set_up(env: Environment) -> None:
     env.write_record(done=env.wanted(), horovod=horovod.wheel_directory(env).name)
 
 
+def say_ready(env: Environment) -> None:
+    say(f"{env.path} is ready (TensorFlow {env.tf}, Horovod {HOROVOD}). Activate it: . {env.path}/bin/activate")
+
+
 def main() -> int:
     """Reads the command line and sets the environment up if it is not."""
     parser = argparse.ArgumentParser(description="Make the virtual environment of this clone.")
@@ -146,7 +150,7 @@ def main() -> int:
     path = Path(os.path.abspath(arguments.venv))
     env = Environment(path, arguments.tf)
     if env.keep and env.read_record().get("done") == env.wanted():
-        say(f"{path} is ready (TensorFlow {env.tf}, Horovod {HOROVOD})")
+        say_ready(env)
         return 0
     check_python(env)
     # One set-up at a time in this clone; another one may have done the work while this one waited.
@@ -155,7 +159,7 @@ def main() -> int:
     env = Environment(path, arguments.tf)
     if not env.keep or env.read_record().get("done") != env.wanted():
         set_up(env)
-    say(f"{path} is ready (TensorFlow {env.tf}, Horovod {HOROVOD})")
+    say_ready(env)
     return 0
 
 

@@ -17,8 +17,8 @@ from .environment import Environment, SetupError, say
 from .recipe import HOROVOD, PYTHONS, Features
 
 DESCRIPTION = f"""\
-Horovod {HOROVOD} for the TensorFlow of this Python environment. It is a source package that needs one change for
-TensorFlow 2.16 and later, which is made here. The wheel is built once and kept in the cache directory."""
+Horovod {HOROVOD} for the TensorFlow of this Python environment. It is a source package. Its source is changed in a
+few places before it is built (docs/install.md). The wheel is built once and kept in the cache directory."""
 # What `check` runs on two ranks. Each rank contributes another number, so that the sum shows that all took part.
 TWO_RANKS = """
 import horovod.tensorflow as hvd

@@ -32,8 +32,8 @@ COMMANDS = (
 def main() -> None:
     """Gradient compression for Horovod: predict, measure, and tune it on your network.
 
-    Every subcommand has --help with an example, and --json for scripts. The exit status is 0 if all is well, 1 if
-    a problem was found or something failed, 2 for wrong usage.
+    --help shows an example of each subcommand. All but `horovod` have --json for scripts. The exit status is 0 if all
+    is well, 1 if a problem was found or something failed, 2 for wrong usage.
     """
 
 
