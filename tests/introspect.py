@@ -484,6 +484,11 @@ def saved_states(optimizer: Any, aggregation: bool = False) -> list[Any]:
     return states_of(distribution.reducer, distribution.aggregation if aggregation else None)
 
 
+def states_of_reducer(reducer: Any) -> list[Any]:
+    """What is saved of a reducer's plans."""
+    return states_of(reducer, None)
+
+
 def pending_states(owner: Any) -> list[Any]:
     """What was loaded for plans that are still to be made."""
     return reducer_of(owner).pending

@@ -44,6 +44,7 @@ class DelayChoice(DelaySelector):
             self._measured = tracing.variable(tf.constant(0), _NAME)  # the number of steps in `_times`
             # This rank's times of the step before, and whether it proposes to begin.
             self._numbers = tracing.variable(tf.zeros([5]), _NAME)
+            self._untimed = tracing.variable(tf.constant(UNTIMED), _NAME)  # steps whose times are still ignored
             self._rest_clock = RestClock(_NAME)
 
     def has_begun(self) -> tf.Tensor:
@@ -64,6 +65,7 @@ class DelayChoice(DelaySelector):
         """What was measured before a checkpoint was loaded, and proposed, does not count."""
         with tf.init_scope():
             self._numbers.assign(tf.zeros_like(self._numbers))
+            self._untimed.assign(UNTIMED)  # the next step may be traced, and connects the ranks
 
     def wants_times(self, bucket: int) -> bool:
         """All buckets."""
@@ -83,7 +85,9 @@ class DelayChoice(DelaySelector):
             self._begun.assign(before | begun)
             tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
             proposed = (measured >= _MEASURED) & pays(times) & self._is_first
-            own = tf.where(before | (measurement.step < UNTIMED), tf.zeros([4]), self._of_step(measurement))
+            untimed = self._untimed.read_value()
+            own = tf.where(before | (untimed > 0), tf.zeros([4]), self._of_step(measurement))
+            self._untimed.assign(tf.maximum(untimed - 1, 0))
             self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
 
     def _of_step(self, measurement: StepMeasurement) -> tf.Tensor:

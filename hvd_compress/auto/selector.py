@@ -202,6 +202,7 @@ class AutoSelector(ModelSelector):
             compressed_rows = {len(self.auto.candidates)} if self._rows.numpy() else set()
             self._rows.assign(self.compresses_rows)
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
+            self._timed_from.assign(self._step + UNTIMED)  # the next step may be traced, and connects the ranks
             self._comparisons.take()
             self._trace(used | compressed_rows)
 

@@ -93,7 +93,7 @@ class PlanState:
         values = {
             name: _summary(array)
             for name, array in self.replicated_state.items()
-            if array.dtype.kind in "iub" or not name.startswith(_MEASURED)
+            if not name.startswith(_MEASURED) or (array.dtype.kind in "iub" and name != _PROPOSED)
         }
         return [member.key for member in self.members], fields, values
 
@@ -248,6 +248,8 @@ def _is_of_local_steps(state: PlanState) -> bool:
 
 # What ranks compute from measurements, with these prefixes of names: processors may round it differently.
 _MEASURED = ("auto_", "delay_", "round_")
+# What each rank would try next; only rank 0's proposal is followed.
+_PROPOSED = "auto_trial"
 
 
 def _summary(array: np.ndarray) -> Any:

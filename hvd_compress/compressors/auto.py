@@ -188,7 +188,7 @@ class Auto(BuiltinCompressor):
             "hvdc.DistributedGradientTape, and one of its candidates, such as 'int4', here"
         )
 
-    parts = encode = _only_in_training
+    parts = encode = stateless = _only_in_training
 
 
 def _phase(phase: Any) -> tuple[int, float]:

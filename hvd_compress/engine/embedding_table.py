@@ -52,8 +52,7 @@ class EmbeddingTable:
     def dense_bytes(self) -> int:
         """The bytes that each rank sends of the dense gradient."""
         if self.compressor.uncompressed:
-            size = 4 if self.dtype == tf.bfloat16 else self.dtype.size  # summed as float32
-            return uncompressed.bytes_sent(math.prod(self.shape) * size, self.ranks)
+            return uncompressed.bytes_sent(math.prod(self.shape) * uncompressed.size_sent(self.dtype), self.ranks)
         sent = 0
         for chunks in self.layout.in_buckets(self.limit):
             shapes = self.layout.shapes[chunks.start : chunks.stop]

@@ -16,8 +16,10 @@ from .reducer import Reducer
 AS_CONFIGURED = "the compressors as configured"
 
 
-def attach(plan: Plan, guard: Guard) -> None:
+def attach(plan: Plan, guard: Guard, is_new: bool = False) -> None:
     """Lets a guard watch a plan, and gives the plan the compressors of the guard's level.
+
+    The plan's residuals begin again with zeros if its compressors change; a new plan keeps those of a checkpoint.
 
     Raises:
         ValueError: The plan applies momentum before compression, which milder compressors would lose; or it has a
@@ -43,7 +45,9 @@ def attach(plan: Plan, guard: Guard) -> None:
     plan.observers[:] = [observer for observer in plan.observers if not isinstance(observer, GradientSum)]
     factor = max(1.0, 1.0 / plan.settings.gradient_predivide_factor)
     plan.observers.append(GradientSum(members, factor, residual_norm(plan), plan.name))
-    if guard.level or (before is not None and before.level):
+    if is_new:
+        _hold_auto(plan)
+    elif guard.level or (before is not None and before.level):
         _apply(plan)
 
 
@@ -55,14 +59,20 @@ def next_level(reducer: Reducer, level: int) -> int | None:
     return next((one for one in levels if any(_is_milder(plan, one) for plan in reducer.plans.values())), None)
 
 
-def change_level(reducer: Reducer, level: int, reason: str) -> GuardEvent:
+def set_level(reducer: Reducer, level: int) -> None:
     """Changes all plans to a level, with residuals of zero; steps must be traced again afterwards."""
-    guard = reducer.guard
-    assert guard is not None
-    guard.level = level
+    assert reducer.guard is not None
+    reducer.guard.level = level
     for plan in reducer.plans.values():
         _apply(plan)
     reducer.forget_functions()
+
+
+def change_level(reducer: Reducer, level: int, reason: str) -> GuardEvent:
+    """As `set_level`; also notes the change and its reason."""
+    guard = reducer.guard
+    assert guard is not None
+    set_level(reducer, level)
     steps = max((int(plan.state.step) for plan in reducer.plans.values()), default=0)
     event = GuardEvent(steps, in_words(reducer.plans.values()) if level else AS_CONFIGURED, reason)
     guard.events.append(event)
@@ -136,15 +146,20 @@ def _loss(compressor: Compressor, plan: Plan, b: int) -> float:
 
 def _apply(plan: Plan) -> None:
     """Sets what is kept from step to step to that of a first step, at the guard's level."""
-    guard = plan.guard
-    assert guard is not None
+    _hold_auto(plan)
     with tf.init_scope():  # a plan may be made while a step is traced
-        if plan.auto is not None:
-            held = _of_auto(plan, guard.milder[guard.level - 1]) if guard.level else None
-            plan.auto.hold(held, int(plan.state.step))
         for group in (*plan.state.groups, *plan.state.embeddings):
             for residual in group.residuals:
                 residual.assign(tf.zeros_like(residual))
         for observer in plan.observers:
             if isinstance(observer, GradientSum):
                 observer.total.assign(0.0)
+
+
+def _hold_auto(plan: Plan) -> None:
+    guard = plan.guard
+    assert guard is not None
+    if plan.auto is not None:
+        with tf.init_scope():
+            held = _of_auto(plan, guard.milder[guard.level - 1]) if guard.level else None
+            plan.auto.hold(held, int(plan.state.step))

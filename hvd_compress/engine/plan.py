@@ -111,11 +111,7 @@ class Plan:
         values and row numbers of IndexedSlices, including duplicates. If `hvdc.init()` has found several hosts of
         several workers, these are the bytes that leave a host, divided by its workers (except for IndexedSlices).
         """
-        layout, ranks, hosts = self.layout, self.settings.process_set.size(), self.all_hosts
-
-        def nbytes(members: list[int]) -> int:
-            return sum(math.prod(layout.shapes[i]) * layout.dtypes[i].size for i in members)
-
+        layout = self.layout
         compressors = self.compressors()
         # If `auto` compresses no bucket, it reduces gradients as stock Horovod does, without the padding of chunks.
         as_stock = layout.auto_buckets if all(compressors[b].uncompressed for b in layout.auto_buckets) else ()
@@ -123,23 +119,30 @@ class Plan:
         compressed: list[int] = []
         for group in layout.param_groups:
             (rest if as_stock and group.compressor.automatic else compressed).extend(group.layout.tensors.members)
-        sent, stock = (uncompressed.bytes_sent(nbytes(some), ranks) for some in (rest, [*compressed, *rest]))
-        if hosts is not None:  # a ring leaves each host once
-            sent, stock = sent // hosts.workers, stock // hosts.workers
-        for b, compressor in enumerate(compressors):
-            if b in as_stock:
-                continue
-            shapes = self.shapes_of(b, compressor)
-            collective = self.collective(compressor, shapes)
-            if hosts is None:
-                sent += collective.bytes_sent(compressor, shapes, ranks)
-            else:
-                sent += collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
+        sizes = [math.prod(shape) for shape in layout.shapes]
+        sent = self.bytes_in_ring(sum(sizes[i] * uncompressed.size_sent(layout.dtypes[i]) for i in rest))
+        stock = self.bytes_in_ring(sum(sizes[i] * layout.dtypes[i].size for i in [*compressed, *rest]))
+        sent += sum(
+            self.bytes_of_bucket(b, compressor) for b, compressor in enumerate(compressors) if b not in as_stock
+        )
         counts = self.state.embedding_counts
         for table, last in zip(self.embeddings, [] if counts is None else counts.numpy().tolist()):
             rows = table.bytes_sent(*last)
             sent, stock = sent + rows[0], stock + rows[1]
         return sent, stock
+
+    def bytes_of_bucket(self, b: int, compressor: Compressor) -> int:
+        """The bytes that each rank sends of a bucket with a compressor; see `bytes_sent`."""
+        shapes, hosts = self.shapes_of(b, compressor), self.all_hosts
+        collective = self.collective(compressor, shapes)
+        if hosts is None:
+            return collective.bytes_sent(compressor, shapes, self.settings.process_set.size())
+        return collective.leaving_host(compressor, shapes, hosts.count, hosts.workers) // hosts.workers
+
+    def bytes_in_ring(self, nbytes: int) -> int:
+        """The bytes that each rank sends when `nbytes` are summed in a ring; see `bytes_sent`."""
+        sent = uncompressed.bytes_sent(nbytes, self.settings.process_set.size())
+        return sent if self.all_hosts is None else sent // self.all_hosts.workers  # it leaves each host once
 
     @property
     def replicated_state(self) -> dict[str, tf.Variable]:

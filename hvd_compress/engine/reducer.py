@@ -144,10 +144,14 @@ class Reducer:
         """
         self._watcher = make
         if anew:
-            self._functions.clear()
-            for plan in self.plans.values():
-                plan.observers[:] = [observer for observer in plan.observers if not observer.records_steps]
+            self.forget_recorders()
         return not all(plan.is_recorded for plan in self.plans.values())
+
+    def forget_recorders(self) -> None:
+        """Lets steps that are traced from now on have new recorders."""
+        self._functions.clear()
+        for plan in self.plans.values():
+            plan.observers[:] = [observer for observer in plan.observers if not observer.records_steps]
 
     def agree(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[str, bool]:
         """Checks that all ranks are about to reduce the same gradients with the same settings.

@@ -74,6 +74,11 @@ def wide(tensor: Any) -> Any:
     return of_dtype(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 
+def size_sent(dtype: tf.DType) -> int:
+    """The bytes of an element when it is sent, see `wide`."""
+    return tf.float32.size if dtype == tf.bfloat16 else dtype.size
+
+
 def of_dtype(tensor: Any, dtype: tf.DType) -> Any:
     """A tensor or IndexedSlices in this dtype."""
     return tensor if tensor.dtype == dtype else with_values(tensor, lambda values: tf.cast(values, dtype))

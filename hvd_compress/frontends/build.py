@@ -93,12 +93,12 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
                 plan.link = recorder.measure_link(settings.process_set)
     plan_state.take_pending(reducer, plan)
     if reducer.guard is not None:
-        guarding.attach(plan, reducer.guard)
+        guarding.attach(plan, reducer.guard, is_new=True)
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
     tuning.settings(settings)
     end_summary.watch(reducer)
-    environment.begin()
+    environment.begin(plan)
     return plan
 
 

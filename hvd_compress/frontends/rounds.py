@@ -20,6 +20,7 @@ import contextlib
 import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,7 +57,14 @@ class Rounds:
         self.log = reducer.round_log = RoundLog(reducer.name)
         self._length: RoundLength | None = None
         if settings.round_lengths:
-            self._length = RoundLength(settings.round_lengths, lambda: reducer.name, settings.process_set)
+            owner = weakref.ref(reducer)  # whose plans refer to the length
+
+            def name() -> str:
+                alive = owner()
+                assert alive is not None
+                return alive.name
+
+            self._length = RoundLength(settings.round_lengths, name, settings.process_set)
             reducer.round_length = self._length.present
         self._streams = settings.fragments == "stream"
         self._calls_per_step = calls_per_step

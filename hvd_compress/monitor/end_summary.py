@@ -159,13 +159,15 @@ _ended_at_exit: list[bool] = []
 
 
 def _trained(plans: Iterable[Plan]) -> list[_Trained]:
-    """What the plans did that made a step; nothing on ranks other than 0."""
+    """What the plans did that made a step, on the first rank of their process set."""
     trained: list[_Trained] = []
     # Also called when training has failed: nothing may come of it but a missing line.
     with contextlib.suppress(Exception):
-        if hvd.is_initialized() and hvd.rank() == 0:
+        if hvd.is_initialized():
             together: dict[object, list[Plan]] = {}  # those of the fragments of one reducer
             for plan in plans:
+                if plan.settings.process_set.rank() != 0:
+                    continue
                 together.setdefault(plan if plan.settings.local_steps is None else id(plan.settings), []).append(plan)
             trained += [_of_plans(some) for some in together.values() if any(int(plan.state.step) for plan in some)]
     return trained
@@ -221,5 +223,6 @@ def lines(trained: _Trained, others: int = 0) -> list[str]:
     text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
     found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
     local_steps = None if trained.chose_length else trained.local_steps
-    found += [measured_line(totals.measured[name], local_steps) for name in trained.names if name in totals.measured]
+    if len(trained.names) == 1:  # of several fragments, a session watches one
+        found += [measured_line(totals.measured[n], local_steps) for n in trained.names if n in totals.measured]
     return found

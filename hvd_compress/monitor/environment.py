@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,18 +52,19 @@ class _Watch:
         """The recorder of a plan's steps."""
         return Recorder(plan, self.loss)
 
-    def begin(self) -> None:
+    def begin(self, plan: Plan) -> None:
         """A plan is made; the first one begins the watch."""
         if self._session is not None:
             return
+        is_first = plan.settings.process_set.rank() == 0
         try:
             self._session = Session(alive, self._directory, VARIABLE)
-            self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE)
+            self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE, is_first)
         except (OSError, tf.errors.OpError) as error:  # on some ranks perhaps: the others must not wait for this one
             if hvd.local_rank() == 0:
                 why = error.strerror if isinstance(error, OSError) else error_text(error)
                 say(f"{VARIABLE}: {self._directory} cannot be written to ({why}); training goes on", "warning")
-            self._session, self._exports = Session(alive, None, VARIABLE), Exports(None, VARIABLE)
+            self._session, self._exports = Session(alive, None, VARIABLE), Exports(None, VARIABLE, is_first)
         self._session.epoch = self._epoch
         end_summary.before.append(self.finish)
         self._thread.start()
@@ -138,17 +140,18 @@ def install() -> None:
         watch_all.append(_watch.recorder)
 
 
-def begin() -> None:
+def begin(plan: Plan) -> None:
     """Tells that a plan is made."""
     if _watch is not None:
-        _watch.begin()
+        _watch.begin(plan)
 
 
 def train_begins(model: Any) -> None:
     """Tells which Keras model trains."""
     install()
     if _watch is not None:
-        _watch.train_begins(lambda: running_loss(model))
+        known = weakref.ref(model)  # a plan outlives its model until the end's summary
+        _watch.train_begins(lambda: running_loss(known()))
 
 
 def epoch_begins(epoch: int) -> None:

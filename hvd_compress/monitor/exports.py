@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..common.error_text import error_text
@@ -21,16 +20,17 @@ Log = Callable[[int, Mapping[str, float]], Any]
 
 
 class Exports:
-    """Passes means of steps on, on rank 0; the other ranks do nothing.
+    """Passes means of steps on, on the first rank; the other ranks do nothing.
 
     Args:
         tensorboard: The directory of TensorBoard's files; None to write none.
         who: Who measures, for messages.
+        is_first: Whether this rank is the first one of its process set.
         log: Called with the step and numbers by name, each time when means are written.
     """
 
-    def __init__(self, tensorboard: str | None, who: str, log: Log | None = None) -> None:
-        self._is_first = hvd.rank() == 0
+    def __init__(self, tensorboard: str | None, who: str, is_first: bool, log: Log | None = None) -> None:
+        self._is_first = is_first
         self._who, self._log = who, log
         self._writer = None
         if tensorboard is not None and self._is_first:
@@ -41,6 +41,8 @@ class Exports:
     def add(self, steps: Steps) -> None:
         """Takes the next steps."""
         if self._is_first:
+            if self._unwritten and self._unwritten[-1].buckets.bytes.shape[1] != steps.buckets.bytes.shape[1]:
+                self._unwritten = []  # of another plan, with other buckets
             self._unwritten.append(steps)
 
     def write(self, session: Session) -> None:

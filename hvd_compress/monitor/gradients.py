@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -24,13 +23,21 @@ MAX_STEPS, MAX_BYTES = 8, 256 * 2**20
 
 
 def make_recorder(log_dir: str | None, every: int | None, loss: Loss | None = None) -> Callable[[Plan], Observer]:
-    """Makes the recorders of a run; those of rank 0 also record gradients if `every` is given."""
-    if every is None or log_dir is None or hvd.rank() != 0:
-        return lambda plan: Recorder(plan, loss)
-    path = os.path.join(log_dir, FILE)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
-    return lambda plan: GradientRecorder(plan, path, every, loss)
+    """Makes the recorders of a run; those of the first rank also record gradients if `every` is given."""
+    path = None if every is None or log_dir is None else os.path.join(log_dir, FILE)
+    is_old = True  # the file, if there is one
+
+    def make(plan: Plan) -> Observer:
+        nonlocal is_old
+        if path is None or every is None or plan.settings.process_set.rank() != 0:
+            return Recorder(plan, loss)
+        if is_old:
+            is_old = False
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+        return GradientRecorder(plan, path, every, loss)
+
+    return make
 
 
 def checked_every(name: str, every: Any) -> int | None:

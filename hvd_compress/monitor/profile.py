@@ -12,6 +12,7 @@ import horovod.tensorflow as hvd
 
 from ..common import checks
 from ..common.verbosity import say
+from ..engine import agreement
 from ..engine.reducer import alive, watch_all
 from . import chrome_trace, clocks, summary
 from .gradients import checked_every, make_recorder, stop_recording
@@ -74,32 +75,42 @@ class profile:
     def __enter__(self) -> profile:
         self._session = Session(alive, self._log_dir, "profile")
         self._make_recorder = make_recorder(self._log_dir, self._gradients)
-        watch_all.append(self._make_recorder)
         if self._trace is not None:
-            if hvd.rank() == 0:
-                self._trace.touch()  # an error now is better than one at the end
+            agreement.on_all(hvd.global_process_set, "hvdc_trace_file", "profile: trace", self._touch, OSError)
             self._clocks = clocks.compare()
+        if self._gradients is not None:
+            for reducer in alive():
+                reducer.forget_recorders()
+        watch_all.append(self._make_recorder)
         self._start = time.perf_counter()
         return self
+
+    def _touch(self) -> None:
+        """Makes the file of the trace: an error now is better than one at the end."""
+        if self._trace is not None and hvd.rank() == 0:
+            self._trace.touch()
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         watch_all.remove(self._make_recorder)
         if self._gradients is not None:
             stop_recording([plan for reducer in alive() for plan in reducer.plans.values()])
         assert self._session is not None
-        self._keep(self._session.read())
+        while (steps := self._session.read()) is not None:  # of this plan, and of the next one
+            self._keep(steps)
         self._session.finish()
         if self._trace is not None and error is None:  # after an error, other ranks may be elsewhere
             self._write_trace(self._trace, self._session)
 
     def _write_trace(self, path: Path, session: Session) -> None:
         last = clocks.compare()
-        own = chrome_trace.rank_steps(socket.gethostname(), session.buckets, self._steps, hvd.size())
+        buckets = session.buckets  # the steps of an earlier plan have others
+        steps = [part for part in self._steps if part.buckets.bytes.shape[1] == len(buckets)]
+        own = chrome_trace.rank_steps(socket.gethostname(), buckets, steps, hvd.size())
         ranks = hvd.allgather_object(own, name="hvdc_trace")
         if hvd.rank() == 0:
             error = chrome_trace.write(path, ranks, self._clocks, last)
-            steps = f"the last {len(own.step)} of " if len(own.step) < sum(map(len, self._steps)) else ""
-            text = f"{steps}{sum(map(len, self._steps))} steps, clocks aligned within {1e3 * error:.2g} ms"
+            last_of = f"the last {len(own.step)} of " if len(own.step) < sum(map(len, self._steps)) else ""
+            text = f"{last_of}{sum(map(len, self._steps))} steps, clocks aligned within {1e3 * error:.2g} ms"
             say(f"{path} is written: {text}")
 
     def step(self, loss: Any = None) -> None:

@@ -162,24 +162,27 @@ def recorder_of(plan: Plan) -> Recorder | None:
 
 def watched_buckets(plan: Plan) -> list[WatchedBucket]:
     """The plan's buckets, in the order of a row's columns."""
-    layout, ranks = plan.layout, plan.settings.process_set.size()
+    layout = plan.layout
     buckets = []
     for b, bucket in enumerate(layout.buckets):
         group = layout.param_groups[bucket.group]
         compressors = group.compressor.candidates if group.compressor.automatic else group.compressor.stages
         if b < len(plan.selectors) and isinstance(selector := plan.selectors[b], GuardedSelector):
             compressors = (*compressors, *selector.milder)
-        shapes = [plan.shapes_of(b, c) for c in compressors]
-        sent = tuple(plan.collective(c, s).bytes_sent(c, s, ranks) for c, s in zip(compressors, shapes))
         # The padding of chunks does not count.
         elements = group.layout.elements_in(bucket.chunks)
         nbytes = sum(count * layout.dtypes[i].size for i, count in elements.items())
-        plain = uncompressed.bytes_sent(nbytes, ranks)
-        buckets.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), sent))
+        plain = plan.bytes_in_ring(nbytes)
+        # Where `auto` compresses nothing, it sends no padding.
+        sent = (
+            plain if group.compressor.automatic and c.uncompressed else plan.bytes_of_bucket(b, c) for c in compressors
+        )
+        buckets.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), tuple(sent)))
     for d, tensors in enumerate(layout.uncompressed):
-        nbytes = sum(size * layout.dtypes[i].size for i, size in zip(tensors.members, tensors.sizes))
-        plain = uncompressed.bytes_sent(nbytes, ranks)
-        buckets.append(WatchedBucket(f"dense-{d}", nbytes, plain, ("none",), (plain,)))
+        sizes = [(layout.dtypes[i], size) for i, size in zip(tensors.members, tensors.sizes)]
+        nbytes = sum(size * dtype.size for dtype, size in sizes)
+        sent_bytes = plan.bytes_in_ring(sum(size * uncompressed.size_sent(dtype) for dtype, size in sizes))
+        buckets.append(WatchedBucket(f"dense-{d}", nbytes, plan.bytes_in_ring(nbytes), ("none",), (sent_bytes,)))
     for s, table in enumerate(layout.embeddings):
         may_change = table.automatic or plan.guard is not None
         compressors = (table, table.uncompressed) if may_change else (table,)

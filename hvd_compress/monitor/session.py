@@ -45,6 +45,8 @@ _numbers = itertools.count()  # of sessions
 class Session:
     """Reads the recorded steps of one plan: of the reducers' plans that take steps, the one with the most gradients.
 
+    If that plan is gone (after an elastic reset, for example), or a larger one takes steps, it goes on with another.
+
     Args:
         reducers: Returns the reducers.
         directory: The directory of the files, or None to write none.
@@ -63,10 +65,12 @@ class Session:
         self._name = f"session {next(_numbers)}"
         self._changes = 0  # of the guard, that are written
         self._reducers = reducers
-        self._rank = hvd.rank()
-        self._files = None if directory is None else RunFiles(directory, self._rank)
+        self._is_first = False  # whether this rank is the first one of the plan's process set
+        self._files = None if directory is None else RunFiles(directory, hvd.rank())
         self._what = what
         self._plan: Plan | None = None
+        self._first: int | None = None  # is added to a plan's numbers of steps, so that those of the next one go on
+        self._last = 0  # the number of the last step
         self._recorder: Recorder | None = None
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
@@ -113,7 +117,7 @@ class Session:
         """
         with self._lock:
             self._read_at = time.monotonic()
-            if self._plan is None and not self._start(least):
+            if (self._plan is None or self._is_outdated()) and not self._start(least) and self._plan is None:
                 return None
             assert self._plan is not None and self._recorder is not None and self._reader is not None
             rows = self._recorder.read(self._name)
@@ -121,7 +125,7 @@ class Session:
             self._look_at_rounds()
             if not len(rows):
                 return None
-            steps = self._with_losses(self._reader.steps(rows))
+            steps = self._with_losses(self._numbered(self._reader.steps(rows)))
             self.totals.add(steps)
             if self._files is not None:
                 self._files.write(steps, self.buckets, self.epoch, _memory_mb())
@@ -132,7 +136,7 @@ class Session:
 
     def _look_at_guard(self) -> None:
         guard = None if self._plan is None else self._plan.guard
-        if guard is not None and len(guard.events) > self._changes and self._files is not None and self._rank == 0:
+        if guard is not None and len(guard.events) > self._changes and self._files is not None and self._is_first:
             self._changes = len(guard.events)
             self._files.write_guard(guard.events)
 
@@ -157,8 +161,16 @@ class Session:
             return
         self._auto_at = time.monotonic()
         self.auto = self._plan.auto.report(int(self._plan.state.step))[0].auto
-        if self._files is not None and self._rank == 0 and self.auto is not None:
+        if self._files is not None and self._is_first and self.auto is not None:
             self._files.write_auto(self.auto)
+
+    def _numbered(self, steps: Steps) -> Steps:
+        """The steps, with numbers that go on after those of an earlier plan."""
+        if self._first is None:
+            self._first = max(0, self._last + 1 - int(steps.step[0]))
+        steps = dataclasses.replace(steps, step=steps.step + self._first)
+        self._last = int(steps.step[-1])
+        return steps
 
     def _with_losses(self, steps: Steps) -> Steps:
         if not self.losses:
@@ -185,17 +197,27 @@ class Session:
         watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending(self._name)]
         if not any(recorder.pending(self._name) >= least for _, recorder in watched):
             return False
-        self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
-        self._reader = Reader(self.buckets, self.auto_buckets)
+        self._plan, self._recorder = max(watched, key=lambda pair: _nbytes(pair[1]))
+        self._reader, self._first = Reader(self.buckets, self.auto_buckets), None
+        self._is_first = self._plan.settings.process_set.rank() == 0
         self._describe()
         return True
+
+    def _is_outdated(self) -> bool:
+        """Whether all steps of the plan are read, and it is gone, or a larger one has taken steps."""
+        assert self._recorder is not None
+        if self._recorder.pending(self._name):
+            return False
+        plans, nbytes = self._recorded_plans(), _nbytes(self._recorder)
+        is_gone = all(plan is not self._plan for plan, _ in plans)
+        return is_gone or any(_nbytes(other) > nbytes and other.pending(self._name) for _, other in plans)
 
     def _recorded_plans(self) -> list[tuple[Plan, Recorder]]:
         plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
         return [(plan, recorder) for plan in plans if (recorder := recorder_of(plan)) is not None]
 
     def _describe(self, **more: Any) -> None:
-        if self._files is None or self._rank != 0 or self._plan is None or self._recorder is None:
+        if self._files is None or not self._is_first or self._plan is None or self._recorder is None:
             return
         settings, shapes, link = self._plan.settings, self._plan.layout.shapes, self._plan.link
         run = {
@@ -225,7 +247,8 @@ class Session:
     def finish(self) -> None:
         """Reads the remaining steps and closes the files."""
         with self._lock:
-            self.read()
+            while self.read() is not None:  # of this plan, and of the next one
+                pass
             self._look_at_auto()
             self._describe(finished=_now())
             if self._files is not None:
@@ -234,10 +257,14 @@ class Session:
                 totals.measured[self._plan.name] = self.totals
 
     def log_first_step(self) -> None:
-        """Rank 0 prints how long the first step took."""
+        """The first rank prints how long the first step took."""
         self._describe()
-        if self._rank == 0 and self.first_step_seconds is not None:
+        if self._is_first and self.first_step_seconds is not None:
             say(f"the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)")
+
+
+def _nbytes(recorder: Recorder) -> int:
+    return sum(bucket.nbytes for bucket in recorder.buckets)
 
 
 def _now() -> str:

@@ -88,6 +88,53 @@ def test_a_learning_rate_at_which_only_compressed_training_diverges(rank, gather
     assert losses[-1] < 0.1 * losses[0]
 
 
+def test_the_way_back_at_the_end_of_training(rank, gather):
+    """A `fit` without the guard compresses as configured; one with the guard goes on where it was."""
+    teacher = np.random.default_rng(7).standard_normal([40, 30])
+    x = np.random.default_rng([rank, 1]).standard_normal([64, 40]).astype(np.float32)
+    model = default_keras.Sequential([default_keras.layers.Input([40]), default_keras.layers.Dense(30, use_bias=False)])
+    optimizer = hvdc.DistributedOptimizer(default_keras.optimizers.SGD(1.0), compression=Explosive())
+    model.compile(optimizer, "mse", jit_compile=False)
+    guard = hvdc.callbacks.CompressionGuard(["topk:ratio=0.5"], every=4, calm=1000)
+    first, used = hvdc.callbacks.BroadcastGlobalVariablesCallback(0), []
+
+    def train(epochs, *callbacks):
+        specs = []
+        watch = default_keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: specs.append(spec_of(optimizer))
+        )
+        model.fit(x, (x @ teacher).astype(np.float32), 4, epochs, verbose=0, callbacks=[first, *callbacks, watch])
+        used.append(specs[-1])
+
+    train(1, guard)
+    assert guard.level == 1 and spec_of(optimizer) == Explosive().spec
+    model.set_weights([np.zeros([40, 30], np.float32)])
+    train(1)
+    train(1, guard)
+    assert used == ["topk:ratio=0.5", Explosive().spec, "topk:ratio=0.5"]
+    weights = model.get_weights()[0]
+    assert (gather(weights) == weights).all()
+
+
+def spec_of(optimizer):
+    return introspect.plan_of(optimizer).compressors()[0].spec
+
+
+def test_a_new_plan_keeps_the_residual_of_a_checkpoint(rank):
+    """As after an elastic reset, when a guard has acted before."""
+    variable = tf.Variable(tf.zeros(SHAPES[0]))
+    reducer = introspect.new_reducer("topk:ratio=0.1", min_compress_size=0)
+    reducer.guard = Guard((hvdc.Compression.parse("topk:ratio=0.25"),), level=1)
+    gradient, _, _ = gradients(rank, 0)
+    reducer([gradient], [variable])
+    norm, states = guarding.residual_norm(introspect.plan_of(reducer)), introspect.states_of_reducer(reducer)
+    assert norm > 0.0
+    reducer.replan(states)
+    reducer([tf.zeros_like(gradient)], [variable])
+    left = np.sort(np.abs(gradient.numpy().ravel()))[: gradient.shape.num_elements() // 2]  # after two steps
+    np.testing.assert_allclose(guarding.residual_norm(introspect.plan_of(reducer)), np.linalg.norm(left), rtol=1e-5)
+
+
 def test_a_healthy_run_is_left_as_it_is(rank):
     guard = hvdc.callbacks.CompressionGuard(every=2, monitor="loss")
     plain = fit(default_keras, rank, "topk:ratio=0.02", epochs=2)

@@ -400,3 +400,16 @@ def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, m
     assert Calibration.load(tmp_path / "link.json") == found
     predicted = [found.model().predict("int8", size, "two_level").total for size in (2**16, 2**20, 2**24)]
     assert 0 < predicted[0] < predicted[1] < predicted[2]
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+@pytest.mark.parametrize("spec", ["int8", "none", "topk:ratio=0.05"])
+def test_the_monitor_counts_the_bytes_that_leave_a_host(spec, hierarchical, two_hosts, rank):
+    reducer = introspect.new_reducer(spec, watched=True, hierarchical=hierarchical)
+    variables = new_variables()
+    for t in range(2):
+        reducer([tf.constant(g) for g in draw(rank, t)], variables)
+    plan = introspect.plan_of(reducer)
+    steps, (sent, stock) = introspect.recorded_steps(plan), introspect.bytes_sent(plan)
+    assert steps.bytes[-1] == pytest.approx(sent, abs=64)  # a bucket counts its own rounding
+    assert steps.buckets.uncompressed_bytes[-1].sum() == pytest.approx(stock, abs=64)

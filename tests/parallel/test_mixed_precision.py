@@ -192,6 +192,71 @@ def test_backward_passes_per_step(way, rank, size, gather):
 
 @keras3
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_ranks_skip_where_a_local_gradient_overflows(passes, way, rank):
+    keras = KERASES["keras"]
+    opt, distributed = scaled(
+        way, keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0), {"initial_scale": 4.0},
+        backward_passes_per_step=passes, scale_local_gradients=False,
+    )  # fmt: skip
+    local, shared = (keras.Variable(np.zeros(2, np.float32)) for _ in range(2))
+    distributed.register_local_var(local)
+    opt.build([local, shared])
+
+    @tf.function
+    def step(own):
+        scale = tf.convert_to_tensor(opt.dynamic_scale)
+        opt.apply([own * scale, tf.constant([1.0, 2.0]) * scale], [local, shared])
+
+    for i in range(3 * passes):
+        is_bad = i == 2 * passes - 1 and rank == 0
+        step(tf.constant([np.inf if is_bad else rank + 1.0, 1.0]))
+    assert float(opt.dynamic_scale) == 2.0
+    np.testing.assert_allclose(np.array(shared), [-2.0 * passes, -4.0 * passes])
+    np.testing.assert_allclose(np.array(local), [-2.0 * passes * (rank + 1.0), -2.0 * passes])
+
+
+@pytest.mark.parametrize("name", KERAS2)
+@pytest.mark.parametrize("way", WAYS)
+def test_keras2_skips_where_a_local_gradient_overflows(name, way, rank):
+    keras = KERASES[name]
+    scaler = keras.mixed_precision.LossScaleOptimizer
+    opt, distributed = scaled(
+        way, scaler, keras.optimizers.SGD(1.0), {"initial_scale": 4.0}, scale_local_gradients=False
+    )
+    local, shared = tf.Variable([0.0]), tf.Variable([0.0])
+    distributed.register_local_var(local)
+
+    @tf.function
+    def step(pull):
+        opt.minimize(lambda: tf.reduce_sum(local * pull) + tf.reduce_sum(shared), [local, shared])
+
+    for i in range(3):
+        step(tf.constant([np.inf if i == 1 and rank == 0 else rank + 1.0]))
+    assert float(opt.loss_scale) == 2.0
+    assert shared.numpy() == [-2.0] and local.numpy() == [-2.0 * (rank + 1.0)]
+
+
+@keras3
+def test_a_norm_that_ranks_would_not_share_is_refused():
+    keras = KERASES["keras"]
+    opt = hvdc.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=1.0)))
+    with pytest.raises(ValueError, match="wrap the other way round"):
+        opt.register_local_var(tf.Variable(0.0))
+
+
+@keras3
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulation_behind_the_loss_scale_is_refused(way):
+    keras = KERASES["keras"]
+    sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=4)
+    opt, _ = scaled(way, keras.optimizers.LossScaleOptimizer, sgd, {})
+    with pytest.raises(ValueError, match="backward_passes_per_step=4, average_aggregated_gradients=True"):
+        opt.apply([tf.ones(3)], [keras.Variable(np.zeros(3, np.float32))])
+
+
+@keras3
+@pytest.mark.parametrize("way", WAYS)
 def test_slices_stay_slices(way, rank, size):
     keras = KERASES["keras"]
     opt, _ = scaled(way, keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0), {"initial_scale": 8.0})

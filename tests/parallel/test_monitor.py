@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import gc
 import json
 import struct
+import weakref
 from types import SimpleNamespace
 
 import introspect
@@ -15,10 +17,11 @@ from tensorflow import keras
 import hvd_compress as hvdc
 from hvd_compress.auto import comparisons
 from hvd_compress.common import gradient_file
+from hvd_compress.engine.reducer import watch_all
 from hvd_compress.frontends.keras import compression_monitor
 from hvd_compress.monitor import chrome_trace, clocks
 from hvd_compress.monitor.gradients import MAX_STEPS, GradientRecorder
-from hvd_compress.tools import run_log
+from hvd_compress.tools import doctor, run_log
 
 SHAPES = [(300, 500), (64,), (70, 90)]
 
@@ -396,6 +399,87 @@ def test_a_profile_reads_the_plan_that_takes_steps(rank):
     assert "loss" in prof.stats() and prof.stats()["bytes"]["max"] < 6400
 
 
+def test_a_run_goes_on_with_the_next_plan(rank, tmp_path):
+    """A larger one, and then that of the same variables after a reset; no step is lost or counted twice."""
+    variables = [tf.Variable(tf.zeros([size, size])) for size in (50, 60)]
+    reducers = [introspect.new_reducer("int8") for _ in variables]
+
+    def train(i, steps):
+        for _ in range(steps):
+            reducers[i]([tf.fill(variables[i].shape, 1.0 + rank)], [variables[i]])
+            prof.step()
+
+    with hvdc.profile(tmp_path) as prof:
+        train(0, 3)
+        train(1, 2)
+        states = introspect.states_of_reducer(reducers[1])
+        train(1, 2)
+        while prof._session.read() is not None:
+            pass
+        reducers[1].replan(states)  # its steps 3 and 4 are made again
+        train(1, 3)
+    if rank:
+        return
+    columns = run_log.load(str(tmp_path)).first.steps
+    assert columns["step"].tolist() == list(range(1, 11))
+    assert columns["bytes"].tolist() == [columns["bytes"][0]] * 3 + [columns["bytes"][3]] * 7
+    assert columns["bytes"][3] > columns["bytes"][0]
+
+
+@pytest.mark.parametrize("spec", ["none", "int8", "auto:candidates=(none|int8)", "powersgd:rank=2"])
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_bytes_are_those_that_the_optimizer_reports(spec, dtype, rank, fixed_costs):
+    reducer = introspect.new_reducer(spec, watched=True)
+    variables = [tf.Variable(tf.zeros(shape, dtype)) for shape in SHAPES]
+    for t in range(3):
+        reducer([tf.cast(g, dtype) for g in gradients(rank, t)], variables)
+    steps, plan = read(reducer)
+    sent, stock = plan.bytes_sent()
+    assert steps.bytes[-1] == pytest.approx(sent, abs=64)  # a bucket counts its own rounding
+    assert steps.buckets.uncompressed_bytes[-1].sum() == pytest.approx(stock, abs=64)
+
+
+@pytest.mark.parametrize("compression", ["int8", "auto:local_steps=(1|2),candidates=int8"])
+def test_a_watched_model_is_freed(compression, rank, tmp_path):
+    model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50)])
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=compression), "mse")
+    x = np.full([8, 40], 1.0 + rank)
+    model.fit(x, np.zeros([8, 50]), 4, verbose=0, callbacks=[hvdc.callbacks.CompressionMonitor(str(tmp_path))])
+    reducer, kernel = weakref.ref(introspect.reducer_of(model.optimizer)), weakref.ref(model.layers[0])
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert reducer() is None and kernel() is None
+
+
+@pytest.mark.np4
+def test_the_first_rank_of_a_process_set_writes_what_one_rank_writes(process_sets, rank, tmp_path):
+    own = process_sets[rank % 2]
+    model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50)])
+    model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8", process_set=own), "mse")
+    logged = []
+    monitor = hvdc.callbacks.CompressionMonitor(tmp_path, gradients=1, log=lambda step, values: logged.append(step))
+    model.fit(np.full([8, 40], 1.0 + rank), np.zeros([8, 50]), 4, verbose=0, callbacks=[monitor])
+    is_first = rank == min(own.ranks)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {f"rank-{rank}.csv", f"rank-{rank}-buckets.csv"} <= written
+    assert {"run.json", "gradients.npz", "tensorboard"} <= written if is_first else "run.json" not in written
+    assert bool(logged) == is_first
+    if is_first:
+        run = run_log.load(str(tmp_path))
+        assert run.meta["ranks"] == 2 and run.num_steps == 2 and doctor.examine(run) is not None
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
+    before = list(watch_all)
+    with (
+        pytest.raises(OSError, match="profile: trace, rank 0: .*No such file"),
+        hvdc.profile(trace=tmp_path / "missing" / "trace.json"),
+    ):
+        pass
+    assert watch_all == before
+
+
 def test_errors_say_what_is_wrong(tmp_path):
     for make in (hvdc.callbacks.CompressionMonitor, lambda log_dir: hvdc.profile(log_dir or 0)):
         with pytest.raises(TypeError, match="^log_dir must be the path of a directory, got (None|0)$"):
@@ -486,6 +570,11 @@ def test_a_profile_records_gradients(rank, tmp_path):
     assert path.exists() == (rank == 0)
     if rank == 0:
         assert [float(arrays["w"][0, 0]) for arrays in gradient_file.read(path)] == [1.0, 3.0]
+    again = tf.function(step.python_function)
+    with hvdc.profile(tmp_path, gradients=1):
+        again(tf.fill([40, 50], 7.0))
+    if rank == 0:
+        assert [float(arrays["w"][0, 0]) for arrays in gradient_file.read(path)] == [7.0]
 
 
 def test_a_full_disk_stops_recording_and_not_training(rank, tmp_path, capfd):

@@ -525,6 +525,21 @@ def test_local_variables(keras, rank, size):
         assert shared.numpy() == [-(size + 1) / 2]
 
 
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+def test_local_variables_have_a_clip_norm_of_their_own(keras, kind, rank, size):
+    if kind == "legacy" and keras.__version__.startswith("3"):
+        return
+    sgd = keras.optimizers.legacy.SGD if kind == "legacy" else keras.optimizers.SGD
+    opt = hvdc.DistributedOptimizer(sgd(1.0, global_clipnorm=1.0), scale_local_gradients=False)
+    local, shared, other = tf.Variable([0.0]), tf.Variable([0.0, 0.0]), tf.Variable([0.0])
+    opt.register_local_var(local)
+    opt.apply_gradients(
+        [(tf.constant([3.0 * rank + 0.5]), local), (tf.constant([2.0, 4.0]), shared), (tf.constant([4.0]), other)]
+    )
+    np.testing.assert_allclose([*shared.numpy(), *other.numpy()], [-1 / 3, -2 / 3, -2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(local.numpy(), [-min(1.0, 3.0 * rank + 0.5)], rtol=1e-6)
+
+
 @pytest.mark.skipif(not IS_KERAS3, reason="Keras 3 puts its steps into XLA on request")
 def test_jit_compile_gets_a_clear_error():
     from tensorflow import keras

@@ -241,13 +241,14 @@ def test_files_of_another_save_are_refused(directory):
 
 
 def test_ranks_may_have_rounded_measurements_differently():
-    def of_rank(step, choice, progress, weight):
+    def of_rank(step, choice, progress, weight, trial=-1):
         named = {"step": step, "auto_choice": choice, "auto_progress": progress, "synchronized_0_0": weight}
+        named["auto_trial"] = np.int32(trial)
         named = {name: np.asarray(value) for name, value in named.items()}
         return PlanState([Member("kernel", (2,), "dense")], {}, {}, [], named).summary
 
     one = of_rank(3, 1, np.float32(0.1), np.float32(0.5))
-    assert of_rank(3, 1, np.nextafter(np.float32(0.1), np.float32(1)), np.float32(0.5)) == one
+    assert of_rank(3, 1, np.nextafter(np.float32(0.1), np.float32(1)), np.float32(0.5), trial=1) == one
     for step, choice, weight in ((4, 1, 0.5), (3, 0, 0.5), (3, 1, 0.6)):
         assert of_rank(step, choice, np.float32(0.1), np.float32(weight)) != one
 

@@ -118,11 +118,14 @@ class CompressionGuard(CountingCallback):
             level = tf.constant(level, tf.int32)
             level = int(hvd.allreduce(level, op=hvd.Max, name="hvdc_guard_level", process_set=group))
         self._caution.start_at(level)
-        assert reducer.guard is not None
-        reducer.guard.level = level
-        unguarded = [plan for plan in reducer.plans.values() if plan.guard is not reducer.guard]  # of an earlier `fit`
+        guard = reducer.guard
+        assert guard is not None
+        if level and not guard.level and any(plan.guard is guard for plan in reducer.plans.values()):
+            self._set_level(level)  # see `on_train_end`
+        guard.level = level
+        unguarded = [plan for plan in reducer.plans.values() if plan.guard is not guard]  # of an earlier `fit`
         for plan in unguarded:
-            guarding.attach(plan, reducer.guard)
+            guarding.attach(plan, guard)
             # The monitor's recorder does not know the milder compressors: the next trace makes another one.
             plan.observers[:] = [observer for observer in plan.observers if not observer.records_steps]
         if unguarded:
@@ -162,6 +165,11 @@ class CompressionGuard(CountingCallback):
                 f"{', '.join(sorted(logs or {})) or 'nothing'}",
                 stacklevel=2,
             )
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Gives the optimizer its compressors back, as a `fit` without the guard could not; one with it goes on."""
+        if self._guarded is not None and self.level:
+            self._set_level(0)
 
     def _next_level(self, level: int) -> int | None:
         return None if self._guarded is None else guarding.next_level(self._guarded, level)
@@ -210,6 +218,11 @@ class CompressionGuard(CountingCallback):
         if self._guarded.settings.process_set.rank() == 0:
             text = f"step {event.step}: {event.reason}: {event.compressor} in place of {before}; residuals begin with 0"
             say(f"CompressionGuard, {text}", "warning")
+
+    def _set_level(self, level: int) -> None:
+        assert self._guarded is not None
+        guarding.set_level(self._guarded, level)
+        self._trace_again()
 
     def _trace_again(self) -> None:
         if getattr(self.model, "train_function", None) is not None:

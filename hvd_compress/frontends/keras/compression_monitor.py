@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 
 import horovod.tensorflow as hvd
@@ -91,14 +92,17 @@ class CompressionMonitor(CountingCallback):
                 "CompressionMonitor watches hvdc.DistributedOptimizer, and the model was compiled with "
                 f"{innermost(getattr(self.model, 'optimizer', None))!r}: wrap its optimizer"
             )
-        make = make_recorder(self.log_dir, self.gradients, lambda: running_loss(self.model))
+        model = weakref.ref(self.model)  # plans outlive reducers until the end's summary, and would keep it
+        make = make_recorder(self.log_dir, self.gradients, lambda: running_loss(model()))
         must_retrace = reducer.watch(make, anew=self.gradients is not None)
         if must_retrace and getattr(self.model, "train_function", None) is not None:
             self.model.make_train_function(force=True)
         if self._session is None:
             self._session = Session(lambda: [reducer], self.log_dir, type(self).__name__)
         if self._exports is None:
-            self._exports = Exports(os.path.join(self.log_dir, "tensorboard"), type(self).__name__, self.log)
+            tensorboard, group = os.path.join(self.log_dir, "tensorboard"), reducer.settings.process_set
+            is_first = group.included() and group.rank() == 0
+            self._exports = Exports(tensorboard, type(self).__name__, is_first, self.log)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Counts the epoch's batches from 0."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from ...common import checks
+from ...common.gradients import with_values
 from ...common.names import path_of
 from ...engine import nonfinite
 from ...engine.compression_report import CompressionReport
@@ -100,6 +102,38 @@ class Distribution:
                 "1 would sum it: use the optimizer's own gradient_accumulation_steps"
             )
         return self.aggregation.add(gradients, variables)
+
+    def skip_together(self, reduced: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The reduced gradients, one of them NaN if a local variable's gradient is not finite on any rank.
+
+        A LossScaleOptimizer that checks them then skips the same steps on all ranks.
+        """
+        local = [g for g, v in zip(reduced, variables) if g is not None and id(v) in self._local]
+        result = list(reduced)
+        if not local or self.rounds is not None:
+            return result
+        is_bad = self._overwritten.largest(tf.cast(~nonfinite.all_finite(local), tf.float32))
+        first = next(i for i, gradient in enumerate(result) if gradient is not None)
+        result[first] = with_values(
+            result[first], lambda x: tf.where(is_bad > 0.0, tf.fill(tf.shape(x), tf.constant(math.nan, x.dtype)), x)
+        )
+        return result
+
+    def shared_and_local(
+        self, function: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Calls `function` with the gradients of shared variables, and with those of local ones, which differ by rank.
+
+        So a norm over all gradients is the same on all ranks.
+        """
+        if not self._local:
+            return list(function(list(gradients)))
+        result = list(gradients)
+        for is_local in (False, True):
+            places = [i for i, variable in enumerate(variables) if (id(variable) in self._local) == is_local]
+            for i, gradient in zip(places, function([gradients[i] for i in places]) if places else []):
+                result[i] = gradient
+        return result
 
     def update_if_complete(
         self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None
@@ -196,7 +230,20 @@ class DistributedMixin:
         return self._hvdc.aggregation
 
     def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of the variable `var` local to this rank, as Horovod's method does."""
+        """Keeps the gradient of the variable `var` local to this rank, as Horovod's method does.
+
+        With `global_clipnorm`, gradients of local variables have a norm of their own: the other variables are then
+        updated alike on all ranks.
+
+        Raises:
+            ValueError: The optimizer is a LossScaleOptimizer around one with `global_clipnorm`.
+        """
+        if innermost(self) is not self and getattr(innermost(self), "global_clipnorm", None):
+            raise ValueError(
+                "register_local_var: global_clipnorm inside of a LossScaleOptimizer would clip by a norm that differs "
+                "between ranks: wrap the other way round, LossScaleOptimizer(hvdc.DistributedOptimizer(optimizer)), or "
+                "use clipnorm"
+            )
         self._hvdc.register_local_var(var)
 
     def synchronize(self) -> None:

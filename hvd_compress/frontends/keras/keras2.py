@@ -70,14 +70,14 @@ class Keras2Mixin(DistributedMixin):
             self.__dict__.pop("_hvdc_pending")
         distribution = self._hvdc
         reduced, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        # A LossScaleOptimizer, around this optimizer or this optimizer itself, handles non-finite gradients.
-        scaler_decides = self._is_scaled or hasattr(self, "get_scaled_loss")
+        scaler_decides = self._scaler_decides
         skip = distribution.settings.on_nonfinite == "skip" and not scaler_decides
 
         def update() -> Any:
             gradients = reduced
             if not scaler_decides:
                 gradients = distribution.raise_if_nonfinite(reduced, variables, self.iterations)  # type: ignore[attr-defined]
+            self.__dict__["_hvdc_variables"] = [v for g, v in zip(gradients, variables) if g is not None]
             return super(Keras2Mixin, self).apply_gradients(list(zip(gradients, variables)), *args, **kwargs)  # type: ignore[misc]
 
         if distribution.aggregation is None and not skip:
@@ -100,10 +100,24 @@ class Keras2Mixin(DistributedMixin):
         """The legacy optimizers' name of `aggregate_gradients`."""
         return super()._aggregate_gradients(self._reduced_for_scaler(grads_and_vars))  # type: ignore[misc]
 
+    def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        clip, variables = super()._clip_gradients, self.__dict__["_hvdc_variables"]  # type: ignore[misc]
+        return self._hvdc.shared_and_local(clip, grads, variables)
+
+    def _transform_gradients(self, grads_and_vars: Any) -> list[Any]:
+        """The legacy optimizers clip in here."""
+        pairs = list(grads_and_vars)
+        return self._hvdc.shared_and_local(super()._transform_gradients, pairs, [v for _, v in pairs])  # type: ignore[misc]
+
     @property
     def _is_scaled(self) -> bool:
         """Whether a LossScaleOptimizer wraps this optimizer."""
         return getattr(self, "_is_wrapped_by_loss_scale_optimizer", False)
+
+    @property
+    def _scaler_decides(self) -> bool:
+        """Whether a LossScaleOptimizer, around this optimizer or this optimizer itself, skips steps."""
+        return self._is_scaled or hasattr(self, "get_scaled_loss")
 
     def _reduced_for_scaler(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
@@ -123,6 +137,8 @@ class Keras2Mixin(DistributedMixin):
     def _reduced_pairs(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         reduced = self._hvdc.add(gradients, variables)
+        if self._scaler_decides:
+            reduced = self._hvdc.skip_together(reduced, variables)
         self.__dict__["_hvdc_pending"] = _identity(pairs)
         return list(zip(reduced, variables))
 

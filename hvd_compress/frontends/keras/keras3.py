@@ -24,6 +24,7 @@ import tensorflow as tf
 from ...common import tracing
 from ...common.gradients import with_values
 from .distribution import DistributedMixin, Distribution
+from .optimizer_state import innermost
 
 
 class Keras3Mixin(DistributedMixin):
@@ -96,12 +97,11 @@ class Keras3Mixin(DistributedMixin):
         return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+        variables = self.__dict__["_hvdc_variables"]
         if not self._is_reduced:
-            variables = self.__dict__["_hvdc_variables"]
             grads = self._hvdc.reduce(grads, variables)
             grads = self._hvdc.raise_if_nonfinite(grads, variables, self.iterations)  # type: ignore[attr-defined]
-        clipped: Sequence[Any] = super()._clip_gradients(grads)  # type: ignore[misc]
-        return clipped
+        return self._hvdc.shared_and_local(super()._clip_gradients, grads, variables)  # type: ignore[misc]
 
     @property
     def _is_reduced(self) -> bool:
@@ -159,7 +159,18 @@ def _apply_reduced(
     trainable_variables: Sequence[Any] | None,
     apply: Callable[[Sequence[Any], Sequence[Any] | None], None],
 ) -> None:
-    """Calls `apply`, the LossScaleOptimizer's own, with reduced gradients in each pass that completes a step."""
+    """Calls `apply`, the LossScaleOptimizer's own, with reduced gradients in each pass that completes a step.
+
+    Raises:
+        ValueError: The optimizer accumulates gradients itself, behind the check.
+    """
+    passes = getattr(innermost(scaler), "gradient_accumulation_steps", None)
+    if passes and distribution.rounds is None:
+        raise ValueError(
+            "a LossScaleOptimizer checks each micro-batch, so that with gradient_accumulation_steps each one would be "
+            f"exchanged: use hvdc.DistributedOptimizer(..., backward_passes_per_step={passes}, "
+            "average_aggregated_gradients=True), which exchanges their mean"
+        )
     if not scaler.built:
         scaler.build(trainable_variables)
         scaler.built = True
@@ -167,9 +178,12 @@ def _apply_reduced(
     distribution.begin_step(scaler._trainable_variables or variables)
     scale = tf.convert_to_tensor(scaler.dynamic_scale)
     reduced = distribution.add([times(g, 1.0 / scale) for g in grads], variables)
-    distribution.update_if_complete(
-        lambda: apply([times(g, scale) for g in reduced], trainable_variables), scaler.iterations
-    )
+
+    def update() -> None:
+        gradients = distribution.skip_together(reduced, variables)
+        apply([times(g, scale) for g in gradients], trainable_variables)
+
+    distribution.update_if_complete(update, scaler.iterations)
 
 
 def mixin_for(optimizer: Any) -> type[Keras3Mixin]:

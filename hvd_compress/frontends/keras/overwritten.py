@@ -24,7 +24,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 class OverwrittenVariables:
-    """Reduces such gradients to their maximum over the ranks."""
+    """Reduces such gradients, and other numbers, to their maximum over the ranks."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -44,11 +44,15 @@ class OverwrittenVariables:
         self._reducer.agree_once(gradients, variables)
         sizes = [int(np.prod(variable.shape)) for variable in variables]
         packed = tf.concat([tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients], 0)
-        largest = hvd.allreduce(
-            tf.ensure_shape(packed, [sum(sizes)]), op=hvd.Max, name=self._name(), ignore_name_scope=True,
-            process_set=process_set,
-        )  # fmt: skip
+        largest = self.largest(tf.ensure_shape(packed, [sum(sizes)]))
         return [tf.reshape(part, v.shape) for part, v in zip(tf.split(largest, sizes), variables)]
+
+    def largest(self, values: tf.Tensor) -> tf.Tensor:
+        """The largest values of any rank, element by element. All ranks call it together."""
+        process_set = self._reducer.settings.process_set
+        if not process_set.included() or process_set.size() == 1:
+            return values
+        return hvd.allreduce(values, op=hvd.Max, name=self._name(), ignore_name_scope=True, process_set=process_set)
 
     def _name(self) -> str:
         index = 0
