@@ -59,7 +59,8 @@ class Recorder(Observer):
 
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
         self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
-        self.ranks = plan.settings.process_set.size()  # Horovod may have been shut down when somebody asks
+        # Horovod may have been shut down when somebody asks.
+        self.ranks, self.is_first = plan.settings.process_set.size(), plan.settings.process_set.rank() == 0
         self._loss = loss
         self._column_order = _column_order(len(self.buckets))
         self._rows = RingBuffer(ROWS, len(self._column_order), f"{plan.name}_watched")

@@ -199,7 +199,7 @@ class Session:
             return False
         self._plan, self._recorder = max(watched, key=lambda pair: _nbytes(pair[1]))
         self._reader, self._first = Reader(self.buckets, self.auto_buckets), None
-        self._is_first = self._plan.settings.process_set.rank() == 0
+        self._is_first = self._recorder.is_first
         self._describe()
         return True
 

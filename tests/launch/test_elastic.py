@@ -1,5 +1,6 @@
 """Elastic jobs: ranks join, leave and are killed; training goes on, and no residual is lost."""
 
+import csv
 import re
 import time
 
@@ -116,7 +117,7 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     command = ["python", "-c", TRAINING, str(tmp_path), spec, package, ending]
     # In this time a worker that joins has to come up, and so long may it take until all see that one was killed.
     elastic += ["--network-interface", "lo", "--gloo-timeout-seconds", "60"]
-    job = background([*elastic, *command])
+    job = background([*elastic, *command], {"HVD_COMPRESS_MONITOR": str(tmp_path / "run")})
     try:
         wait_for_any(tmp_path, "size-2-after-*", job.alive)
         hosts.set(HOSTS)
@@ -150,6 +151,15 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     assert {end[1] for end in ends} == {"2"}
     assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
     assert all(float(end[4]) < 10 for end in ends), ends
+    # One of the first two was there all the time: it is watched also after both resets.
+    last = []
+    for rank in range(2):
+        with open(tmp_path / "run" / f"rank-{rank}.csv", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        numbers = [int(row["step"]) for row in rows]
+        assert numbers == sorted(set(numbers))
+        last.append(float(rows[-1]["time"]))
+    assert max(last) > max(path.stat().st_mtime for path in tmp_path.glob("size-3-*"))
 
 
 LOST = """

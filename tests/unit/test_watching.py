@@ -12,7 +12,7 @@ class CountingRecorder:
     """Has the numbers of steps that a test gives it."""
 
     def __init__(self, steps, nbytes):
-        self.steps, self.buckets, self.ranks = steps, [SimpleNamespace(nbytes=nbytes)], 2
+        self.steps, self.buckets, self.ranks, self.is_first = steps, [SimpleNamespace(nbytes=nbytes)], 2, True
 
     def pending(self, reader):
         return self.steps
@@ -25,10 +25,7 @@ def test_the_largest_plan_is_watched_although_a_smaller_one_steps_first(monkeypa
     monkeypatch.setattr(session.hvd, "rank", lambda: 0)
     monkeypatch.setattr(session, "recorder_of", lambda plan: plan.recorder)
     monkeypatch.setattr(session, "Reader", lambda *_: None)
-    settings = SimpleNamespace(process_set=SimpleNamespace(rank=lambda: 0))
-    small, large = (
-        SimpleNamespace(recorder=CountingRecorder(0, nbytes), auto=None, settings=settings) for nbytes in (10, 1000)
-    )
+    small, large = (SimpleNamespace(recorder=CountingRecorder(0, nbytes), auto=None) for nbytes in (10, 1000))
     reducers = [SimpleNamespace(plans={0: plan}, round_log=None) for plan in (small, large)]
     watch = session.Session(lambda: reducers, None, "test")
     small.recorder.steps = 1  # in the middle of the first step
