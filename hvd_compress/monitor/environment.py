@@ -56,7 +56,10 @@ class _Watch:
         """A plan is made; the first one begins the watch."""
         if self._session is not None:
             return
-        is_first = plan.settings.process_set.rank() == 0
+        group = plan.settings.process_set
+        is_first = group.rank() == 0
+        if group is not hvd.global_process_set:  # another set may write, too
+            self._directory = os.path.join(self._directory, f"process-set-{min(group.ranks)}")
         try:
             self._session = Session(alive, self._directory, VARIABLE)
             self._exports = Exports(os.path.join(self._directory, "tensorboard"), VARIABLE, is_first)
@@ -71,8 +74,9 @@ class _Watch:
 
     def train_begins(self, loss: Loss) -> None:
         """A Keras model begins to train."""
+        self.loss = loss
         if self._session is None:
-            self.loss, self._start = loss, time.time()
+            self._start = time.time()
 
     def new_epoch(self, epoch: int) -> None:
         """Steps from now on are of this epoch."""

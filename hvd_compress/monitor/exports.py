@@ -13,7 +13,7 @@ from ..common.verbosity import say
 from . import events
 from .session import Session
 from .steps import Steps
-from .summary import bucket_means, means
+from .summary import bucket_means, means, of_buckets
 
 # Arguments: the step, and numbers by name.
 Log = Callable[[int, Mapping[str, float]], Any]
@@ -41,15 +41,13 @@ class Exports:
     def add(self, steps: Steps) -> None:
         """Takes the next steps."""
         if self._is_first:
-            if self._unwritten and self._unwritten[-1].buckets.bytes.shape[1] != steps.buckets.bytes.shape[1]:
-                self._unwritten = []  # of another plan, with other buckets
             self._unwritten.append(steps)
 
     def write(self, session: Session) -> None:
         """Passes on the means over the steps since the last call."""
-        if not self._unwritten:
+        steps, self._unwritten = of_buckets(self._unwritten, len(session.buckets)), []
+        if not steps:
             return
-        steps, self._unwritten = self._unwritten, []
         number = int(steps[-1].step[-1])
         values = {f"hvd_compress/{name}": value for name, value in _values(session, steps).items()}
         if self._writer is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, Literal, TextIO
 
 import numpy as np
 
@@ -29,6 +30,8 @@ BUCKET_COLUMNS = (
 GUARD_COLUMNS = ("step", "compressor", "reason")
 AUTO_COLUMNS = ("step", "compressor", "step_ms", "progress", "ms_per_progress")
 
+_locks: dict[Path, IO[bytes]] = {}  # held by this process, by file
+
 
 class RunFiles:
     """Writes one rank's files. If the disk is full, it stops writing, and training continues.
@@ -48,17 +51,40 @@ class RunFiles:
         self._files: dict[str, TextIO] = {}  # by name
         self._is_closed = False
         self._steps, self._buckets, self._rounds = f"rank-{rank}", f"rank-{rank}-buckets", f"rank-{rank}-rounds"
+        if not self._is_ours():
+            return
         self._open(self._steps, STEP_COLUMNS)
         self._open(self._buckets, BUCKET_COLUMNS)
         for name in (self._rounds, *(["auto", "guard"] if rank == 0 else [])):  # of an earlier run
             (self.directory / f"{name}.csv").unlink(missing_ok=True)
 
+    def _is_ours(self) -> bool:
+        """Whether no other process writes this rank's files; keeps others from it until `close`.
+
+        A worker that joins an elastic job may have the number that another one had before, which still writes.
+        """
+        path = self.directory / f"{self._steps}.csv"
+        if path not in _locks:  # a training that an error has ended may have left it there
+            _locks[path] = open(path, "ab")  # noqa: SIM115 (see `close`)
+            try:
+                fcntl.flock(_locks[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"rank {self.rank} writes no files in {self.directory}: another process writes {path}", "warning")
+                self._is_closed = True
+                _locks.pop(path).close()
+            except OSError:  # a file system without locks
+                pass
+        return not self._is_closed
+
     def _open(self, name: str, columns: tuple[str, ...]) -> TextIO:
         if name not in self._files:
             path = self.directory / f"{name}.csv"
-            self._files[name] = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
-            self._files[name].write(",".join(columns) + "\n")
-            self._files[name].flush()
+            # Of `auto`, another rank may have written before an elastic reset, the first one then.
+            mode: Literal["a", "w"] = "a" if name == "auto" else "w"
+            self._files[name] = open(path, mode, encoding="utf-8", newline="")  # noqa: SIM115 (see `close`)
+            if self._files[name].tell() == 0:
+                self._files[name].write(",".join(columns) + "\n")
+                self._files[name].flush()
         return self._files[name]
 
     def write(self, steps: Steps, buckets: list[WatchedBucket], epoch: int | None, memory: float) -> None:
@@ -110,7 +136,11 @@ class RunFiles:
         """Closes the files; later calls of `write` do nothing."""
         for file in self._files.values():
             file.close()
-        self._is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            lock = _locks.pop(self.directory / f"{self._steps}.csv", None)
+            if lock is not None:
+                lock.close()
 
 
 def step_lines(steps: Steps, epoch: int | None, memory: float) -> str:

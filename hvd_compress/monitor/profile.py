@@ -103,9 +103,8 @@ class profile:
 
     def _write_trace(self, path: Path, session: Session) -> None:
         last = clocks.compare()
-        buckets = session.buckets  # the steps of an earlier plan have others
-        steps = [part for part in self._steps if part.buckets.bytes.shape[1] == len(buckets)]
-        own = chrome_trace.rank_steps(socket.gethostname(), buckets, steps, hvd.size())
+        steps = summary.of_buckets(self._steps, len(session.buckets))
+        own = chrome_trace.rank_steps(socket.gethostname(), session.buckets, steps, hvd.size())
         ranks = hvd.allgather_object(own, name="hvdc_trace")
         if hvd.rank() == 0:
             error = chrome_trace.write(path, ranks, self._clocks, last)

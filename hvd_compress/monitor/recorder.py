@@ -60,7 +60,8 @@ class Recorder(Observer):
     def __init__(self, plan: Plan, loss: Loss | None = None) -> None:
         self.buckets = watched_buckets(plan)  # compressed ones, then uncompressed gradients, then IndexedSlices
         # Horovod may have been shut down when somebody asks.
-        self.ranks, self.is_first = plan.settings.process_set.size(), plan.settings.process_set.rank() == 0
+        group = plan.settings.process_set
+        self.ranks, self.members, self.is_first = group.size(), list(group.ranks), group.rank() == 0
         self._loss = loss
         self._column_order = _column_order(len(self.buckets))
         self._rows = RingBuffer(ROWS, len(self._column_order), f"{plan.name}_watched")
@@ -175,8 +176,9 @@ def watched_buckets(plan: Plan) -> list[WatchedBucket]:
         nbytes = sum(count * layout.dtypes[i].size for i, count in elements.items())
         plain = plan.bytes_in_ring(nbytes)
         # Where `auto` compresses nothing, it sends no padding.
+        bare = plan.bytes_in_ring(sum(n * uncompressed.size_sent(layout.dtypes[i]) for i, n in elements.items()))
         sent = (
-            plain if group.compressor.automatic and c.uncompressed else plan.bytes_of_bucket(b, c) for c in compressors
+            bare if group.compressor.automatic and c.uncompressed else plan.bytes_of_bucket(b, c) for c in compressors
         )
         buckets.append(WatchedBucket(str(b), nbytes, plain, tuple(c.spec for c in compressors), tuple(sent)))
     for d, tensors in enumerate(layout.uncompressed):

@@ -29,7 +29,7 @@ from ..engine.settings import Settings
 from ..version import __version__
 from . import totals
 from .files import RunFiles
-from .recorder import ROWS, Recorder, WatchedBucket, recorder_of
+from .recorder import HEADER, ROWS, Recorder, WatchedBucket, recorder_of
 from .steps import Reader, Steps
 from .totals import Totals
 
@@ -45,7 +45,7 @@ _numbers = itertools.count()  # of sessions
 class Session:
     """Reads the recorded steps of one plan: of the reducers' plans that take steps, the one with the most gradients.
 
-    If that plan is gone (after an elastic reset, for example), or a larger one takes steps, it goes on with another.
+    If that plan is gone (after an elastic reset, for example), it goes on with another one.
 
     Args:
         reducers: Returns the reducers.
@@ -65,12 +65,13 @@ class Session:
         self._name = f"session {next(_numbers)}"
         self._changes = 0  # of the guard, that are written
         self._reducers = reducers
-        self._is_first = False  # whether this rank is the first one of the plan's process set
+        self._is_first = hvd.rank() == 0  # of the plan's process set, as soon as there is one
         self._files = None if directory is None else RunFiles(directory, hvd.rank())
         self._what = what
         self._plan: Plan | None = None
-        self._first: int | None = None  # is added to a plan's numbers of steps, so that those of the next one go on
+        self._first: int | None = 0  # is added to the plan's numbers of steps; None: so that they go on
         self._last = 0  # the number of the last step
+        self._after = 0  # steps with a number up to this have been read
         self._recorder: Recorder | None = None
         self._reader: Reader | None = None
         self._lock = threading.RLock()  # Keras may call a callback's batch hooks from several threads
@@ -123,6 +124,7 @@ class Session:
             rows = self._recorder.read(self._name)
             self._recorder = recorder_of(self._plan) or self._recorder  # another monitor may have replaced it
             self._look_at_rounds()
+            rows = self._new_of(rows)
             if not len(rows):
                 return None
             steps = self._with_losses(self._numbered(self._reader.steps(rows)))
@@ -160,9 +162,18 @@ class Session:
         if self._plan is None or self._plan.auto is None:
             return
         self._auto_at = time.monotonic()
-        self.auto = self._plan.auto.report(int(self._plan.state.step))[0].auto
+        step = int(self._plan.state.step)
+        self.auto = self._plan.auto.report(step)[0].auto
+        if self.auto is not None and self._first:
+            self.auto = dataclasses.replace(self.auto, steps=step + self._first)
         if self._files is not None and self._is_first and self.auto is not None:
             self._files.write_auto(self.auto)
+
+    def _new_of(self, rows: np.ndarray) -> np.ndarray:
+        """The rows without those of steps that are made again after a reset."""
+        new = rows[rows[:, HEADER.index("step")] + 1 + (self._first or 0) > self._after]
+        del self.losses[: len(rows) - len(new)]
+        return new
 
     def _numbered(self, steps: Steps) -> Steps:
         """The steps, with numbers that go on after those of an earlier plan."""
@@ -197,20 +208,23 @@ class Session:
         watched = [(plan, recorder) for plan, recorder in self._recorded_plans() if recorder.pending(self._name)]
         if not any(recorder.pending(self._name) >= least for _, recorder in watched):
             return False
-        self._plan, self._recorder = max(watched, key=lambda pair: _nbytes(pair[1]))
-        self._reader, self._first = Reader(self.buckets, self.auto_buckets), None
+        before = self._plan
+        self._plan, self._recorder = max(watched, key=lambda pair: sum(b.nbytes for b in pair[1].buckets))
+        self._reader = Reader(self.buckets, self.auto_buckets)
+        # After a reset, the numbers are those of the training, the same on all ranks.
+        is_reset = before is not None and before.name == self._plan.name
+        self._first, self._after = (self._first, self._last) if before is None or is_reset else (None, 0)
+        if before is not None and before.guard is not self._plan.guard:
+            self._changes = 0
         self._is_first = self._recorder.is_first
         self._describe()
         return True
 
     def _is_outdated(self) -> bool:
-        """Whether all steps of the plan are read, and it is gone, or a larger one has taken steps."""
+        """Whether the plan is gone, and all of its steps are read."""
         assert self._recorder is not None
-        if self._recorder.pending(self._name):
-            return False
-        plans, nbytes = self._recorded_plans(), _nbytes(self._recorder)
-        is_gone = all(plan is not self._plan for plan, _ in plans)
-        return is_gone or any(_nbytes(other) > nbytes and other.pending(self._name) for _, other in plans)
+        is_gone = all(plan is not self._plan for plan, _ in self._recorded_plans())
+        return is_gone and not self._recorder.pending(self._name)
 
     def _recorded_plans(self) -> list[tuple[Plan, Recorder]]:
         plans = [plan for reducer in self._reducers() for plan in reducer.plans.values()]
@@ -220,10 +234,13 @@ class Session:
         if self._files is None or not self._is_first or self._plan is None or self._recorder is None:
             return
         settings, shapes, link = self._plan.settings, self._plan.layout.shapes, self._plan.link
+        hosts = self._plan.all_hosts
+        workers = 1 if hosts is None else hosts.workers  # by which the bytes are divided, see `Plan.bytes_sent`
         run = {
             "what": self._what,
             "started": self._started,
             "ranks": self._recorder.ranks,
+            "process_set": self._recorder.members,
             "host": socket.gethostname(),
             "model": {
                 "parameters": sum(map(math.prod, shapes)),
@@ -231,7 +248,7 @@ class Session:
                 "variables": len(shapes),
             },
             "settings": _settings(settings),
-            "link": None if link is None else {"latency_ms": 1e3 * link[0], "ns_per_byte": 1e9 * link[1]},
+            "link": None if link is None else {"latency_ms": 1e3 * link[0], "ns_per_byte": 1e9 * link[1] * workers},
             "buckets": [bucket._asdict() for bucket in self.buckets],
             "versions": {
                 "hvd_compress": __version__,
@@ -261,10 +278,6 @@ class Session:
         self._describe()
         if self._is_first and self.first_step_seconds is not None:
             say(f"the first step took {self.first_step_seconds:.1f} s (tracing and compiling included)")
-
-
-def _nbytes(recorder: Recorder) -> int:
-    return sum(bucket.nbytes for bucket in recorder.buckets)
 
 
 def _now() -> str:

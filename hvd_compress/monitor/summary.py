@@ -16,6 +16,11 @@ _COLUMNS = ("mean", "std", "p50", "p90", "p99", "max")
 STEP = (*_TIMES, "loss", "bytes", "ratio", "error", "gradient_norm", "residual_norm")
 
 
+def of_buckets(steps: Sequence[Steps], count: int) -> list[Steps]:
+    """Those with so many buckets: the steps of an earlier plan may have others."""
+    return [part for part in steps if part.buckets.bytes.shape[1] == count]
+
+
 def series(steps: Sequence[Steps]) -> dict[str, np.ndarray]:
     """Each quantity of all steps, [T]; times are in ms (`step_ms`, `exchange_ms`, ...)."""
     return {_name(name): _unit(name) * np.concatenate([getattr(part, name) for part in steps]) for name in STEP}

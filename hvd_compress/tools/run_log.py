@@ -140,7 +140,10 @@ def load(path: str) -> Run:
         )
     try:
         meta = _meta(file)
-        ranks = [_rank(directory, r) for r in _written(directory) if r < meta["ranks"]]
+        members = meta.get("process_set")
+        if not isinstance(members, list):  # of an earlier version
+            members = range(meta["ranks"])
+        ranks = [_rank(directory, r) for r in _written(directory) if r in members]
         auto = _by(directory / "auto.csv", "compressor", AUTO_COLUMNS)
         guard = _once(_table(directory / "guard.csv", GUARD_COLUMNS))
     except OSError as error:

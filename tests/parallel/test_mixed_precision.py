@@ -216,6 +216,31 @@ def test_all_ranks_skip_where_a_local_gradient_overflows(passes, way, rank):
     np.testing.assert_allclose(np.array(local), [-2.0 * passes * (rank + 1.0), -2.0 * passes])
 
 
+@keras3
+@pytest.mark.parametrize("way", WAYS)
+def test_only_one_rank_has_a_local_variable(way, rank):
+    keras = KERASES["keras"]
+    opt, distributed = scaled(
+        way, keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(1.0), {"initial_scale": 4.0}
+    )
+    shared, local = (keras.Variable(np.zeros(2, np.float32)) for _ in range(2))
+    variables = [shared]
+    if rank == 0:
+        distributed.register_local_var(local)
+        variables.append(local)
+    opt.build(variables)
+
+    @tf.function
+    def step(own):
+        scale = tf.convert_to_tensor(opt.dynamic_scale)
+        opt.apply([tf.constant([1.0, 2.0]) * scale, own * scale][: len(variables)], variables)
+
+    for bad in (False, True, False):
+        step(tf.constant([np.inf if bad else 1.0, 1.0]))
+    assert float(opt.dynamic_scale) == 2.0
+    np.testing.assert_allclose(np.array(shared), [-2.0, -4.0])
+
+
 @pytest.mark.parametrize("name", KERAS2)
 @pytest.mark.parametrize("way", WAYS)
 def test_keras2_skips_where_a_local_gradient_overflows(name, way, rank):
@@ -252,6 +277,14 @@ def test_accumulation_behind_the_loss_scale_is_refused(way):
     sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=4)
     opt, _ = scaled(way, keras.optimizers.LossScaleOptimizer, sgd, {})
     with pytest.raises(ValueError, match="backward_passes_per_step=4, average_aggregated_gradients=True"):
+        opt.apply([tf.ones(3)], [keras.Variable(np.zeros(3, np.float32))])
+
+
+@keras3
+def test_onebit_adam_behind_the_loss_scale_accumulates_nothing():
+    keras = KERASES["keras"]
+    opt = keras.optimizers.LossScaleOptimizer(hvdc.optimizers.OneBitAdam(0.1, gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match="leave it out, or use mixed_bfloat16"):
         opt.apply([tf.ones(3)], [keras.Variable(np.zeros(3, np.float32))])
 
 

@@ -1,11 +1,13 @@
 """`HVD_COMPRESS_MONITOR`: which plan is watched, and that an error of the watch does not end the training."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
-from hvd_compress.monitor import end_summary, environment, session
+from hvd_compress.monitor import end_summary, environment, files, session
 
 
 class CountingRecorder:
@@ -62,3 +64,17 @@ def test_an_error_at_the_end_is_one_line(monkeypatch, capfd):
     end_summary._at_exit()
     out, err = capfd.readouterr()
     assert out == "written\n" and "Horovod has not been initialized" in err and len(err.splitlines()) == 1
+
+
+def test_a_rank_number_of_which_another_process_writes(tmp_path):
+    """As after an elastic reset: a worker that joins has the number that another one had before."""
+    directory, code = str(tmp_path), "import sys; from hvd_compress.monitor.files import RunFiles"
+    own = files.RunFiles(directory, 1)
+    again = files.RunFiles(directory, 1)  # of the same process
+    other = [sys.executable, "-c", f"{code}; print(RunFiles({directory!r}, 1)._is_closed)"]
+    joined = subprocess.run(other, capture_output=True, text=True, timeout=120)
+    assert joined.stdout == "True\n" and "another process writes" in joined.stderr, joined.stderr
+    again.close()
+    own.close()
+    joined = subprocess.run(other, capture_output=True, text=True, timeout=120)
+    assert joined.stdout == "False\n", joined.stderr

@@ -18,7 +18,7 @@ from ...monitor.gradients import checked_every, make_recorder, stop_recording
 from ...monitor.recorder import WatchedBucket
 from ...monitor.session import Session
 from ...monitor.steps import Steps
-from ...monitor.summary import means
+from ...monitor.summary import means, of_buckets
 from .callbacks import CountingCallback
 from .optimizer_state import innermost
 
@@ -139,7 +139,8 @@ class CompressionMonitor(CountingCallback):
         else:
             self._keep(self._session.read())
         if self._epoch:
-            _log_trials(epoch, self._epoch, self._session.buckets, self._session.auto_buckets)
+            buckets = self._session.buckets
+            _log_trials(epoch, of_buckets(self._epoch, len(buckets)), buckets, self._session.auto_buckets)
         if logs is not None and self._epoch:
             logs.update(_logs_of(self._epoch))
         self._epoch = []

@@ -48,6 +48,7 @@ class Distribution:
             self.rounds = Rounds(settings, self.reducer, accumulation_steps)
         self.model: Callable[[], Any] = lambda: None
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
+        self._is_local_anywhere: bool | None = None  # on any rank; None as long as that is not known
         self._overwritten = OverwrittenVariables(self.reducer)
 
     def register_local_var(self, variable: Any) -> None:
@@ -106,18 +107,28 @@ class Distribution:
     def skip_together(self, reduced: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The reduced gradients, one of them NaN if a local variable's gradient is not finite on any rank.
 
-        A LossScaleOptimizer that checks them then skips the same steps on all ranks.
+        A LossScaleOptimizer that checks them then skips the same steps on all ranks. (Residuals have changed then.)
         """
-        local = [g for g, v in zip(reduced, variables) if g is not None and id(v) in self._local]
         result = list(reduced)
-        if not local or self.rounds is not None:
+        given = [i for i, gradient in enumerate(result) if gradient is not None]
+        if self.rounds is not None or not given or not self._any_rank_has_local():
             return result
+        local = [reduced[i] for i in given if id(variables[i]) in self._local]
         is_bad = self._overwritten.largest(tf.cast(~nonfinite.all_finite(local), tf.float32))
-        first = next(i for i, gradient in enumerate(result) if gradient is not None)
+        # Slices may have no rows.
+        first = next((i for i in given if not isinstance(result[i], tf.IndexedSlices)), given[0])
         result[first] = with_values(
             result[first], lambda x: tf.where(is_bad > 0.0, tf.fill(tf.shape(x), tf.constant(math.nan, x.dtype)), x)
         )
         return result
+
+    def _any_rank_has_local(self) -> bool:
+        """Whether any rank has local variables. All ranks make the first call together."""
+        if self._is_local_anywhere is None:
+            with tf.init_scope():
+                own = tf.constant(float(bool(self._local)))
+                self._is_local_anywhere = bool(self._overwritten.largest(own) > 0.0)
+        return self._is_local_anywhere
 
     def shared_and_local(
         self, function: Callable[[list[Any]], Sequence[Any]], gradients: Sequence[Any], variables: Sequence[Any]
@@ -126,7 +137,7 @@ class Distribution:
 
         So a norm over all gradients is the same on all ranks.
         """
-        if not self._local:
+        if not self._local or self.rounds is not None:  # with local steps, each rank trains by itself
             return list(function(list(gradients)))
         result = list(gradients)
         for is_local in (False, True):
@@ -134,6 +145,13 @@ class Distribution:
             for i, gradient in zip(places, function([gradients[i] for i in places]) if places else []):
                 result[i] = gradient
         return result
+
+    def accumulate_instead(self, passes: int) -> str:
+        """What to do in place of `gradient_accumulation_steps` with a loss scale."""
+        return (
+            f"use hvdc.DistributedOptimizer(..., backward_passes_per_step={passes}, "
+            "average_aggregated_gradients=True), which exchanges their mean"
+        )
 
     def update_if_complete(
         self, update: Callable[[], Any], iterations: Any, finite: Callable[[], tf.Tensor] | None = None
@@ -238,7 +256,8 @@ class DistributedMixin:
         Raises:
             ValueError: The optimizer is a LossScaleOptimizer around one with `global_clipnorm`.
         """
-        if innermost(self) is not self and getattr(innermost(self), "global_clipnorm", None):
+        is_around = innermost(self) is not self and self._hvdc.rounds is None
+        if is_around and getattr(innermost(self), "global_clipnorm", None):
             raise ValueError(
                 "register_local_var: global_clipnorm inside of a LossScaleOptimizer would clip by a norm that differs "
                 "between ranks: wrap the other way round, LossScaleOptimizer(hvdc.DistributedOptimizer(optimizer)), or "

@@ -70,11 +70,14 @@ class Keras2Mixin(DistributedMixin):
             self.__dict__.pop("_hvdc_pending")
         distribution = self._hvdc
         reduced, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        scaler_decides = self._scaler_decides
+        # A LossScaleOptimizer, around this optimizer or this optimizer itself, handles non-finite gradients.
+        scaler_decides = self._is_scaled or hasattr(self, "get_scaled_loss")
         skip = distribution.settings.on_nonfinite == "skip" and not scaler_decides
 
         def update() -> Any:
             gradients = reduced
+            if getattr(self, "dynamic", False):  # a LossScaleOptimizer itself, which checks them
+                gradients = distribution.skip_together(reduced, variables)
             if not scaler_decides:
                 gradients = distribution.raise_if_nonfinite(reduced, variables, self.iterations)  # type: ignore[attr-defined]
             self.__dict__["_hvdc_variables"] = [v for g, v in zip(gradients, variables) if g is not None]
@@ -114,11 +117,6 @@ class Keras2Mixin(DistributedMixin):
         """Whether a LossScaleOptimizer wraps this optimizer."""
         return getattr(self, "_is_wrapped_by_loss_scale_optimizer", False)
 
-    @property
-    def _scaler_decides(self) -> bool:
-        """Whether a LossScaleOptimizer, around this optimizer or this optimizer itself, skips steps."""
-        return self._is_scaled or hasattr(self, "get_scaled_loss")
-
     def _reduced_for_scaler(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
         if not self._is_scaled:
@@ -129,7 +127,9 @@ class Keras2Mixin(DistributedMixin):
                 "would scale differently with backward_passes_per_step > 1: wrap the other way round, "
                 "hvdc.DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
-        return self._reduced_pairs(pairs)
+        reduced = self._reduced_pairs(pairs)
+        variables = [v for _, v in reduced]
+        return list(zip(self._hvdc.skip_together([g for g, _ in reduced], variables), variables))
 
     def _reduced_unless_scaled(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         return list(pairs) if self._is_scaled else self._reduced_pairs(list(pairs))
@@ -137,8 +137,6 @@ class Keras2Mixin(DistributedMixin):
     def _reduced_pairs(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         reduced = self._hvdc.add(gradients, variables)
-        if self._scaler_decides:
-            reduced = self._hvdc.skip_together(reduced, variables)
         self.__dict__["_hvdc_pending"] = _identity(pairs)
         return list(zip(reduced, variables))
 

@@ -168,8 +168,7 @@ def _apply_reduced(
     if passes and distribution.rounds is None:
         raise ValueError(
             "a LossScaleOptimizer checks each micro-batch, so that with gradient_accumulation_steps each one would be "
-            f"exchanged: use hvdc.DistributedOptimizer(..., backward_passes_per_step={passes}, "
-            "average_aggregated_gradients=True), which exchanges their mean"
+            f"exchanged: {distribution.accumulate_instead(passes)}"
         )
     if not scaler.built:
         scaler.build(trainable_variables)

@@ -39,6 +39,10 @@ class _MomentumDistribution(Distribution):
         super().__init__(settings)
         self._optimizer = optimizer  # a OneBitAdam
 
+    def accumulate_instead(self, passes: int) -> str:
+        """It has no `backward_passes_per_step`."""
+        return "leave it out, or use mixed_bfloat16, which needs no loss scale"
+
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
         """Returns the averaged gradients, or the new momentum of all ranks once the variance is frozen."""
         del so_far
@@ -107,7 +111,8 @@ class OneBitAdam(Keras3Mixin, _BASE):
         residual_dtype: As in `hvdc.DistributedOptimizer`.
         on_nonfinite: As in `hvdc.DistributedOptimizer`.
         **kwargs: Other arguments of Keras's optimizers: `name`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
-            `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated gradients are exchanged).
+            `loss_scale_factor` and `gradient_accumulation_steps` (only accumulated gradients are exchanged; not with
+            a LossScaleOptimizer).
 
     Raises:
         ValueError: An argument is not valid, or has no meaning for momentum: `clipnorm`, `clipvalue`,
