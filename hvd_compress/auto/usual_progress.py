@@ -1,6 +1,6 @@
 """How much progress compressors usually make, before it is measured. Needs no TensorFlow.
 
-Measured with Adam on two transformers of 0.95M parameters (docs/results.md is one of them): steps of an uncompressed
+Measured with Adam on two transformers of 1.0M parameters (docs/results.md is one of them): steps of an uncompressed
 training to a validation loss, divided by the steps of a training with the compressor, and the share of white noise that
 it lets through.
 
