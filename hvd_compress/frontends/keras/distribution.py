@@ -113,8 +113,9 @@ class Distribution:
         given = [i for i, gradient in enumerate(result) if gradient is not None]
         if self.rounds is not None or not given or not self._any_rank_has_local():
             return result
-        local = [reduced[i] for i in given if id(variables[i]) in self._local]
-        is_bad = self._overwritten.largest(tf.cast(~nonfinite.all_finite(local), tf.float32))
+        # Of all gradients, although the shared ones are alike on all ranks: on a rank without local ones, TensorFlow
+        # would take the flag for a constant, and exchange it only once.
+        is_bad = self._overwritten.largest(tf.cast(~nonfinite.all_finite(reduced), tf.float32))
         # Slices may have no rows.
         first = next((i for i in given if not isinstance(result[i], tf.IndexedSlices)), given[0])
         result[first] = with_values(
