@@ -30,9 +30,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def plain_errors(function: F) -> F:
-    """Keeps the errors that `function` raises in one line, inside a tf.function too.
+    """Keeps AutoGraph away from `function` and what it calls, in a user's tf.function.
 
-    AutoGraph puts the whole traceback, with paths that differ from rank to rank, into an error's text.
+    AutoGraph puts the whole traceback, with paths that differ from rank to rank, into an error's text; here, errors
+    stay in one line. And it converts the source of each function that is called, which takes longer than tracing.
     """
     import tensorflow as tf
 

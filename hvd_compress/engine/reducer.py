@@ -68,7 +68,7 @@ class Reducer:
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
 
-    @checks.plain_errors  # also converts nothing, which takes twice as long as tracing
+    @checks.plain_errors
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
     ) -> list[Any]:

@@ -115,6 +115,7 @@ class LocalSteps:
         ]
         self.start()
 
+    @checks.plain_errors
     def __call__(self) -> None:
         """Ends a step, after the optimizer's update; at the end of a round, all ranks exchange their movements.
 

@@ -25,6 +25,7 @@ from .shared import check_undistributed, reduce_shared, settings_from
 _reducers: dict[Any, Reducer] = {}
 
 
+@checks.plain_errors
 def DistributedGradientTape(  # noqa: D417
     gradtape: tf.GradientTape,
     device_dense: str = "",

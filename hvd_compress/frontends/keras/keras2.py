@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ...common import checks
 from ...common.tracing import data_of_step, outermost_graph
 from .distribution import DistributedMixin
 from .optimizer_state import create_variables
@@ -44,6 +45,7 @@ class Keras2Mixin(DistributedMixin):
         gradients = super().get_gradients(loss, params)  # type: ignore[misc]
         return [g for g, _ in self._reduced_unless_scaled(list(zip(gradients, params)))]
 
+    @checks.plain_errors
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Updates the variables; reduces the gradients first, unless they come from `compute_gradients`."""
         pairs = list(grads_and_vars)

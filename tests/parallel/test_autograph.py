@@ -1,0 +1,55 @@
+"""AutoGraph and this package, in a custom loop that AutoGraph converts."""
+
+import pytest
+import tensorflow as tf
+from tensorflow import keras
+
+import hvd_compress as hvdc
+from hvd_compress.frontends import rounds, tape
+from hvd_compress.frontends.keras import distribution
+
+
+def distributed_tape(variables):
+    with tf.GradientTape() as own:
+        loss = tf.reduce_sum(variables[0] ** 2)
+    return hvdc.DistributedGradientTape(own, compression="auto").gradient(loss, variables)
+
+
+@pytest.fixture
+def steps():
+    """Steps of custom loops, and the function of this package that each of them calls inside of the public one."""
+    variables = [tf.Variable(tf.ones([3]))]
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="auto")
+    optimizer.build(variables)
+    local_steps = hvdc.LocalSteps(variables, local_steps=2)
+    gradient = tf.ones([3])
+    return {
+        "tape": (lambda: distributed_tape(variables), tape, "settings_from"),
+        "optimizer": (
+            lambda: optimizer.apply_gradients([(gradient, variables[0])]),
+            distribution.Distribution,
+            "begin_step",
+        ),
+        "local steps": (lambda: local_steps(), rounds.Rounds, "step"),
+    }
+
+
+@pytest.mark.parametrize("what", ["tape", "optimizer", "local steps"])
+def test_autograph_converts_nothing_of_this_package(what, steps, monkeypatch):
+    """Converting would take longer than tracing, and put whole tracebacks into errors."""
+    step, owner, name = steps[what]
+    original, converts = getattr(owner, name), []
+
+    def spy(*arguments, **keywords):
+        converts.append(tf.__internal__.autograph.control_status_ctx().status.name == "ENABLED")
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, spy)
+
+    @tf.function
+    def run():
+        converts.append(tf.__internal__.autograph.control_status_ctx().status.name == "ENABLED")
+        step()
+
+    run()
+    assert converts[0] and len(converts) > 1 and not any(converts[1:])
