@@ -23,9 +23,11 @@ _MAX_OUTER_PRODUCTS = 8
 _DEPENDENT = 1e-3
 
 
-@compiled
 def start(seed: tf.Tensor, n: int) -> tf.Tensor:
-    """`n` random numbers for the first right factors, float32 in [-1, 1); `seed` is an int32 scalar."""
+    """`n` random numbers for the first right factors, float32 in [-1, 1); `seed` is an int32 scalar.
+
+    They are few, and mostly needed once: compiling this would take longer.
+    """
     return 2.0 * noise.uniform(seed, n) - 1.0
 
 
