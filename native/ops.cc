@@ -1,4 +1,6 @@
-// The operations HvdCompressEncode, HvdCompressDecode and HvdCompressSubtract, for `hvd_compress.kernels.native`.
+// The operations of `hvd_compress.kernels.native`: HvdCompressEncode, HvdCompressDecode and HvdCompressSubtract for
+// buckets, HvdCompressEncodeRows and HvdCompressDecodeRows for rows of tables.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <limits>
@@ -13,6 +15,7 @@
 #include "onebit.h"
 #include "pool.h"
 #include "quantize.h"
+#include "rows.h"
 #include "strided.h"
 #include "tf_api.h"
 #include "topk.h"
@@ -354,6 +357,82 @@ struct Subtract {
   }
 };
 
+// The form of rows, and how many of them one thread takes at a time.
+struct Rows {
+  rows::Form form;
+  int64_t threads, piece;
+
+  explicit Rows(Attributes* attributes, const char* error) {
+    const int64_t method = attributes->integer("method"), bits = attributes->integer("bits");
+    form = {method == kOneBit, static_cast<int>(bits), attributes->integer("columns"), attributes->integer("blocks"),
+            attributes->integer("block"), attributes->integer("number_bytes")};
+    threads = attributes->integer("threads");
+    attributes->require((method == kQuantize || method == kOneBit) && form.is_valid(), error);
+    piece = form.columns >= 1 ? std::max<int64_t>(1, kElementsOfThread / form.columns) : 1;
+  }
+
+  // Calls `work(first, last)` for pieces of `count` rows; returns whether that worked.
+  template <typename Work>
+  bool run(int64_t count, Work work) const {
+    return Pool::run(ceil_div(count, piece), threads,
+                     [&](int64_t i) { work(i * piece, std::min(count, (i + 1) * piece)); });
+  }
+
+  static constexpr int64_t kElementsOfThread = 1 << 16;
+};
+
+// Encodes the rows of a table; each becomes a row of the payload.
+struct EncodeRows {
+  Rows rows;
+  bool stochastic;
+
+  explicit EncodeRows(TF_OpKernelConstruction* construction) : EncodeRows(Attributes(construction)) {}
+  explicit EncodeRows(Attributes&& attributes)
+      : rows(&attributes, "HvdCompressEncodeRows: there are no such rows"),
+        stochastic(attributes.boolean("stochastic")) {}
+
+  void compute(TF_OpKernelContext* context) const {
+    Call call(context);
+    int64_t count = 0, elements = 0;
+    const int64_t* numbers = call.input<int64_t>(0, &count);
+    const float* values = call.input<float>(1, &elements);
+    const int32_t* seed = call.input<int32_t>(2);
+    if (call.ok() && elements != count * rows.form.columns)
+      call.fail("HvdCompressEncodeRows: the numbers and the values are not of equally many rows");
+    uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {count, rows.form.bytes()});
+    float* residual = call.output<float>(1, TF_FLOAT, {count, rows.form.columns});
+    if (!call.ok()) return;
+    const Encoding how{rows.form.bits, stochastic, *seed, 0};
+    const bool done = rows.run(count, [&](int64_t first, int64_t last) {
+      rows::encode(rows.form, how, numbers, values, first, last, payload, residual);
+    });
+    if (!done) call.fail("HvdCompressEncodeRows: out of memory");
+  }
+};
+
+struct DecodeRows {
+  Rows rows;
+
+  explicit DecodeRows(TF_OpKernelConstruction* construction) : DecodeRows(Attributes(construction)) {}
+  explicit DecodeRows(Attributes&& attributes) : rows(&attributes, "HvdCompressDecodeRows: there are no such rows") {}
+
+  void compute(TF_OpKernelContext* context) const {
+    Call call(context);
+    int64_t length = 0;
+    const uint8_t* payload = call.input<uint8_t>(0, &length);
+    if (call.ok() && length % rows.form.bytes())
+      call.fail("HvdCompressDecodeRows: the payload has another length than expected");
+    const int64_t count = length / rows.form.bytes();
+    int64_t* numbers = call.output<int64_t>(0, TF_INT64, {count});
+    float* values = call.output<float>(1, TF_FLOAT, {count, rows.form.columns});
+    if (!call.ok()) return;
+    const bool done = rows.run(count, [&](int64_t first, int64_t last) {
+      rows::decode(rows.form, payload, first, last, numbers, values);
+    });
+    if (!done) call.fail("HvdCompressDecodeRows: out of memory");
+  }
+};
+
 void unknown_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
@@ -387,6 +466,13 @@ const bool kRegistered = [] {
                       {"N: int >= 1", "C: int >= 1", "shares: int", "summed: bool", "method: int", "bits: int",
                        "sizes: list(int)", "kept: list(int)", "nbytes: int", "threads: int"});
   register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
+  register_op<EncodeRows>("HvdCompressEncodeRows", {"numbers: int64", "values: float", "seed: int32"},
+                          {"payload: uint8", "residual: float"},
+                          {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
+                           "stochastic: bool", "threads: int"});
+  register_op<DecodeRows>("HvdCompressDecodeRows", {"payload: uint8"}, {"numbers: int64", "values: float"},
+                          {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
+                           "threads: int"});
   return true;
 }();
 

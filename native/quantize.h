@@ -110,9 +110,10 @@ struct Parts {
   }
 };
 
-// Quantizes x [block]; writes the codes of row `row`, and x - decoded in place of x if `keep`.
-INLINE bool encode_block(float* x, int64_t block, int64_t row, const Encoding& how, const Parts<uint8_t>& parts,
-                         bool keep) {
+// Quantizes x [block]; writes the codes of row `row`, and x - decoded in place of x if `keep`. `first` is the position of
+// its first element, for the noise of stochastic rounding. Returns whether all elements are finite.
+INLINE bool encode_block(float* x, int64_t block, int64_t row, int64_t first, const Encoding& how,
+                         const Parts<uint8_t>& parts, bool keep) {
   int32_t low = INT32_MAX, high = INT32_MIN;
   for (int64_t j = 0; j < block; ++j) {
     const int32_t key = ordered(bits_of(x[j]));
@@ -129,18 +130,18 @@ INLINE bool encode_block(float* x, int64_t block, int64_t row, const Encoding& h
   uint8_t codes[kBlock];
   if (!how.stochastic) {
     const float lowest = g.base + kMagic, highest = lowest + largest;
-    const int32_t first = bits_of(lowest);
+    const int32_t zero = bits_of(lowest);
     for (int64_t j = 0; j < block; ++j) {
       float shifted = x[j] * inverse + kMagic;
       shifted = shifted < lowest ? lowest : shifted;
       shifted = shifted > highest ? highest : shifted;
-      codes[j] = static_cast<uint8_t>(static_cast<uint32_t>(bits_of(shifted)) - static_cast<uint32_t>(first));
+      codes[j] = static_cast<uint8_t>(static_cast<uint32_t>(bits_of(shifted)) - static_cast<uint32_t>(zero));
       if (keep) x[j] -= (shifted - kMagic) * g.step;
     }
   } else {
     const uint32_t start = mix(static_cast<uint32_t>(how.seed) + kGolden);
     for (int64_t j = 0; j < block; ++j) {
-      const uint32_t position = static_cast<uint32_t>(row * block + j);
+      const uint32_t position = static_cast<uint32_t>(first + j);
       const float noise = static_cast<float>(static_cast<int32_t>(mix((position * kGolden) ^ start) >> 8)) * 0x1p-24f;
       float code = std::floor((x[j] * inverse - g.base) + noise * (1.0f - 0x1p-16f));
       code = code < 0.0f ? 0.0f : code;
@@ -195,12 +196,12 @@ INLINE bool encode_rows(const Source& source, const Encoding& how, uint8_t* payl
     const int64_t begin = row * block, count = n - begin < block ? n - begin : block;
     if (Full && count == kBlock) {
       read(source, begin, kBlock, x);
-      finite &= encode_block(x, kBlock, row, how, parts, residual != nullptr);
+      finite &= encode_block(x, kBlock, row, begin, how, parts, residual != nullptr);
       if (residual) write_back(x, kBlock, residual + begin);
     } else {
       read(source, begin, count, x);
       for (int64_t j = count; j < block; ++j) x[j] = x[count - 1];
-      finite &= encode_block(x, block, row, how, parts, residual != nullptr);
+      finite &= encode_block(x, block, row, begin, how, parts, residual != nullptr);
       if (residual) write_back(x, count, residual + begin);
     }
   }

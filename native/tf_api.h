@@ -18,7 +18,7 @@ struct TF_OpKernelConstruction;
 struct TF_OpKernelContext;
 
 enum TF_Code { TF_OK = 0, TF_INVALID_ARGUMENT = 3 };
-enum TF_DataType { TF_FLOAT = 1, TF_UINT8 = 4, TF_BOOL = 10 };
+enum TF_DataType { TF_FLOAT = 1, TF_UINT8 = 4, TF_INT64 = 9, TF_BOOL = 10 };
 
 TF_Status* TF_NewStatus(void);
 void TF_DeleteStatus(TF_Status*);

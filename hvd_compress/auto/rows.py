@@ -1,7 +1,7 @@
 """What `auto` saves by compressing the rows of embeddings.
 
 Rows are sent with one compressor (`Auto.for_rows`) or uncompressed. On a fast link, or where there are few of them,
-they begin uncompressed: kernels would take longer to compile, and to run, than the link needs for the bytes.
+they begin uncompressed: kernels would take longer to trace or compile, and to run, than the link needs for the bytes.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from .usual_progress import OF_DELAY, assumed, of_round, usual
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
 # Seconds. Compression begins later if it is predicted to gain less in a step: XLA takes about a second to compile
-# kernels, and a graph with native operations takes 0.2 s more to trace than one without. Rows of embeddings have
-# kernels of XLA.
+# kernels, and a graph with native operations takes 0.2 s more to trace than one without.
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
 # With less, the quotient of time and progress says nothing.
 _LEAST_PROGRESS = 1e-3
@@ -71,7 +70,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, value, sizes))
             first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
         savings = RowSavings(layout.embeddings, _model(calibrated))
-        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN["xla"])], tf.int32)
+        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN[native.kind()])], tf.int32)
         both = tf.concat([first, rows], 0)
         both = hvd.broadcast(both, group.ranks[0], name="hvdc_first_choice", process_set=group)
         first, compresses_rows = both[:-1], not tracing.can_forget_traces() or not savings.any or bool(both[-1])

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ..formats.cast import Cast
 from ..formats.quantize import BLOCK, SIGN_BLOCK
 from ..formats.sizes import fields
-from ..kernels import bitpack, blocks
+from ..kernels import bitpack, blocks, native
 from ..kernels.compile import compiled
 from .base import Seeds
 from .onebit import OneBit, decode_signs
@@ -64,12 +64,20 @@ class Rows:
             The payload, uint8 [n, nbytes], and the new residuals in the shape and dtype of `values`. A row that is not
             finite decodes to a row that is not finite.
         """
+        native_format = self._native_format
+        if native_format is not None:
+            seed = self.compressor.noise_seed(seeds) if native_format.stochastic else 0
+            payload, new_residuals = native.encode_rows(native_format, self._native_form, rows, values, seed)
+            return tf.ensure_shape(payload, [None, self.nbytes]), new_residuals
         numbers = tf.bitcast(rows, tf.uint8)[:, : self._index_bytes]  # little-endian
         encoded, new_residuals = self._encode(values, seeds)
         return tf.concat([numbers, encoded], 1), new_residuals
 
     def decode(self, payload: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The inverse of `encode`: the rows' numbers, int64 [n], and values, float32 (or `dtype`) [n, columns]."""
+        native_format = self._native_format
+        if native_format is not None:
+            return native.decode_rows(native_format, self._native_form, payload)
         size = self._index_bytes
         rows = tf.bitcast(tf.pad(payload[:, :size], [[0, 0], [0, 8 - size]]), tf.int64)
         return rows, tf.ensure_shape(self._decode(payload[:, size:]), [None, self.columns])
@@ -121,6 +129,16 @@ class Rows:
         else:
             values = decode_matrix([parts], compressor.bits, tf.constant(1.0))
         return tf.reshape(values, [-1, num_blocks * block])[:count, : self.columns]
+
+    @property
+    def _native_format(self) -> native.NativeFormat | None:
+        """What native operations need to know of the compressor; None if TensorFlow's or XLA's are used."""
+        known = isinstance(self.compressor, (Quantize, OneBit))
+        return native.in_use(self.compressor.native_format) if known else None
+
+    @property
+    def _native_form(self) -> native.RowForm:
+        return native.RowForm(self.columns, *self._blocks, self._index_bytes)
 
     @property
     def _wire(self) -> tf.DType:

@@ -1,4 +1,4 @@
-"""Operations in C++: whole buckets are encoded and decoded in one pass each (sources in the folder `native`).
+"""Operations in C++ encode and decode whole buckets, and rows of tables, in one pass (sources: the folder `native`).
 
 They compute the same as the kernels that XLA compiles, up to rounding: XLA contracts a * b + c where the processor can,
 and the C++ compiler never does, so that all processors give the same bits. All ranks must use the same kind
@@ -189,6 +189,53 @@ def decode(
             **_attributes(format),
         )
     return [_shaped(chunk, shape) for chunk, shape in zip(chunks, [(sum(sizes),)] if joined else shapes)]
+
+
+class RowForm(NamedTuple):
+    """How the rows of a table are encoded, see `compressors.rows`."""
+
+    columns: int
+    blocks: int  # of a row
+    block: int  # columns of a block, the last of which is padded; a multiple of 8
+    number_bytes: int  # of the row's number
+
+
+def encode_rows(
+    format: NativeFormat, form: RowForm, numbers: tf.Tensor, values: tf.Tensor, seed: tf.Tensor | int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Encodes rows with `quantize` or `onebit`.
+
+    Args:
+        format: How.
+        form: The form of a row.
+        numbers: The rows' numbers, int64 [n].
+        values: float32 [n, columns].
+        seed: Of stochastic rounding, int32 scalar.
+
+    Returns:
+        The payload, uint8 [n, bytes of a row], and what it leaves out, float32 [n, columns].
+    """
+    with tf.device("CPU"):
+        payload, residuals = _operations().hvd_compress_encode_rows(
+            numbers=numbers,
+            values=values,
+            seed=seed,
+            stochastic=format.stochastic,
+            **form._asdict(),
+            **_attributes(format),
+        )
+    residuals.set_shape(values.shape)
+    return payload, residuals
+
+
+def decode_rows(format: NativeFormat, form: RowForm, payload: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The inverse of `encode_rows`: the rows' numbers, int64 [n], and their values, float32 [n, columns]."""
+    attributes = {**form._asdict(), **_attributes(format)}
+    with tf.device("CPU"):
+        numbers, values = _operations().hvd_compress_decode_rows(payload=payload, **attributes)
+    numbers.set_shape([payload.shape[0]])
+    values.set_shape([payload.shape[0], form.columns])
+    return numbers, values
 
 
 def shape_of(pieces: Sequence[tf.Tensor]) -> Shape:

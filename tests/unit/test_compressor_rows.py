@@ -8,8 +8,18 @@ import hvd_compress as hvdc
 from hvd_compress.compressors import rows
 from hvd_compress.compressors.base import Seeds
 from hvd_compress.compressors.rows import Rows
+from hvd_compress.kernels import native
 
 SEEDS = Seeds(tf.constant(3), tf.constant(5))
+
+
+@pytest.fixture(autouse=True, params=native.KINDS)
+def kind(request, monkeypatch):
+    """The kernels that are in use."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setenv(native.VARIABLE, request.param)
+    return request.param
 
 
 def coder(spec, columns, table=1000, dtype=tf.float32):

@@ -11,6 +11,7 @@ import tensorflow as tf
 import hvd_compress as hvdc
 from hvd_compress.compressors import Seeds
 from hvd_compress.compressors.payload import join, take
+from hvd_compress.compressors.rows import Rows
 from hvd_compress.exchange import coding
 from hvd_compress.exchange.local_input import LocalInput
 from hvd_compress.kernels import native
@@ -231,3 +232,59 @@ def test_no_kernel_is_compiled_for_a_bucket(use):
     operations = [op.type for op in step.get_concrete_function(spec, spec).graph.get_operations()]
     assert operations.count("HvdCompressEncode") == operations.count("HvdCompressDecode") == 1
     assert not any("Call" in operation for operation in operations)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 64, 300, 1500])
+@pytest.mark.parametrize(
+    "spec", ["int8", "int4", "quantize:bits=3", "quantize:bits=2,rounding=stochastic,seed=5", "onebit"]
+)
+def test_rows_of_native_and_xla_agree(spec, columns, use):
+    code = Rows(hvdc.Compression.parse(spec), 1000, columns)
+    numbers = tf.constant(np.random.default_rng(2).permutation(1000)[:333], tf.int64)
+    values = tf.reshape(heavy_tailed(333 * columns, 0), [333, columns])
+    payloads, lost, decoded = {}, {}, {}
+    for kind in native.KINDS:
+        use(kind)
+        payloads[kind], lost[kind] = code.encode(numbers, values, SEEDS)
+    for kind in native.KINDS:
+        use(kind)
+        for made_by, payload in payloads.items():
+            found, decoded[kind, made_by] = code.decode(payload)
+            np.testing.assert_array_equal(found, numbers)
+        np.testing.assert_allclose(
+            decoded[kind, kind] + lost[kind], values, rtol=1e-5, atol=2e-6 * np.abs(values).max()
+        )
+    for made_by in native.KINDS:
+        np.testing.assert_allclose(decoded["native", made_by], decoded["xla", made_by], rtol=1e-5, atol=1e-7)
+    same = np.isclose(decoded["native", "native"], decoded["native", "xla"], rtol=1e-5, atol=1e-7)
+    assert same.mean() > 0.999
+
+
+def test_threads_do_not_change_rows(use, monkeypatch):
+    use("native")
+    code = Rows(hvdc.Compression.int4, 10_000, 1500)
+    numbers, values = tf.range(500, dtype=tf.int64), tf.reshape(heavy_tailed(500 * 1500, 0), [500, 1500])
+    monkeypatch.setattr(native, "threads", lambda: 1)
+    one = code.encode(numbers, values, SEEDS)
+    monkeypatch.setattr(native, "threads", lambda: 4)
+    for _ in range(20):
+        four = code.encode(numbers, values, SEEDS)
+        for a, b in zip(one, four):
+            np.testing.assert_array_equal(a, b)
+        found, decoded = code.decode(four[0])
+        np.testing.assert_array_equal(found, numbers)
+        np.testing.assert_allclose(decoded + four[1], values, atol=1e-4)
+
+
+def test_rows_of_another_length_are_refused(use):
+    use("native")
+    code = Rows(hvdc.Compression.int8, 1000, 64)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the payload has another length than expected"):
+        code.decode(tf.zeros([3, code.nbytes + 1], tf.uint8))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not of equally many rows"):
+        code.encode(tf.range(3, dtype=tf.int64), tf.zeros([4, 64]), SEEDS)
+    rng = np.random.default_rng(0)
+    for spec in ("int8", "quantize:bits=3", "onebit"):  # damaged ones write nothing out of bounds
+        code = Rows(hvdc.Compression.parse(spec), 1000, 300)
+        numbers, values = code.decode(tf.constant(rng.integers(0, 256, (50, code.nbytes), np.uint8)))
+        assert numbers.shape == (50,) and values.shape == (50, 300)

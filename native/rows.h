@@ -1,0 +1,80 @@
+// Rows of a table, each with its own number and its own blocks, as `compressors.rows` describes them.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "onebit.h"
+#include "quantize.h"
+#include "simd.h"
+
+namespace rows {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// A row is divided into `blocks` blocks of `block` columns, a multiple of 8. The last one is padded.
+struct Form {
+  bool signs;  // `onebit`; otherwise `quantize` with so many bits
+  int bits;
+  int64_t columns, blocks, block, number_bytes;
+
+  int64_t bytes() const { return number_bytes + blocks * (signs ? 4 + block / 8 : 8 + block * bits / 8); }
+
+  bool is_valid() const {
+    return columns >= 1 && blocks >= 1 && block >= 8 && block % 8 == 0 && number_bytes >= 1 && number_bytes <= 8 &&
+           block <= (signs ? onebit::kBlock : quantize::kBlock) && (blocks - 1) * block < columns &&
+           columns <= blocks * block && (signs ? bits == 0 : bits >= 1 && bits <= 8);
+  }
+};
+
+// Encodes the rows from `first` to before `last`. `values` and `residual` are [rows, columns]. A block that is not finite
+// decodes to values that are not.
+CLONED void encode(const Form& form, const Encoding& how, const int64_t* numbers, const float* values, int64_t first,
+                   int64_t last, uint8_t* payload, float* residual) {
+  float x[onebit::kBlock];
+  for (int64_t row = first; row < last; ++row) {
+    uint8_t* out = payload + row * form.bytes();
+    for (int64_t i = 0; i < form.number_bytes; ++i)
+      *out++ = static_cast<uint8_t>(static_cast<uint64_t>(numbers[row]) >> (8 * i));
+    const quantize::Parts<uint8_t> parts(out, form.blocks, form.block, form.bits);
+    for (int64_t b = 0; b < form.blocks; ++b) {
+      const int64_t begin = row * form.columns + b * form.block, rest = form.columns - b * form.block;
+      const int64_t count = rest < form.block ? rest : form.block;
+      std::memcpy(x, values + begin, count * sizeof(float));
+      for (int64_t j = count; j < form.block; ++j) x[j] = x[count - 1];
+      if (form.signs) {
+        const float mean = onebit::mean_magnitude(x, count, form.block);
+        std::memcpy(out + 4 * b, &mean, 4);
+        onebit::pack_signs(x, form.block, out + 4 * form.blocks + b * (form.block / 8));
+        onebit::subtract_decoded(x, count, mean);
+      } else if (!quantize::encode_block(x, form.block, b, (row * form.blocks + b) * form.block, how, parts, true)) {
+        std::memcpy(parts.step + 4 * b, &kNaN, 4);
+      }
+      std::memcpy(residual + begin, x, count * sizeof(float));
+    }
+  }
+}
+
+// The inverse of `encode`.
+CLONED void decode(const Form& form, const uint8_t* payload, int64_t first, int64_t last, int64_t* numbers,
+                   float* values) {
+  float x[onebit::kBlock];
+  for (int64_t row = first; row < last; ++row) {
+    const uint8_t* in = payload + row * form.bytes();
+    uint64_t number = 0;
+    for (int64_t i = 0; i < form.number_bytes; ++i) number |= static_cast<uint64_t>(*in++) << (8 * i);
+    numbers[row] = static_cast<int64_t>(number);
+    const quantize::Parts<const uint8_t> parts(in, form.blocks, form.block, form.bits);
+    for (int64_t b = 0; b < form.blocks; ++b) {
+      if (form.signs)
+        onebit::decode_block(in + 4 * b, in + 4 * form.blocks + b * (form.block / 8), form.block, false, x);
+      else
+        quantize::decode_block(parts, b, form.block, false, x);
+      const int64_t rest = form.columns - b * form.block;
+      std::memcpy(values + row * form.columns + b * form.block, x, (rest < form.block ? rest : form.block) * sizeof(float));
+    }
+  }
+}
+
+}  // namespace rows
