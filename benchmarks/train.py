@@ -11,17 +11,24 @@ already has are not repeated, so an interrupted benchmark goes on where it was.
 A method may name more arguments of the optimizer: "int4 + local_steps=30 outer=average". With local steps, the weights
 of the last exchange are evaluated.
 
+With `--change 100mbit@140`, the links get another rate after 140 steps. Then, an oracle is shown, too: before and after
+the change, it takes as long as the fastest of the fixed methods that reach the target in no more steps than `auto`.
+
 Stock Horovod uses its DistributedGradientTape, because its optimizer does not reduce gradients on Keras 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,11 +71,15 @@ METHODS = [
 ]  # fmt: skip
 
 
+OLDER = {"delay": 0.0, "change": []}  # settings that older files do not name
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="gpt", help="default: %(default)s")
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
+    parser.add_argument("--change", type=change, metavar="RATE@STEP", help="another rate after so many steps")
     parser.add_argument("--delay", type=seconds, default=0.0, help="one way, such as 50ms (default: none)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
@@ -80,7 +91,46 @@ def arguments() -> argparse.Namespace:
     args.target = TASKS[args.task].target if args.target is None else args.target
     args.methods = args.methods or METHODS + TASKS[args.task].others
     args.steps = args.steps or TASKS[args.task].steps
+    if args.change and args.change[1] % TASKS[args.task].every:
+        parser.error(
+            f"--change: the step must be a multiple of {TASKS[args.task].every}, as training is evaluated then"
+        )
     return args
+
+
+def change(text: str) -> tuple[str, int]:
+    """A rate and a step."""
+    rate, _, step = text.partition("@")
+    return rate, int(step)
+
+
+@contextlib.contextmanager
+def changed_rate(lab: Netlab, change: tuple[str, int] | None) -> Iterator[dict[str, str]]:
+    """Changes the rate when the worker asks for it, and back at the end.
+
+    Yields environment variables for the worker, which makes a file and waits until it is gone.
+    """
+    if change is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        flag, before, ended = Path(folder, "change"), lab.rate, threading.Event()
+
+        def wait() -> None:
+            while not ended.wait(0.05):
+                if flag.exists():
+                    lab.set_rate(change[0])
+                    flag.unlink()
+                    return
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            yield {"CHANGE_AT": str(change[1]), "CHANGE_FLAG": str(flag)}
+        finally:
+            ended.set()
+            thread.join()
+            lab.set_rate(before)
 
 
 def train(lab: Netlab, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -89,10 +139,11 @@ def train(lab: Netlab, method: str, seed: int, args: argparse.Namespace) -> dict
     command = [sys.executable, str(WORKER), args.task, method, str(seed), str(args.target), str(args.steps), str(every)]
     root = str(WORKER.parent.parent)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
-    result = lab.run(
-        ["timeout", "-k", "20", str(args.timeout), *command],
-        env=environment, capture_output=True, text=True, errors="replace",
-    )  # fmt: skip
+    with changed_rate(lab, args.change) as more:
+        result = lab.run(
+            ["timeout", "-k", "20", str(args.timeout), *command],
+            env={**environment, **more}, capture_output=True, text=True, errors="replace",
+        )  # fmt: skip
     lines = [line.partition("RESULT ")[2] for line in result.stdout.splitlines() if "RESULT " in line]
     if result.returncode or len(lines) != 1:
         raise SystemExit(f"{method}, seed {seed}: ended with status {result.returncode}\n{result.stderr[-5000:]}")
@@ -112,20 +163,41 @@ def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
                 f"{statistics.median(run['first_step'] for run in some):.1f}",
                 f"{statistics.median(run['metric'] for run in some):.3f}", some[0]["chosen"],
             ])  # fmt: skip
-    title = f"{args.task}, {args.hosts} hosts {args.rate}: to {args.target:g}, and the metric after {args.steps} steps"
+    if args.change:
+        rows += oracles(runs, args)
+    rate = f"{args.rate}, {args.change[0]} after {args.change[1]} steps" if args.change else args.rate
+    title = f"{args.task}, {args.hosts} hosts {rate}: to {args.target:g}, and the metric after {args.steps} steps"
     columns = ["method", "seconds, median", "steps of each seed", "ms per step", "first step s", "metric", "chosen"]
     common.print_table(title, columns, rows)
+
+
+def oracles(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[list[str]]:
+    """A line for `auto` of each seed: the seconds of an oracle, and how many times as long `auto` takes."""
+    rows = []
+    for auto in (run for run in runs if run["method"] == "auto" and run["steps"]):
+        fixed = [
+            run for run in runs
+            if run["seed"] == auto["seed"] and run["method"] != "auto" and not run["method"].startswith("horovod")
+            and run["steps"] and run["steps"] <= auto["steps"]
+        ]  # fmt: skip
+        at_change = [next(point[1] for point in run["curve"] if point[0] == args.change[1]) for run in fixed]
+        if fixed:
+            first, rest = min(at_change), min(run["seconds"] - at for run, at in zip(fixed, at_change))
+            row = [f"oracle, seed {auto['seed']}", f"{first + rest:.1f}", str(auto["steps"]), "", "", ""]
+            rows.append([*row, f"auto: {auto['seconds'] / (first + rest):.2f} times"])
+    return rows
 
 
 def main() -> int:
     args = arguments()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     settings = {key: vars(args)[key] for key in ("task", "hosts", "rate", "delay", "target", "steps")}
+    settings["change"] = list(args.change or [])
     runs: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
         runs = before["runs"]
-        if any(before.get(key, 0.0) != value for key, value in settings.items()):
+        if any(before.get(key, OLDER.get(key)) != value for key, value in settings.items()):
             print(f"{args.json} was made with other settings: name another file", file=sys.stderr)
             return 2
     done = {(run["method"], run["seed"]) for run in runs}

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -66,6 +67,8 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
         seconds += time.perf_counter() - start
         sent += every * (float(stock) if method in HOROVOD else optimizer.bytes_sent()[0])
         metric = metric_of_all()
+        if str(steps) == os.environ.get("CHANGE_AT"):
+            change_rate(Path(os.environ["CHANGE_FLAG"]))
         curve.append([steps, round(seconds, 3), int(sent), round(metric, 5)])
         if reached["seconds"] is None and sign * metric >= sign * target:
             reached = {"seconds": round(seconds, 3), "steps": steps, "bytes": int(sent)}
@@ -81,6 +84,15 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
         "chosen": chosen(optimizer) if spec == "auto" else "",
         "curve": curve,
     }
+
+
+def change_rate(flag: Path) -> None:
+    """Lets the benchmark change the rate of the links, and waits for it."""
+    if hvd.rank() == 0:
+        flag.touch()
+        while flag.exists():
+            time.sleep(0.01)
+    barrier()
 
 
 def stock_bytes(gradients: list[Any], itemsize: int) -> tf.Tensor:
