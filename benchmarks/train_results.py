@@ -69,7 +69,13 @@ def table(result: Result) -> str:
 
 
 def title(result: Result) -> str:
-    return f"{result['task']}, {result['hosts']} hosts, {result['rate']}"
+    then = "{} after {} steps".format(*result["change"]) if result.get("change") else ""
+    return ", ".join(filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], then]))
+
+
+def link_of(result: Result) -> str:
+    """The rate, and the other one of a link that changes."""
+    return "_to_".join([result["rate"], *(result.get("change") or [])[:1]])
 
 
 def curves(result: Result, path: Path) -> None:
@@ -136,9 +142,9 @@ def main() -> None:
     results = [result for result in results if result["benchmark"] == "train"]
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
-        curves(result, args.out / f"train_{result['task']}_{result['rate']}.png")
-    overview(results, args.out / "train_overview.png")
-    page_tables.show({f"{result['task']} {result['rate']}": table(result) for result in results}, args.page)
+        curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
+    overview([result for result in results if not result.get("change")], args.out / "train_overview.png")
+    page_tables.show({f"{result['task']} {link_of(result)}": table(result) for result in results}, args.page)
 
 
 if __name__ == "__main__":

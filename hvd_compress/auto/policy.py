@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
+from ..formats.auto import TRIAL_STEPS
 from . import choices, link_tracker, progress, trials
 
 # The weight of the newest value in running averages.
@@ -177,7 +178,7 @@ def initial(choice: tf.Tensor, candidates: int) -> State:
         tf.ones([2]),
         tf.zeros([progress.ROWS, candidates]), zero, zeros, zeros, zero, one,
         tf.ones([candidates]), tf.fill([candidates], trials.STALE_STEPS), zero, tf.constant(0),
-        tf.constant(trials.TRIAL_STEPS),
+        tf.constant(float(TRIAL_STEPS)),
     )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from ..formats.auto import TRIAL_STEPS
+
 # A bias that was measured so many steps ago should be measured again.
 STALE_STEPS = 200.0
 # Steps from the beginning of one trial to that of the next. The first trial waits for some measurements of the choice.
 TRIAL_INTERVAL = 8.0
-TRIAL_STEPS = 2.0  # as in `monitor.trials`
 # A candidate is tried only if it is predicted to cost less than so many times the choice.
 _MAX_COST_RATIO = 1.4
 # The least weight of a measurement of the choice: small, since the link tracker follows the same times much faster.

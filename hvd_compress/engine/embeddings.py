@@ -23,6 +23,7 @@ from ..compressors import Seeds
 from ..exchange import choice, uncompressed
 from ..exchange.group import Group
 from ..kernels import noise
+from ..kernels.compile import fed_back
 from . import norms
 from .embedding_table import EmbeddingTable
 from .packing import pack, unpack
@@ -102,13 +103,12 @@ class _Embedding:
     def encode(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The rows as bytes, their new residuals, and `RowsReduction.norms`."""
         rows, values, _ = self.merged
-        predivide, decay = self.settings.gradient_predivide_factor, self.settings.residual_decay
+        predivide = self.settings.gradient_predivide_factor
         if predivide != 1.0:
             values = values / predivide
         if self.residual is not None:
-            residuals = tf.cast(tf.gather(self.residual, rows), tf.float32)
-            residuals = tf.reshape(residuals, [-1, self.table.columns])
-            values += residuals if decay == 1.0 else decay * residuals
+            residuals = tf.reshape(tf.gather(self.residual, rows), [-1, self.table.columns])
+            values = fed_back(values, residuals, self.settings.residual_decay)
         payload, new_residuals = self.table.rows.encode(rows, values, self.seeds)
         return payload, new_residuals, tf.stack([_norm(values), _norm(new_residuals)])
 
@@ -158,7 +158,7 @@ class _Embedding:
         new_residuals = [residual for result in results for residual in result.new_state.residuals]
         added = dense if predivide == 1.0 else dense / predivide
         if self.residual is not None:
-            added += decay * tf.reshape(tf.cast(self.residual.read_value(), tf.float32), dense.shape)
+            added = fed_back(added, tf.reshape(self.residual.read_value(), dense.shape), decay)
         total, lost = (
             tf.reshape(unpack(layout, tensors, [tf.float32])[0], dense.shape) for tensors in (totals, new_residuals)
         )

@@ -1,4 +1,4 @@
-"""Defaults of `compressors.auto`, for predictions without TensorFlow."""
+"""Numbers of `compressors.auto` that are also used without TensorFlow."""
 
 # What it chooses from.
 CANDIDATES = (
@@ -11,3 +11,5 @@ OBJECTIVES = ("progress", "step")
 TARGET = 0.01
 # By how much, as a share, the exchange may take longer if all of the gradient then gets through.
 MAX_SLOWDOWN = 0.02
+# A candidate is tried for so many steps; a choice stays for longer.
+TRIAL_STEPS = 2

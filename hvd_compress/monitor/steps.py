@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..formats.auto import TRIAL_STEPS
 from .recorder import COLUMNS, HEADER, TIMES, WatchedBucket
-from .trials import TRIAL_STEPS, trial_steps
+from .trials import trial_steps
 
 Array = np.ndarray
 

@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 
-# A trial takes so many steps; a choice takes longer.
-TRIAL_STEPS = 2
+from ..formats.auto import TRIAL_STEPS
 
 
 def trial_steps(choices: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from .. import formats
 from ..auto.usual_progress import usual
 from ..formats import Format
-from ..monitor.trials import TRIAL_STEPS
+from ..formats.auto import TRIAL_STEPS
 from .figures import ENOUGH, FEWEST, WARM_UP, late, link_of, median, rate, trimmed
 from .prediction import expected_progress
 from .round_rules import drift_grows, outer_step_too_long, statistics_differ

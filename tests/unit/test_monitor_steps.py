@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from hvd_compress.auto import trials
 from hvd_compress.engine.compression_report import AutoReport, StepForecast
 from hvd_compress.monitor import summary
 from hvd_compress.monitor.files import AUTO_COLUMNS, STEP_COLUMNS, auto_lines, bucket_lines, step_lines
 from hvd_compress.monitor.recorder import COLUMNS, HEADER, WatchedBucket
 from hvd_compress.monitor.steps import Reader
-from hvd_compress.monitor.trials import TRIAL_STEPS, trial_steps
+from hvd_compress.monitor.trials import trial_steps
 
 BUCKETS = [
     WatchedBucket("0", 4000, 4000, ("none", "int8"), (4000, 1000)),
@@ -138,7 +137,6 @@ def trials_of(text, before):
 
 
 def test_trials_are_found():
-    assert TRIAL_STEPS == trials.TRIAL_STEPS
     assert trials_of("aaabbaaaabaaaa", "a") == "...xx....x...."
     assert trials_of("aaabbbbbccbbb", "a") == "........xx..."  # a switch, then a trial
     assert trials_of("bbbbb", "a") == "....." and trials_of("ba", "a") == "x." and trials_of("aab", "a") == "..x"
