@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=TASKS, default="gpt", help="default: %(default)s")
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
-    parser.add_argument("--change", type=change, metavar="RATE@STEP", help="another rate after so many steps")
+    parser.add_argument("--change", type=rate_and_step, metavar="RATE@STEP", help="another rate after so many steps")
     parser.add_argument("--delay", type=seconds, default=0.0, help="one way, such as 50ms (default: none)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all compressors")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
@@ -91,15 +91,14 @@ def arguments() -> argparse.Namespace:
     args.target = TASKS[args.task].target if args.target is None else args.target
     args.methods = args.methods or METHODS + TASKS[args.task].others
     args.steps = args.steps or TASKS[args.task].steps
-    if args.change and args.change[1] % TASKS[args.task].every:
-        parser.error(
-            f"--change: the step must be a multiple of {TASKS[args.task].every}, as training is evaluated then"
-        )
+    every = TASKS[args.task].every
+    if args.change and (args.change[1] % every or not 0 < args.change[1] < args.steps):
+        parser.error(f"--change: the step must be below {args.steps} and a multiple of {every}, when it is evaluated")
     return args
 
 
-def change(text: str) -> tuple[str, int]:
-    """A rate and a step."""
+def rate_and_step(text: str) -> tuple[str, int]:
+    """The two sides of text such as "100mbit@140"."""
     rate, _, step = text.partition("@")
     return rate, int(step)
 
@@ -115,15 +114,19 @@ def changed_rate(lab: Netlab, change: tuple[str, int] | None) -> Iterator[dict[s
         return
     with tempfile.TemporaryDirectory() as folder:
         flag, before, ended = Path(folder, "change"), lab.rate, threading.Event()
+        failed: list[NetlabError] = []
 
         def wait() -> None:
             while not ended.wait(0.05):
                 if flag.exists():
-                    lab.set_rate(change[0])
+                    try:
+                        lab.set_rate(change[0])
+                    except NetlabError as error:
+                        failed.append(error)
                     flag.unlink()
                     return
 
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         try:
             yield {"CHANGE_AT": str(change[1]), "CHANGE_FLAG": str(flag)}
@@ -131,6 +134,8 @@ def changed_rate(lab: Netlab, change: tuple[str, int] | None) -> Iterator[dict[s
             ended.set()
             thread.join()
             lab.set_rate(before)
+        if failed:
+            raise failed[0]
 
 
 def train(lab: Netlab, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -173,18 +178,16 @@ def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 def oracles(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[list[str]]:
     """A line for `auto` of each seed: the seconds of an oracle, and how many times as long `auto` takes."""
-    rows = []
-    for auto in (run for run in runs if run["method"] == "auto" and run["steps"]):
-        fixed = [
-            run for run in runs
-            if run["seed"] == auto["seed"] and run["method"] != "auto" and not run["method"].startswith("horovod")
-            and run["steps"] and run["steps"] <= auto["steps"]
-        ]  # fmt: skip
-        at_change = [next(point[1] for point in run["curve"] if point[0] == args.change[1]) for run in fixed]
-        if fixed:
-            first, rest = min(at_change), min(run["seconds"] - at for run, at in zip(fixed, at_change))
-            row = [f"oracle, seed {auto['seed']}", f"{first + rest:.1f}", str(auto["steps"]), "", "", ""]
-            rows.append([*row, f"auto: {auto['seconds'] / (first + rest):.2f} times"])
+    rows, (_, step) = [], args.change
+    fixed = [name for name in args.methods if not any(word in name for word in ("auto", "horovod", " "))]
+    for auto in (run for run in runs if run["method"] == "auto" and run["steps"] and run["steps"] > step):
+        some = [run for run in runs if run["seed"] == auto["seed"] and run["method"] in fixed and run["steps"]]
+        some = [run for run in some if step < run["steps"] <= auto["steps"]]
+        at_change = [next(point[1] for point in run["curve"] if point[0] == step) for run in some]
+        if some:
+            seconds = min(at_change) + min(run["seconds"] - at for run, at in zip(some, at_change))
+            row = [f"oracle, seed {auto['seed']}", f"{seconds:.1f}", str(auto["steps"]), "", "", ""]
+            rows.append([*row, f"auto: {auto['seconds'] / seconds:.2f} times"])
     return rows
 
 

@@ -74,8 +74,8 @@ def title(result: Result) -> str:
 
 
 def link_of(result: Result) -> str:
-    """The rate, and the other one of a link that changes."""
-    return "_to_".join([result["rate"], *(result.get("change") or [])[:1]])
+    """The rate, and of a link that changes the other rate and the step."""
+    return "_".join([result["rate"], *map(str, result.get("change") or [])])
 
 
 def curves(result: Result, path: Path) -> None:
@@ -143,7 +143,9 @@ def main() -> None:
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
-    overview([result for result in results if not result.get("change")], args.out / "train_overview.png")
+    steady = [result for result in results if not result.get("change")]
+    if steady:
+        overview(steady, args.out / "train_overview.png")
     page_tables.show({f"{result['task']} {link_of(result)}": table(result) for result in results}, args.page)
 
 

@@ -185,6 +185,11 @@ class Call {
   std::vector<TF_Tensor*> tensors_;
 };
 
+// The seed of a chunk's stochastic rounding.
+int32_t noise_seed(int32_t seed, int64_t chunk, int64_t salt) {
+  return quantize::fold(quantize::fold(seed, static_cast<int32_t>(chunk)), static_cast<int32_t>(salt));
+}
+
 // Encodes the chunks of a bucket, one after the other, into one payload, whose last bytes are its flag.
 struct Encode {
   Format format;
@@ -254,8 +259,7 @@ struct Encode {
     const bool done = Pool::run(chunks, threads, [&](int64_t c) {
       Encoding encoding = how;
       encoding.kept = kept[c];
-      if (how.stochastic)
-        encoding.seed = quantize::fold(quantize::fold(*seed, static_cast<int32_t>(first_chunk + c)), static_cast<int32_t>(salt));
+      if (how.stochastic) encoding.seed = noise_seed(*seed, first_chunk + c, salt);
       if (!format.encode(sources[c], encoding, payload + begins[c], new_residuals[c])) finite = false;
       finish_writes();
     });
@@ -385,11 +389,14 @@ struct Rows {
 struct EncodeRows {
   Rows rows;
   bool stochastic;
+  int64_t chunk, salt;
 
   explicit EncodeRows(TF_OpKernelConstruction* construction) : EncodeRows(Attributes(construction)) {}
   explicit EncodeRows(Attributes&& attributes)
       : rows(&attributes, "HvdCompressEncodeRows: there are no such rows"),
-        stochastic(attributes.boolean("stochastic")) {}
+        stochastic(attributes.boolean("stochastic")),
+        chunk(attributes.integer("chunk")),
+        salt(attributes.integer("salt")) {}
 
   void compute(TF_OpKernelContext* context) const {
     Call call(context);
@@ -402,7 +409,7 @@ struct EncodeRows {
     uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {count, rows.form.bytes()});
     float* residual = call.output<float>(1, TF_FLOAT, {count, rows.form.columns});
     if (!call.ok()) return;
-    const Encoding how{rows.form.bits, stochastic, *seed, 0};
+    const Encoding how{rows.form.bits, stochastic, noise_seed(*seed, chunk, salt), 0};
     const bool done = rows.run(count, [&](int64_t first, int64_t last) {
       rows::encode(rows.form, how, numbers, values, first, last, payload, residual);
     });
@@ -469,7 +476,7 @@ const bool kRegistered = [] {
   register_op<EncodeRows>("HvdCompressEncodeRows", {"numbers: int64", "values: float", "seed: int32"},
                           {"payload: uint8", "residual: float"},
                           {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
-                           "stochastic: bool", "threads: int"});
+                           "stochastic: bool", "chunk: int", "salt: int", "threads: int"});
   register_op<DecodeRows>("HvdCompressDecodeRows", {"payload: uint8"}, {"numbers: int64", "values: float"},
                           {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
                            "threads: int"});

@@ -37,7 +37,6 @@ CLONED void encode(const Form& form, const Encoding& how, const int64_t* numbers
     uint8_t* out = payload + row * form.bytes();
     for (int64_t i = 0; i < form.number_bytes; ++i)
       *out++ = static_cast<uint8_t>(static_cast<uint64_t>(numbers[row]) >> (8 * i));
-    const quantize::Parts<uint8_t> parts(out, form.blocks, form.block, form.bits);
     for (int64_t b = 0; b < form.blocks; ++b) {
       const int64_t begin = row * form.columns + b * form.block, rest = form.columns - b * form.block;
       const int64_t count = rest < form.block ? rest : form.block;
@@ -48,8 +47,10 @@ CLONED void encode(const Form& form, const Encoding& how, const int64_t* numbers
         std::memcpy(out + 4 * b, &mean, 4);
         onebit::pack_signs(x, form.block, out + 4 * form.blocks + b * (form.block / 8));
         onebit::subtract_decoded(x, count, mean);
-      } else if (!quantize::encode_block(x, form.block, b, (row * form.blocks + b) * form.block, how, parts, true)) {
-        std::memcpy(parts.step + 4 * b, &kNaN, 4);
+      } else {
+        const quantize::Parts<uint8_t> parts{out, form.blocks, form.block, form.bits};
+        if (!quantize::encode_block(x, form.block, b, (row * form.blocks + b) * form.block, how, parts, true))
+          std::memcpy(parts.step + 4 * b, &kNaN, 4);
       }
       std::memcpy(residual + begin, x, count * sizeof(float));
     }
@@ -65,12 +66,11 @@ CLONED void decode(const Form& form, const uint8_t* payload, int64_t first, int6
     uint64_t number = 0;
     for (int64_t i = 0; i < form.number_bytes; ++i) number |= static_cast<uint64_t>(*in++) << (8 * i);
     numbers[row] = static_cast<int64_t>(number);
-    const quantize::Parts<const uint8_t> parts(in, form.blocks, form.block, form.bits);
     for (int64_t b = 0; b < form.blocks; ++b) {
       if (form.signs)
         onebit::decode_block(in + 4 * b, in + 4 * form.blocks + b * (form.block / 8), form.block, false, x);
       else
-        quantize::decode_block(parts, b, form.block, false, x);
+        quantize::decode_block({in, form.blocks, form.block, form.bits}, b, form.block, false, x);
       const int64_t rest = form.columns - b * form.block;
       std::memcpy(values + row * form.columns + b * form.block, x, (rest < form.block ? rest : form.block) * sizeof(float));
     }

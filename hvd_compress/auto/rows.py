@@ -31,6 +31,11 @@ class RowSavings:
         """Whether there are rows that may be compressed or not."""
         return any(table.automatic for table in self._tables)
 
+    @property
+    def needs_xla(self) -> bool:
+        """Whether XLA compiles kernels for rows that are compressed."""
+        return any(table.automatic and table.rows.needs_xla for table in self._tables)
+
     def at_most(self) -> float:
         """Seconds, if each gradient has as many rows as it may have."""
         return self._seconds([table.max_rows for table in self._tables], 1.0)

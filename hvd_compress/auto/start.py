@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -47,42 +47,64 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
-    nbytes, costs = nbytes_of(layout), _costs(plan, calibrated, auto.candidates)
-    shapes = layout.shapes_of(layout.auto_buckets[0])
-    noise_losses = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
+    own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])
+    own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
+    savings = RowSavings(layout.embeddings, _model(calibrated))
     with tf.device("CPU"):
-        table = tf.constant(np.concatenate([np.ravel(x) for x in (*costs, noise_losses)]), tf.float32)
-        table = hvd.broadcast(table, group.ranks[0], name="hvdc_costs", process_set=group).numpy()
-        *parts, lost = np.split(table, np.cumsum([part.size for part in costs]))
-        costs = policy.Costs(*(tf.constant(part.reshape(len(nbytes), -1)) for part in parts))
-        # A candidate makes at least as much progress as it lets through of white noise.
-        prior = policy.Value(tf.constant(1.0 - lost), tf.constant(lost))
-        names = [getattr(candidate, "name", "") for candidate in auto.candidates]
-        usually = np.array(list(map(usual, lost, names)), np.float32)
-        value = prior._replace(progress=tf.constant(list(map(assumed, lost, names)), tf.float32))
-        rules, target = rules_of(auto), tf.constant(auto.target_at(0))
-        start = policy.initial(tf.zeros([len(nbytes)], tf.int32), len(auto.candidates))
-        allowed = policy.admit(rules, tf.zeros([0], tf.int32), value, target)
-        sizes = tf.constant(nbytes, tf.float32)
-        first, least = policy.best(rules, allowed, start, costs, value, sizes)
-        if any(rules.uncompressed) and not traces_all(auto):
-            plain = tf.fill([len(nbytes)], rules.uncompressed.index(True))
-            (cost,) = tf.unstack(policy.cost_of(rules, plain[None], start, costs, value, sizes))
-            first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
-        savings = RowSavings(layout.embeddings, _model(calibrated))
-        rows = tf.constant([savings.at_most() >= (0.0 if traces_all(auto) else _LEAST_GAIN[native.kind()])], tf.int32)
-        both = tf.concat([first, rows], 0)
-        both = hvd.broadcast(both, group.ranks[0], name="hvdc_first_choice", process_set=group)
-        first, compresses_rows = both[:-1], not tracing.can_forget_traces() or not savings.any or bool(both[-1])
+        first = _first_choice(layout, own_costs, own_lost)
+        least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN["xla" if savings.needs_xla else "native"]
+        rows = savings.at_most() >= least_gain
+        parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
+        numbers = tf.constant(np.concatenate(parts), tf.float32)
+        numbers = hvd.broadcast(numbers, group.ranks[0], name="hvdc_first_choice", process_set=group).numpy()
+        *costs, lost, choice, wants_rows = np.split(numbers, np.cumsum([part.size for part in parts[:-1]]))
+        compresses_rows = not tracing.can_forget_traces() or not savings.any or bool(wants_rows)
         others = {
             compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
             for compressor in map(resolve, _COMPARED)
             if compressor not in auto.candidates
         }
-    chosen = AutoSelector(plan, costs, prior, usually, first, savings, compresses_rows, others)
+        chosen = AutoSelector(
+            plan,
+            policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
+            _at_least(lost.tolist()),
+            _of_each(usual, auto, lost.tolist()),
+            tf.constant(choice, tf.int32),
+            savings,
+            compresses_rows,
+            others,
+        )
     if group.rank() == 0:
         report.log_start(chosen.report(0))
     return chosen
+
+
+def _first_choice(layout: ModelLayout, costs: policy.Costs, lost: Sequence[float]) -> np.ndarray:
+    """The position of each bucket's candidate, int32 [B]; `lost`: of white noise, by each candidate."""
+    auto: Auto = layout.auto
+    rules, nbytes = rules_of(auto), tf.constant(nbytes_of(layout), tf.float32)
+    costs = policy.Costs(*map(tf.constant, costs))
+    value = _at_least(lost)._replace(progress=tf.constant(_of_each(assumed, auto, lost)))
+    state = policy.initial(tf.zeros(nbytes.shape, tf.int32), len(auto.candidates))
+    allowed = policy.admit(rules, tf.zeros([0], tf.int32), value, tf.constant(auto.target_at(0)))
+    first, least = policy.best(rules, allowed, state, costs, value, nbytes)
+    if any(rules.uncompressed) and not traces_all(auto):
+        plain = tf.fill(nbytes.shape, rules.uncompressed.index(True))
+        (cost,) = tf.unstack(policy.cost_of(rules, plain[None], state, costs, value, nbytes))
+        first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
+    return np.array(first)
+
+
+def _at_least(lost: Sequence[float]) -> policy.Value:
+    """A candidate makes at least as much progress as it lets through of white noise."""
+    values = tf.constant(lost, tf.float32)
+    return policy.Value(1.0 - values, values)
+
+
+def _of_each(progress: Callable[[float, str], float], auto: Auto, lost: Sequence[float]) -> np.ndarray:
+    """The progress that each candidate makes, float32 [C], by a function of `usual_progress`."""
+    names = [getattr(candidate, "name", "") for candidate in auto.candidates]
+    return np.array(list(map(progress, lost, names)), np.float32)
 
 
 def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibration) -> Compressor:

@@ -66,8 +66,9 @@ class Rows:
         """
         native_format = self._native_format
         if native_format is not None:
-            seed = self.compressor.noise_seed(seeds) if native_format.stochastic else 0
-            payload, new_residuals = native.encode_rows(native_format, self._native_form, rows, values, seed)
+            payload, new_residuals = native.encode_rows(
+                native_format, self._native_form, rows, values, seeds.local, seeds.chunk
+            )
             return tf.ensure_shape(payload, [None, self.nbytes]), new_residuals
         numbers = tf.bitcast(rows, tf.uint8)[:, : self._index_bytes]  # little-endian
         encoded, new_residuals = self._encode(values, seeds)
@@ -129,6 +130,11 @@ class Rows:
         else:
             values = decode_matrix([parts], compressor.bits, tf.constant(1.0))
         return tf.reshape(values, [-1, num_blocks * block])[:count, : self.columns]
+
+    @property
+    def needs_xla(self) -> bool:
+        """Whether XLA compiles kernels for it, which takes a second or two."""
+        return isinstance(self.compressor, (Quantize, OneBit)) and self._native_format is None
 
     @property
     def _native_format(self) -> native.NativeFormat | None:

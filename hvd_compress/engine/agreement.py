@@ -187,8 +187,12 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
     # They round differently, so ranks that mix them would have different weights.
-    stages = [stage for compressor in settings.compressors for stage in (*compressor.stages, *compressor.candidates)]
-    if any(stage.native_format is not None for stage in stages):
+    compressors = [
+        one
+        for compressor in settings.compressors
+        for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
+    ]
+    if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})

@@ -28,6 +28,10 @@ KINDS = ("native", "xla")
 METHODS = ("quantize", "onebit", "block_topk", "hybrid", "topk", "hadamard", "fp16", "bf16")
 
 
+# The operation that was added or changed last. A library without it was built for an older version of the package.
+NEWEST = "hvd_compress_encode_rows"
+
+
 class NativeFormat(NamedTuple):
     """What the operations need to know of a compressor."""
 
@@ -63,9 +67,12 @@ def _load() -> tuple[Any | None, str]:
     if not path.exists():
         return None, "are not built: install hvd_compress where there is a C++ compiler"
     try:
-        return tf.load_op_library(str(path)), ""
+        operations = tf.load_op_library(str(path))
     except (OSError, tf.errors.OpError) as error:
         return None, f"do not load ({one_line(str(error))}): install hvd_compress again"
+    if not hasattr(operations, NEWEST):
+        return None, "are older than the package: install hvd_compress again"
+    return operations, ""
 
 
 def missing() -> str:
@@ -201,7 +208,7 @@ class RowForm(NamedTuple):
 
 
 def encode_rows(
-    format: NativeFormat, form: RowForm, numbers: tf.Tensor, values: tf.Tensor, seed: tf.Tensor | int
+    format: NativeFormat, form: RowForm, numbers: tf.Tensor, values: tf.Tensor, seed: tf.Tensor, chunk: int = 0
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Encodes rows with `quantize` or `onebit`.
 
@@ -211,6 +218,7 @@ def encode_rows(
         numbers: The rows' numbers, int64 [n].
         values: float32 [n, columns].
         seed: Of stochastic rounding, int32 scalar.
+        chunk: Folded into the seed.
 
     Returns:
         The payload, uint8 [n, bytes of a row], and what it leaves out, float32 [n, columns].
@@ -219,8 +227,10 @@ def encode_rows(
         payload, residuals = _operations().hvd_compress_encode_rows(
             numbers=numbers,
             values=values,
-            seed=seed,
+            seed=seed if format.stochastic else 0,
             stochastic=format.stochastic,
+            chunk=chunk,
+            salt=format.salt,
             **form._asdict(),
             **_attributes(format),
         )

@@ -12,6 +12,7 @@ from test_optimizer import KERASES, make_data, make_model
 
 import hvd_compress as hvdc
 from hvd_compress.engine import agreement
+from hvd_compress.kernels import native
 
 
 def reduce(gradients=None, variables=None, compressor="int8", **options):
@@ -55,6 +56,29 @@ def test_settings(what, values, rank):
     text = error_on_all_ranks(lambda: reduce(**{what: values[min(rank, 1)]}))
     error_text = {"compressor": "compression"}.get(what, what)
     assert f"ranks disagree on {error_text}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
+
+
+class RowsOnly(hvdc.Compressor):
+    """Halves dense gradients, and quantizes rows."""
+
+    def compress(self, tensor):
+        return tensor / 2, None
+
+    def decompress(self, payload, ctx):
+        return payload * 2
+
+    def for_rows(self):
+        return hvdc.Compression.int8
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("compressor", ["int8", "auto", RowsOnly()], ids=str)
+def test_kernels(compressor, rank, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setenv(native.VARIABLE, native.KINDS[min(rank, 1)])
+        with pytest.raises(ValueError, match="rank 0 has native .*, rank 1 has xla"):
+            reduce(compressor=compressor)
+    reduce(compressor=compressor)
 
 
 def test_op(rank):

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.kernels import native
 
 ROWS, COLUMNS = 50, 24
 
@@ -76,6 +77,13 @@ def quantized(x, bits):
     return np.where(step > 0, (code + first) * safe, x), unsure, step
 
 
+def use(kernels, monkeypatch):
+    """Lets new plans use these kernels."""
+    if kernels == "native" and native.library() is None:
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setenv(native.VARIABLE, kernels)
+
+
 @pytest.mark.parametrize("bits, op", [(8, hvd.Average), pytest.param(4, hvd.Sum, marks=pytest.mark.slow)])
 def test_fifty_steps_as_simulated(bits, op, rank, size, gather):
     training = Training(f"quantize:bits={bits}", op=op)
@@ -131,7 +139,9 @@ def test_uncompressed_rows_are_summed(settings, rank, size, gather):
         ("fp16", {"error_feedback": True}), ("auto", {}),
     ],
 )  # fmt: skip
-def test_mass_of_every_row_is_conserved(spec, settings, rank, size, gather):
+@pytest.mark.parametrize("kernels", native.KINDS)
+def test_mass_of_every_row_is_conserved(kernels, spec, settings, rank, size, gather, monkeypatch):
+    use(kernels, monkeypatch)
     training = Training(spec, **settings)
     factor = settings.get("gradient_predivide_factor", 1.0)
     times = 1 if "op" in settings else size / factor
@@ -149,8 +159,9 @@ def test_mass_of_every_row_is_conserved(spec, settings, rank, size, gather):
     assert np.abs(old).max() > 0
 
 
-@pytest.mark.parametrize("spec", ["none", "int8"])
-def test_ranks_without_rows(spec, rank, size):
+@pytest.mark.parametrize("spec, kernels", [("none", "native"), ("int8", "native"), ("int8", "xla")])
+def test_ranks_without_rows(spec, kernels, rank, size, monkeypatch):
+    use(kernels, monkeypatch)
     training = Training(spec)
     empty = np.zeros(0, np.int64), np.zeros((0, COLUMNS), np.float32)
     some = np.array([3, 3, 9]), np.ones((3, COLUMNS), np.float32)

@@ -288,3 +288,26 @@ def test_rows_of_another_length_are_refused(use):
         code = Rows(hvdc.Compression.parse(spec), 1000, 300)
         numbers, values = code.decode(tf.constant(rng.integers(0, 256, (50, code.nbytes), np.uint8)))
         assert numbers.shape == (50,) and values.shape == (50, 300)
+
+
+@pytest.mark.parametrize("spec", ["int8", "quantize:bits=2,rounding=stochastic", "onebit"])
+def test_no_kernel_is_compiled_for_rows(spec, use):
+    use("native")
+    code = Rows(hvdc.Compression.parse(spec), 1000, 64)
+    assert not code.needs_xla
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 64])])
+    def step(numbers, values):
+        return code.decode(code.encode(numbers, values, SEEDS)[0])
+
+    operations = [op.type for op in step.get_concrete_function().graph.get_operations()]
+    assert operations.count("HvdCompressEncodeRows") == operations.count("HvdCompressDecodeRows") == 1
+    assert not any("Call" in operation for operation in operations)
+    use("xla")
+    assert code.needs_xla and not Rows(hvdc.Compression.fp16, 1000, 64).needs_xla
+
+
+def test_an_older_library_is_not_used(monkeypatch):
+    monkeypatch.setattr(native, "NEWEST", "hvd_compress_of_tomorrow")
+    operations, why = native._load.__wrapped__()
+    assert operations is None and why == "are older than the package: install hvd_compress again"

@@ -15,7 +15,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...common import checks
 from ...common.tracing import data_of_step, outermost_graph
 from .distribution import DistributedMixin
 from .optimizer_state import create_variables
@@ -45,7 +44,6 @@ class Keras2Mixin(DistributedMixin):
         gradients = super().get_gradients(loss, params)  # type: ignore[misc]
         return [g for g, _ in self._reduced_unless_scaled(list(zip(gradients, params)))]
 
-    @checks.plain_errors
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Updates the variables; reduces the gradients first, unless they come from `compute_gradients`."""
         pairs = list(grads_and_vars)

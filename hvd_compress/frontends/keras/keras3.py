@@ -21,7 +21,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from ...common import checks, tracing
+from ...common import tracing
 from ...common.gradients import with_values
 from .distribution import DistributedMixin, Distribution
 from .optimizer_state import innermost
@@ -30,7 +30,6 @@ from .optimizer_state import innermost
 class Keras3Mixin(DistributedMixin):
     """Reduces gradients right before they are clipped."""
 
-    @checks.plain_errors
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Updates the variables, with the gradients reduced over the ranks.
 
@@ -82,7 +81,6 @@ class Keras3Mixin(DistributedMixin):
         finite = (lambda: distribution.all_finite(reduced, variables)) if skip else None
         distribution.update_if_complete(update, self._iterations, finite)  # type: ignore[attr-defined]
 
-    @checks.plain_errors
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Applies pairs of (gradient, variable); does nothing if there are none."""
         pairs = list(grads_and_vars)
@@ -122,7 +120,6 @@ class Keras3Mixin(DistributedMixin):
 class LossScaleMixin(Keras3Mixin):
     """For a LossScaleOptimizer that `hvdc.DistributedOptimizer` wraps."""
 
-    @checks.plain_errors
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Updates the variables if the reduced gradients are finite."""
         _apply_reduced(self, self._hvdc, grads, trainable_variables, super(Keras3Mixin, self).apply)  # type: ignore[misc]
