@@ -62,6 +62,9 @@ class CostModel:
         kernels: The cost of the kernels, by the compressor's spec string, or by its name for all of its kind.
             Default: measured on one core of a server (see `defaults`); calibrate for your machine.
 
+    Attributes:
+        sustained: The topology without the bursts of its links, which they grant only once in a step.
+
     Raises:
         ValueError: The topology is unknown, or has another number of ranks.
     """
@@ -84,7 +87,7 @@ class CostModel:
             raise ValueError(f"CostModel: the topology is one of {topology.ranks} ranks, not of {ranks}")
         self.link = link
         self.topology = topology
-        self._sustained = with_links(topology, lambda link: dataclasses.replace(link, burst=0.0))
+        self.sustained = with_links(topology, lambda link: dataclasses.replace(link, burst=0.0))
         self.kernels = dict(KERNELS if kernels is None else kernels)
 
     @property
@@ -152,7 +155,7 @@ class CostModel:
         if self.ranks == 1:
             return Prediction(compressor.spec, collective.name, payload, 0.0, 0.0, 0.0)
         topology: Any = self.topology
-        sustained: Any = self._sustained
+        sustained: Any = self.sustained
         if form in ("bandwidth", "k_bit"):
             topology = sustained = with_links(topology, lambda link: Link(0.0, link.beta))
         phases = collective.phases(nbytes, payload, self.ranks)

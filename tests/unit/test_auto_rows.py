@@ -29,8 +29,8 @@ def seconds(rows, link=1.0):
     return link * 2 * rows * (PLAIN - CODED) * BETA - kernels
 
 
-def savings(tables):
-    model = CostModel(Link(1e-4, BETA), RANKS, kernels={"quantize": KERNEL})
+def savings(tables, burst=0.0):
+    model = CostModel(Link(1e-4, BETA, burst=burst), RANKS, kernels={"quantize": KERNEL})
     return RowSavings(tables, model)
 
 
@@ -43,6 +43,11 @@ def test_savings_are_those_of_the_link_without_the_kernels():
     assert found.any
     assert found.at_most() == pytest.approx(seconds(300) + seconds(10))
     assert found.now(counts(300, 6), 2.0) == pytest.approx(seconds(100, 2.0) + seconds(2, 2.0))
+
+
+def test_a_burst_is_not_for_rows():
+    """A shaped link lets some bytes pass at once, but the buckets of the step use that up."""
+    assert savings([table(max_rows=300)], burst=1e6).at_most() == pytest.approx(seconds(300))
 
 
 def test_tables_of_other_compressors_save_nothing():
