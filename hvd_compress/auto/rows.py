@@ -64,6 +64,9 @@ class RowSavings:
         return saved
 
     def _exchange(self, table: EmbeddingTable, rows: float) -> float:
-        """Seconds on the link, whose burst others use. With more rows than `most_rows`, the dense gradient is sent, of about that size."""
+        """Seconds on the link, whose burst others use.
+
+        With more rows than `most_rows`, the dense gradient is sent, of about that size.
+        """
         rows = min(rows, table.most_rows / self._model.ranks)
         return self._model.sustained.allgather(rows * table.rows.nbytes)
