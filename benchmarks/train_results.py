@@ -55,13 +55,15 @@ def number(value: float, digits: int = 1) -> str:
 def table(result: Result) -> str:
     """One line for each method."""
     methods = methods_of(result)
+    horovod = methods.get("horovod none")
     rows = []
     for name, runs in methods.items():
         seconds, steps = median(runs, "seconds"), [str(run["steps"] or "-") for run in runs]
+        gain = "" if horovod is None else f"{median(horovod, 'seconds') / seconds:.1f}"
         plain = methods.get(baseline(name))
         difference = "" if plain is None else f"{median(runs, 'metric') - median(plain, 'metric'):+.2f}"
         rows.append([
-            name, number(seconds), f"{median(methods['horovod none'], 'seconds') / seconds:.1f}", " ".join(steps),
+            name, number(seconds), gain, " ".join(steps),
             number(median(runs, "bytes") / 1e6), number(median(runs, "step_ms"), 0),
             number(median(runs, "first_step")), number(median(runs, "metric"), 2), difference,
         ])  # fmt: skip

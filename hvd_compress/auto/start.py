@@ -34,6 +34,8 @@ _LEAST_TRANSFER = 1e-10
 # Seconds. Compression begins later if it is predicted to gain less in a step: XLA takes about a second to compile
 # kernels, and a graph with native operations takes 0.2 s more to trace than one without.
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
+# The same for rows of embeddings, whose native operations take less than 0.1 s to trace.
+_LEAST_GAIN_OF_ROWS = {"xla": 0.01, "native": 0.0005}
 # With less, the quotient of time and progress says nothing.
 _LEAST_PROGRESS = 1e-3
 # Horovod's own compressor: reports compare with it, candidate or not.
@@ -52,7 +54,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     savings = RowSavings(layout.embeddings, _model(calibrated))
     with tf.device("CPU"):
         first = _first_choice(layout, own_costs, own_lost)
-        least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN["xla" if savings.needs_xla else "native"]
+        least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
         parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
         numbers = tf.constant(np.concatenate(parts), tf.float32)

@@ -14,12 +14,14 @@ from ..common.units import parse_link, parse_seconds
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
-from .cast import most_precise_rows
+from .cast import NoCompression, compressed_rows
 from .registry import parse, register
 from .resolve import resolve
 
 # The target during `warmup_steps`: quantizers of 4 bits and more reach it, sparse compressors do not.
 WARMUP_TARGET = 0.95
+# Of a value in the row of an embedding, at least.
+_BITS_OF_ROWS = 4
 
 
 @register
@@ -155,8 +157,13 @@ class Auto(BuiltinCompressor):
         return [candidate.model_wide for candidate in self.candidates]
 
     def for_rows(self) -> Compressor:
-        """The candidate with the most bits per value below 32; no compression if there is none."""
-        return most_precise_rows(self.candidates)
+        """The candidate with the fewest bits per value, but at least 4, with which training loses nothing.
+
+        If there is none, the one with the most; no compression if no candidate compresses rows.
+        """
+        of_rows = compressed_rows(self.candidates)
+        good = [compressor for compressor in of_rows if compressor.value_bits >= _BITS_OF_ROWS]
+        return [NoCompression(), *of_rows, *good[:1]][-1]
 
     @property
     def known_link(self) -> Link | None:

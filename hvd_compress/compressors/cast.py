@@ -83,11 +83,16 @@ class NoCompression(formats.NoCompression, _Cast):
         return payload
 
 
-def most_precise_rows(compressors: Sequence[Compressor]) -> Compressor:
-    """Of the compressors for rows, the one with the most bits per value below 32; no compression if there is none."""
+def compressed_rows(compressors: Sequence[Compressor]) -> list[Compressor]:
+    """The compressors' compressors for rows, without those that do not compress; the one with the fewest bits first."""
     of_rows = [compressor.for_rows() for compressor in compressors]
     compressed = [compressor for compressor in of_rows if not compressor.uncompressed]
-    return max(compressed, key=lambda compressor: compressor.value_bits, default=NoCompression())
+    return sorted(compressed, key=lambda compressor: compressor.value_bits)
+
+
+def most_precise_rows(compressors: Sequence[Compressor]) -> Compressor:
+    """Of the compressors for rows, the one with the most bits per value below 32; no compression if there is none."""
+    return [NoCompression(), *compressed_rows(compressors)][-1]
 
 
 @register

@@ -165,8 +165,9 @@ def test_bytes_of_a_row():
     [
         ("none", "none"), ("fp16", "fp16"), ("int4", "quantize:bits=4"), ("onebit", "onebit"),
         ("hybrid:ratio=0.01,bits=3", "quantize:bits=3"), ("topk:ratio=0.01", "none"), ("randomk:ratio=0.1", "none"),
-        ("block_sparse:ratio=0.1,block=4", "none"), ("auto", "quantize:bits=8"),
-        ("auto:candidates=(none|topk:ratio=0.01)", "none"), ("auto:candidates=(int4|bf16|int8)", "bf16"),
+        ("block_sparse:ratio=0.1,block=4", "none"), ("auto", "quantize:bits=4"),
+        ("auto:candidates=(none|topk:ratio=0.01)", "none"), ("auto:candidates=(bf16|hadamard|int8)", "quantize:bits=8"),
+        ("auto:candidates=(hadamard|onebit|none)", "quantize:bits=2"), ("auto:candidates=(none|bf16)", "bf16"),
     ],
 )  # fmt: skip
 def test_what_rows_are_compressed_with(spec, expected):
