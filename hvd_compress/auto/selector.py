@@ -101,6 +101,7 @@ class AutoSelector(ModelSelector):
         }  # fmt: skip
         self._span_at = -2 - c
         self._follows = len(self._traced) == 1  # whether `_watch` follows the measurements, or the graph does
+        self._time_per_byte = 1.0  # the factor in `state.link`, as `_watch` knows it
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
@@ -201,6 +202,7 @@ class AutoSelector(ModelSelector):
             # Rows that were not compressed have no residuals.
             compressed_rows = {len(self.auto.candidates)} if self._rows.numpy() else set()
             self._rows.assign(self.compresses_rows)
+            self._time_per_byte = float(self.state.link[1])
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
             self._timed_from.assign(self._step + UNTIMED)  # the next step may be traced, and connects the ranks
             self._comparisons.take()
@@ -274,8 +276,7 @@ class AutoSelector(ModelSelector):
         They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
         rank wants to be traced, see `_mask`.
         """
-        # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due, unless
-        # there are rows that may be compressed.
+        # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
         wanted, mask = numbers[-len(self.auto.candidates) - 1 :] > 0.0, self._mask()  # wanted by rank 0
         missing = np.flatnonzero(wanted & (mask == 0.0))
@@ -289,6 +290,7 @@ class AutoSelector(ModelSelector):
             if self._follows:
                 for variable, new in zip(self.state, state):
                     variable.assign(new)
+                self._time_per_byte = float(state.link[1])
             if missing.size:
                 self._timed_from.assign(step + 1 + UNTIMED)
                 self._trace(missing)
@@ -324,7 +326,7 @@ class AutoSelector(ModelSelector):
         """
         rows = 0.0
         if not self.compresses_rows:
-            link = float(self.state.link[1]) * max(1.0, self._comparisons.slowdown(span))
+            link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
             rows = self._savings.now(counts, link)
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
         return max((rest + span) * self._worth[now] - rest, rows)
