@@ -104,14 +104,15 @@ def curves(result: Result, path: Path) -> None:
 def overview(results: list[Result], path: Path) -> None:
     """Plots, for each task, how much sooner the target is reached on each link, and the metric after equal steps."""
     tasks = list(dict.fromkeys(result["task"] for result in results))
+    rates = list(dict.fromkeys(result["rate"] for result in results))
     figure, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False, sharey="row")
     for (gain, cost), task in zip(axes, tasks):
         some = [result for result in results if result["task"] == task]
         shown = [name for name in SHOWN if all(name in methods_of(result) for result in some)]
         plain = [run["metric"] for result in some for run in methods_of(result)["horovod none"]]
         cost.axvspan(min(plain), max(plain), color="0.9", label="Horovod without compression")
-        for i, result in enumerate(some):
-            methods, color = methods_of(result), f"C{i}"
+        for result in some:
+            methods, color = methods_of(result), f"C{rates.index(result['rate'])}"
             horovod = median(methods["horovod none"], "seconds")
             times = [horovod / median(methods[name], "seconds") for name in shown]  # 0 if not reached
             gain.scatter(times, shown, color=color, label=result["rate"], zorder=2)
