@@ -14,7 +14,7 @@ from ..common.units import parse_link, parse_seconds
 from ..formats.auto import CANDIDATES, MAX_SLOWDOWN, OBJECTIVES, TARGET
 from .base import Compressor
 from .builtin import BuiltinCompressor
-from .cast import NoCompression, compressed_rows
+from .cast import compressed_rows, most_precise_rows
 from .registry import parse, register
 from .resolve import resolve
 
@@ -161,9 +161,8 @@ class Auto(BuiltinCompressor):
 
         If there is none, the one with the most; no compression if no candidate compresses rows.
         """
-        of_rows = compressed_rows(self.candidates)
-        good = [compressor for compressor in of_rows if compressor.value_bits >= _BITS_OF_ROWS]
-        return [NoCompression(), *of_rows, *good[:1]][-1]
+        good = [rows for rows in compressed_rows(self.candidates) if rows.value_bits >= _BITS_OF_ROWS]
+        return min(good, key=lambda rows: rows.value_bits, default=most_precise_rows(self.candidates))
 
     @property
     def known_link(self) -> Link | None:

@@ -84,15 +84,14 @@ class NoCompression(formats.NoCompression, _Cast):
 
 
 def compressed_rows(compressors: Sequence[Compressor]) -> list[Compressor]:
-    """The compressors' compressors for rows, without those that do not compress; the one with the fewest bits first."""
+    """The compressors' compressors for rows, without those that do not compress."""
     of_rows = [compressor.for_rows() for compressor in compressors]
-    compressed = [compressor for compressor in of_rows if not compressor.uncompressed]
-    return sorted(compressed, key=lambda compressor: compressor.value_bits)
+    return [compressor for compressor in of_rows if not compressor.uncompressed]
 
 
 def most_precise_rows(compressors: Sequence[Compressor]) -> Compressor:
     """Of the compressors for rows, the one with the most bits per value below 32; no compression if there is none."""
-    return [NoCompression(), *compressed_rows(compressors)][-1]
+    return max(compressed_rows(compressors), key=lambda compressor: compressor.value_bits, default=NoCompression())
 
 
 @register

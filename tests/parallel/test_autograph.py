@@ -9,6 +9,10 @@ import hvd_compress as hvdc
 from hvd_compress.frontends import rounds, tape
 
 
+def is_converting():
+    return tf.__internal__.autograph.control_status_ctx().status.name == "ENABLED"
+
+
 def distributed_tape(variables):
     with tf.GradientTape() as own:
         loss = tf.reduce_sum(variables[0] ** 2)
@@ -33,14 +37,14 @@ def test_autograph_converts_nothing_of_this_package(what, steps, monkeypatch):
     original, converts = getattr(owner, name), []
 
     def spy(*arguments, **keywords):
-        converts.append(tf.__internal__.autograph.control_status_ctx().status.name == "ENABLED")
+        converts.append(is_converting())
         return original(*arguments, **keywords)
 
     monkeypatch.setattr(owner, name, spy)
 
     @tf.function
     def run():
-        converts.append(tf.__internal__.autograph.control_status_ctx().status.name == "ENABLED")
+        converts.append(is_converting())
         step()
 
     run()

@@ -81,6 +81,7 @@ def test_it_asks_for_what_any_of_its_compressors_needs():
     assert schedule({0: "block_sparse:ratio=0.1,block=4", 5: "block_sparse:ratio=0.01,block=4"}).per_tensor
     assert schedule({0: "none", 5: "int4", 6: "int8", 7: "onebit"}).for_rows() == parse("int8")
     assert schedule({0: "none", 5: "topk:ratio=0.1"}).for_rows() == parse("none")
+    assert schedule({0: "bf16", 5: "fp16"}).for_rows() == parse("bf16")  # the first of equals
 
 
 def test_a_new_object_in_each_step_of_a_tape_is_the_same_schedule():
