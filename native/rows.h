@@ -1,7 +1,7 @@
 // Rows of a table, each with its own number and its own blocks, as `compressors.rows` describes them.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -21,6 +21,9 @@ struct Form {
 
   int64_t bytes() const { return number_bytes + blocks * (signs ? 4 + block / 8 : 8 + block * bits / 8); }
 
+  // The columns of block `b` that are not padding.
+  int64_t length(int64_t b) const { return std::min(block, columns - b * block); }
+
   bool is_valid() const {
     return columns >= 1 && blocks >= 1 && block >= 8 && block % 8 == 0 && number_bytes >= 1 && number_bytes <= 8 &&
            block <= (signs ? onebit::kBlock : quantize::kBlock) && (blocks - 1) * block < columns &&
@@ -38,8 +41,7 @@ CLONED void encode(const Form& form, const Encoding& how, const int64_t* numbers
     for (int64_t i = 0; i < form.number_bytes; ++i)
       *out++ = static_cast<uint8_t>(static_cast<uint64_t>(numbers[row]) >> (8 * i));
     for (int64_t b = 0; b < form.blocks; ++b) {
-      const int64_t begin = row * form.columns + b * form.block, rest = form.columns - b * form.block;
-      const int64_t count = rest < form.block ? rest : form.block;
+      const int64_t begin = row * form.columns + b * form.block, count = form.length(b);
       std::memcpy(x, values + begin, count * sizeof(float));
       for (int64_t j = count; j < form.block; ++j) x[j] = x[count - 1];
       if (form.signs) {
@@ -71,8 +73,7 @@ CLONED void decode(const Form& form, const uint8_t* payload, int64_t first, int6
         onebit::decode_block(in + 4 * b, in + 4 * form.blocks + b * (form.block / 8), form.block, false, x);
       else
         quantize::decode_block({in, form.blocks, form.block, form.bits}, b, form.block, false, x);
-      const int64_t rest = form.columns - b * form.block;
-      std::memcpy(values + row * form.columns + b * form.block, x, (rest < form.block ? rest : form.block) * sizeof(float));
+      std::memcpy(values + row * form.columns + b * form.block, x, form.length(b) * sizeof(float));
     }
   }
 }
