@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -62,20 +62,20 @@ class Rules(NamedTuple):
     budget: float = 0.0
 
 
-def admit(rules: Rules, current: tf.Tensor, value: Value, target: tf.Tensor) -> tf.Tensor:
+def admit(xp: Any, rules: Rules, current: Any, value: Value, target: Any) -> Any:
     """Which candidates may be chosen, bool [C].
 
     With objective="progress", these make at least `min_progress`. With objective="step", they let at least the share
     `target` of the energy through; for candidates in use, `current` [B], half of it is enough: their residual adds to
     the energy, and so lowers the share. The candidate that makes the most progress may always be chosen, or the one
-    that loses least.
+    that loses least. `xp` is the array module, see `choices`.
     """
     if rules.by_progress:
-        return (value.progress >= rules.min_progress) | (value.progress >= tf.reduce_max(value.progress))
+        return (value.progress >= rules.min_progress) | (value.progress >= xp.max(value.progress))
     through = 1.0 - value.lost
-    in_use = tf.reduce_any(tf.one_hot(current, value.lost.shape[0], True, False, dtype=tf.bool), 0)
+    in_use = xp.any(current[:, None] == np.arange(len(rules.uncompressed), dtype=np.int32), 0)
     enough = (through >= target) | (in_use & (through >= 0.5 * target))
-    return enough | (value.lost <= tf.reduce_min(value.lost))
+    return enough | (value.lost <= xp.min(value.lost))
 
 
 class Value(NamedTuple):
@@ -87,12 +87,17 @@ class Value(NamedTuple):
 
 def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
-    seconds = predicted(costs, state.link) * state.bias
-    rest, gained = tf.where(state.rest > 0.0, state.rest, FIRST_REST), value.progress
+    seconds, rest = predicted(costs, state.link) * state.bias, tf.where(state.rest > 0.0, state.rest, FIRST_REST)
+    return by_rules(tnp, rules, picks, state.waits, seconds, nbytes, rest, value)
+
+
+def by_rules(xp: Any, rules: Rules, picks: Any, waits: Any, seconds: Any, nbytes: Any, rest: Any, value: Value) -> Any:
+    """The same with any array module `xp`, from the `seconds` [B, C] that exchanges take; see `choices.cost_of`."""
+    gained = value.progress
     if not rules.by_progress:
-        rest, gained = 0.0, tf.ones_like(gained)
+        rest, gained = 0.0, xp.ones_like(gained)
     return choices.cost_of(
-        tnp, picks, state.waits, seconds, nbytes, rest, gained, value.lost, rules.max_slowdown, rules.budget
+        xp, picks, waits, seconds, nbytes, rest, gained, value.lost, rules.max_slowdown, rules.budget
     )
 
 
@@ -269,7 +274,7 @@ def propose(
         The new state, the proposed choice, int32 [B], and the candidate to try, int32: -1 for none.
     """
     is_among = np.isin(np.arange(value.progress.shape[0]), among)
-    allowed = admit(rules, state.choice, value, target) & is_among
+    allowed = admit(tnp, rules, state.choice, value, target) & is_among
     cheapest, cheapest_cost = best(rules, allowed, state, costs, value, nbytes)
     candidates, buckets = allowed.shape[0], nbytes.shape[0]
     alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)

@@ -129,13 +129,16 @@ def _why(auto: Auto, value: policy.Value, c: int, chosen: int, own: float, now: 
     return f"predicted {times}, {100 * gained:.0f}% of the progress: nothing gained per second, or too little so far"
 
 
-def log_start(reports: Sequence[BucketReport]) -> None:
-    """Prints one line about the first choice."""
-    parts = [
-        f"bucket {b} ({bucket.nbytes / 1e6:.1f} MB): {bucket.chosen}, predicted {milliseconds(bucket.predicted)}"
-        f"{OF_ALL if bucket.together else ''}"
-        for b, bucket in enumerate(reports)
-    ]
+def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np.ndarray) -> None:
+    """Prints one line about the first choice, int [B]; `seconds` [B, C] are those of the exchanges."""
+    parts = []
+    for b, c in enumerate(choice):
+        of_all, where = seconds[b, c], ""
+        if auto.model_wide_candidates[c]:
+            of_all, where = seconds[:, c].sum(), OF_ALL
+        parts.append(
+            f"bucket {b} ({nbytes[b] / 1e6:.1f} MB): {auto.candidates[c].spec}, predicted {milliseconds(of_all)}{where}"
+        )
     say(f"auto begins with {'; '.join(parts)}")
 
 

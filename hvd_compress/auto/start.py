@@ -24,7 +24,7 @@ from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import choice, volume
 from ..kernels import native
-from . import policy, report
+from . import choices, policy, report
 from .rows import RowSavings
 from .selector import AutoSelector, nbytes_of, rules_of, traces_all
 from .usual_progress import OF_DELAY, assumed, of_round, usual
@@ -53,7 +53,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
     savings = RowSavings(layout.embeddings, _model(calibrated))
     with tf.device("CPU"):
-        first = _first_choice(layout, own_costs, own_lost)
+        first = _first_choice(layout, sum(own_costs), own_lost)
         least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
         parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
@@ -77,24 +77,35 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             others,
         )
     if group.rank() == 0:
-        report.log_start(chosen.report(0))
+        report.log_start(auto, nbytes_of(layout), sum(own_costs), np.array(choice, int))
     return chosen
 
 
-def _first_choice(layout: ModelLayout, costs: policy.Costs, lost: Sequence[float]) -> np.ndarray:
-    """The position of each bucket's candidate, int32 [B]; `lost`: of white noise, by each candidate."""
+def _first_choice(layout: ModelLayout, seconds: np.ndarray, lost: Sequence[float]) -> np.ndarray:
+    """The position of each bucket's candidate, int32 [B].
+
+    Args:
+        layout: The layout.
+        seconds: [B, C], of each bucket's exchange with each candidate.
+        lost: The share of the energy of white noise that each candidate loses.
+    """
     auto: Auto = layout.auto
-    rules, nbytes = rules_of(auto), tf.constant(nbytes_of(layout), tf.float32)
-    costs = policy.Costs(*map(tf.constant, costs))
-    value = _at_least(lost)._replace(progress=tf.constant(_of_each(assumed, auto, lost)))
-    state = policy.initial(tf.zeros(nbytes.shape, tf.int32), len(auto.candidates))
-    allowed = policy.admit(rules, tf.zeros([0], tf.int32), value, tf.constant(auto.target_at(0)))
-    first, least = policy.best(rules, allowed, state, costs, value, nbytes)
+    rules, buckets = rules_of(auto), len(seconds)
+    value = policy.Value(_of_each(assumed, auto, lost), np.array(lost, np.float32))
+    allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(0))
+
+    def cost_of(picks: np.ndarray) -> np.ndarray:
+        nbytes, waits = np.array(nbytes_of(layout), np.float32), np.zeros(buckets, np.float32)
+        return np.asarray(policy.by_rules(np, rules, picks, waits, seconds, nbytes, policy.FIRST_REST, value))
+
+    options = choices.options(rules.uncompressed, rules.model_wide, buckets)
+    costs = np.where(allowed[options].all(-1), cost_of(options), np.inf)
+    first: np.ndarray = options[np.argmin(costs)]
     if any(rules.uncompressed) and not traces_all(auto):
-        plain = tf.fill(nbytes.shape, rules.uncompressed.index(True))
-        (cost,) = tf.unstack(policy.cost_of(rules, plain[None], state, costs, value, nbytes))
-        first = tf.where(cost - least < _LEAST_GAIN[native.kind()], plain, first)
-    return np.array(first)
+        plain = np.full(buckets, rules.uncompressed.index(True), np.int32)
+        if cost_of(plain[None])[0] - costs.min() < _LEAST_GAIN[native.kind()]:
+            return plain
+    return first
 
 
 def _at_least(lost: Sequence[float]) -> policy.Value:

@@ -21,7 +21,7 @@ from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
 from .link import Link
 from .measure_kernels import call_time, measure_kernels, measure_speed
-from .measure_links import inside_host, measure_link, slowest
+from .measure_links import estimate_link, inside_host, measure_link, slowest
 from .model import CostModel
 
 
@@ -74,7 +74,7 @@ def _calibrate(
     placed, levels = _placed(process_set), None
     if placed is not None:
         watch("inside and across hosts")
-        levels = _measure_levels(group, placed)
+        levels = _measure_levels(group, placed, measure_link)
     host_memory.keep_freed_memory()
     call = call_time()
     times = []
@@ -99,9 +99,9 @@ def estimate(
     This is a collective call. `elements` are as for `calibrate`.
     """
     group = Group(process_set, "hvdc_estimate")
-    link, error = (known, 0.0) if known else measure_link("allreduce", group, group, short=True)
+    link, error = (known, 0.0) if known else estimate_link("allreduce", group, group)
     placed = _placed(process_set)
-    levels = None if placed is None else _measure_levels(group, placed, short=True, known=known)
+    levels = None if placed is None else _measure_levels(group, placed, estimate_link, known)
     host_memory.keep_freed_memory()
     speed = measure_speed()
     costs = [_default_cost(compressor, elements, group.size, speed) for compressor in compressors]
@@ -126,11 +126,13 @@ def _placed(process_set: Any) -> hosts.Hosts | None:
     return hosts.current() if process_set is hvd.global_process_set else None
 
 
-def _measure_levels(group: Group, placed: hosts.Hosts, short: bool = False, known: Link | None = None) -> Levels:
+def _measure_levels(
+    group: Group, placed: hosts.Hosts, measure: Callable[..., tuple[Link, float]], known: Link | None = None
+) -> Levels:
     local, across = group.among(placed.local, "_local"), group.among(placed.across, "_across")
     return Levels(
         placed.count,
         placed.workers,
-        {name: measure_link(name, local, group, inside_host, short)[0] for name in INSIDE},
-        {name: known or measure_link(name, across, group, short=short)[0] for name in ACROSS},
+        {name: measure(name, local, group, inside_host)[0] for name in INSIDE},
+        {name: known or measure(name, across, group)[0] for name in ACROSS},
     )

@@ -33,9 +33,13 @@ _FAST = 0.004
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
-# Of a short measurement: these sizes, each so many times or for so many seconds. The largest is left out if it would
-# take longer: it is for fast links only, on which the time of the others varies by more than they need for the bytes.
-_SHORT_SIZES, _SHORT_REPEATS, _SHORT_SECONDS = (2**12, 2**19, 2**21, 2**22), 5, 0.03
+# Of an estimate: these sizes, each so many times or for so many seconds.
+_SHORT_SIZES, _SHORT_REPEATS, _SHORT_SECONDS = (2**12, 2**19, 2**21, 2**22), 3, 0.03
+# Seconds. The largest is left out if it would take longer: it is for fast links only, on which the time of the others
+# varies by more than they need for the bytes.
+_LARGEST_SECONDS = 0.02
+# A size is timed once more if it took so many times as long as expected: TCP may have sent a packet again.
+_HELD_UP = 3.0
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
@@ -71,56 +75,82 @@ def inside_host(name: str, size: int, group: Group) -> Callable[[], Any]:
     return lambda: within_host.reduce_scatter([chunk], [chunk], 1.0, transfers.concat(others), named)[0]
 
 
-def measure_link(
-    name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks, short: bool = False
-) -> tuple[Link, float]:
+def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
     """Measures one collective in all groups into which `everyone` is divided, at the same time.
-
-    If `short`, it takes a few tenths of a second, or as long as some megabytes need on a slow link.
 
     Returns:
         Alpha, beta and burst, as those of a ring, and the root mean square of the relative errors of the fit.
     """
-    ranks = group.size
-    if ranks == 1:
+    if group.size == 1:
         return Link(0.0, 0.0), 0.0
     sizes: list[int] = []
     seconds: list[float] = []
     pause = 0.0
-    for size in _SHORT_SIZES if short else _SIZES:
-        # All decisions follow from numbers that are the same on all ranks. The latency does not grow with the size.
-        expected = (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) > 1 else 0.0
+    for size in _SIZES:
+        expected = _expected(size, sizes, seconds)
         if expected > (_PATIENCE if len(sizes) < _ENOUGH else _SHORT):
             break
-        if short and size == _SHORT_SIZES[-1] and expected > _SHORT_SECONDS:
-            break
-        if size == _MIDDLE and expected < _FAST and not short:
+        if size == _MIDDLE and expected < _FAST:
             continue
         run = tf.function(new_run(name, size, group), autograph=False)
-        if short and expected > _SHORT_SECONDS:
-            run.get_concrete_function()  # what the first call takes besides is little beside the transfer
-        else:
-            run()
-        probed = False
-        if (sizes or short) and size <= _PROBED:  # smaller ones may all have passed in a burst
-            expected = float(slowest(np.array(_timed(run, everyone)), everyone, "_times"))
+        run()
+        if sizes and size <= _PROBED:  # smaller ones may all have passed in a burst
+            (expected,) = _times(run, everyone)
             pause = _PAUSE if expected > _SLOW else 0.0
-            probed = short and expected > _SHORT  # on a WAN, where each call takes long
         repeats = _REPEATS.get(size, _REPEATS_OF_LARGE) if expected <= _SHORT else 1
-        if short:
-            repeats = max(1, min(_SHORT_REPEATS, int(_SHORT_SECONDS / max(expected, 1e-9))))
-        # The slowest rank of each repeat, and the midmean of these. Of few, the faster half: more of the others waited.
-        times = np.array([expected])
-        if not probed:
-            times = slowest(np.array([_timed(run, everyone, pause) for _ in range(repeats)]), everyone, "_times")
         sizes.append(size)
-        seconds.append(float(np.mean(np.sort(times)[: (repeats + 1) // 2])) if short else midmean(times))
+        seconds.append(midmean(_times(run, everyone, repeats, pause)))
+    return _ring_link(name, group.size, sizes, seconds)
+
+
+def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
+    """The same in a few tenths of a second, or in as long as some megabytes need on a slow link."""
+    if group.size == 1:
+        return Link(0.0, 0.0), 0.0
+    sizes: list[int] = []
+    seconds: list[float] = []
+    pause = 0.0
+    for size in _SHORT_SIZES:
+        expected = _expected(size, sizes, seconds)
+        if expected > (_PATIENCE if size < _SHORT_SIZES[-1] else _LARGEST_SECONDS):
+            break
+        run = tf.function(new_run(name, size, group), autograph=False)
+        run.get_concrete_function()
+        times, least = np.array([]), 1
+        if size <= _PROBED:
+            times = _times(run, everyone)
+            expected = float(times[0])
+            pause = _PAUSE if expected > _SLOW else 0.0
+            least = 2 if expected <= _SHORT else 1
+        if not len(times) or not seconds or seconds[0] <= _SHORT:  # on a WAN, each call takes long
+            repeats = max(least, min(_SHORT_REPEATS, int(_SHORT_SECONDS / max(expected, 1e-9))))
+            times = np.concatenate([times, _times(run, everyone, repeats, pause)])
+        if times.min() > _HELD_UP * expected > 0.0:
+            times = np.concatenate([times, _times(run, everyone, 1, pause)])
+        sizes.append(size)
+        # The faster half: of so few, more of the others waited.
+        seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))
+    return _ring_link(name, group.size, sizes, seconds)
+
+
+def _expected(size: int, sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds that a size may take, from what others took; the same on all ranks. 0 if nothing is known."""
+    return (seconds[-1] - seconds[0]) * size / sizes[-1] if len(sizes) > 1 else 0.0  # less the latency
+
+
+def _ring_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Link, float]:
+    """The link of a ring whose collectives took so long, and the root mean square of the relative errors."""
     per_message, per_byte, burst = fit(sizes, seconds)
     messages = getattr(Ring(Link(1.0, 0.0), ranks), name)(0)
     share = getattr(Ring(Link(0.0, 1.0), ranks), name)(1)
     fitted = per_message + per_byte * np.maximum(0.0, np.array(sizes) - burst)
     error = float(np.sqrt(np.mean(np.square(fitted / np.array(seconds) - 1.0))))
     return Link(per_message / messages, per_byte / share, burst=burst * share), error
+
+
+def _times(run: Callable[[], Any], group: Group, repeats: int = 1, pause: float = 0.0) -> np.ndarray:
+    """Seconds of the slowest rank in each repeat."""
+    return slowest(np.array([_timed(run, group, pause) for _ in range(repeats)]), group, "_times")
 
 
 def _timed(run: Callable[[], Any], group: Group, pause: float = 0.0) -> float:

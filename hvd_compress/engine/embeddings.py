@@ -173,9 +173,9 @@ class Embeddings:
         bytes_sent: Bytes sent by this rank, and by stock Horovod, float64 [embeddings, 2]; after `reduce`.
     """
 
-    def __init__(self, plan: Plan, slices: Sequence[tf.IndexedSlices], group: Group) -> None:
-        """Sums the values of each row."""
-        self._plan, self._slices, self._group = plan, slices, group
+    def __init__(self, plan: Plan, slices: Sequence[tf.IndexedSlices], group: Group, seeds: Sequence[Seeds]) -> None:
+        """Sums the values of each row; `seeds` of each embedding."""
+        self._plan, self._slices, self._group, self._seeds = plan, slices, group, seeds
         self._tables = plan.embeddings
         # Rows that `auto` does not compress yet have residuals, but nothing is in them.
         states = zip(self._tables, plan.state.embeddings)
@@ -191,12 +191,9 @@ class Embeddings:
         """The reduced gradients; `counts` is the attribute of this name, reduced."""
         if not counts:
             return []
-        plan, settings, first = self._plan, self._plan.settings, len(self._plan.layout.buckets)
-        rows = zip(self._tables, self._slices, self._merged, self._residuals)
-        self._embeddings = [
-            _Embedding(table, slices, merged, residual, plan.seeds(first + i), settings)
-            for i, (table, slices, merged, residual) in enumerate(rows)
-        ]
+        settings = self._plan.settings
+        rows = zip(self._tables, self._slices, self._merged, self._residuals, self._seeds)
+        self._embeddings = [_Embedding(*row, settings) for row in rows]
         with tf.device(settings.device_sparse):
             with tf.device("CPU"):  # sizes, which TensorFlow needs there
                 of_ranks = unpack_counts(counts[0], len(self._embeddings), self._group, settings.averages)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..compressors import Compressor
+from ..compressors import Compressor, Seeds
 from ..exchange.group import Group
 from ..exchange.local_input import LocalInput
 from . import clock, norms
@@ -39,6 +39,7 @@ def reduce_model(
     gradients: Sequence[Any],
     candidate: int,
     step: StepContext,
+    seeds: Seeds,
     group: Callable[[Compressor], Group],
     after: Sequence[tf.Tensor],
     sample_norms: tf.Tensor | None,
@@ -50,13 +51,13 @@ def reduce_model(
         gradients: All gradients of the plan.
         candidate: The position of a model-wide candidate.
         step: What all exchanges share.
+        seeds: For random choices.
         group: The ranks, and the names of the collectives.
         after: Tensors that must be ready before the gradients are packed.
         sample_norms: Whether norms are taken in this step, a bool scalar; None for never.
     """
     layout, state = plan.layout, plan.state
     compressor, whole = layout.auto.candidates[candidate], layout.model_wide
-    seeds = plan.seeds(layout.auto_buckets[-1])
     ready = [clock.stamp([_last_gradient(layout, gradients, b)]) for b in layout.auto_buckets[:-1]]
     factors = state.model_wide_factors[candidate]
     keeps = step.feeds_back(compressor) and any(state.groups[g].residuals for g in layout.auto_groups)

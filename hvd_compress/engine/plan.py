@@ -16,6 +16,7 @@ from ..exchange.collective import Collective
 from ..exchange.hosts import Hosts
 from ..formats.base import Shape
 from ..kernels import noise
+from ..kernels.compile import uncompiled
 from . import delay
 from .compression_report import BucketReport
 from .embedding_table import EmbeddingTable
@@ -164,10 +165,16 @@ class Plan:
         for variable in self.state.waiting_gradients.values():
             variable.assign(tf.zeros_like(variable))
 
-    def seeds(self, index: int) -> Seeds:
-        """The seeds of a bucket in the current step."""
-        shared = noise.fold(tf.cast(self.state.step, tf.int32), index)
-        return Seeds(shared, noise.fold(shared, self.settings.process_set.rank() + 1))
+    def seeds(self, step: tf.Tensor) -> list[Seeds]:
+        """The seeds of each bucket, then of each embedding, in the step with this number; always at least one more.
+
+        One hash of all numbers is traced faster than many, and is not worth XLA's time.
+        """
+        count = len(self.layout.buckets) + max(1, len(self.layout.sparse))
+        with tf.device("CPU"), uncompiled():
+            shared = noise.fold(tf.cast(step, tf.int32), tf.range(count))
+            local = noise.fold(shared, self.settings.process_set.rank() + 1)
+            return [Seeds(*pair) for pair in zip(tf.unstack(shared), tf.unstack(local))]
 
 
 def bytes_per_step(plans: Iterable[Plan], local_steps: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.gradients import values_of
 from ..common.names import plain_name
-from ..compressors import Compressor
+from ..compressors import Compressor, Seeds
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
@@ -64,12 +64,15 @@ class Step:
         self._waiting: list[tuple[tf.Variable, tf.Tensor]] = []  # of uncompressed gradients, with a delay
         self._sample_norms: tf.Tensor | None = None
         self._embeddings: Embeddings
+        self._seeds: list[Seeds] = []
 
     def run(self, given: tf.Tensor | None = None) -> list[Any]:
         """The reduced gradients. `given` is the new value of `State.progress["given"]`; None leaves it as it is."""
         plan, state, layout = self._plan, self._plan.state, self._plan.layout
         with tf.name_scope(plan.name), tf.device(plan.settings.device_dense):
             step = state.step.read_value()
+            if layout.buckets or layout.sparse:
+                self._seeds = plan.seeds(step)
             samples = (observer.sample_norms() for observer in plan.observers)
             self._sample_norms = next((sample for sample in samples if sample is not None), None)
             if plan.settings.delay_warmup:
@@ -85,7 +88,7 @@ class Step:
             ready = self._all_ready() if plan.is_recorded else None
             choices = [selector.choice(b) if plan.is_recorded else None for b, selector in enumerate(plan.selectors)]
             own_slices = [self._gradients[i] for i in layout.sparse]
-            self._embeddings = Embeddings(plan, own_slices, self._group("slices"))
+            self._embeddings = Embeddings(plan, own_slices, self._group("slices"), self._seeds[len(layout.buckets) :])
 
             # 2. Uncompressed gradients
             dense, agreed, counts = self._reduce_uncompressed()
@@ -200,7 +203,7 @@ class Step:
             return gradients, measured, self._commit(flags, first), None
 
         with tf.control_dependencies(self._begun):
-            probe = auto.probe(self._plan.seeds(len(layout.buckets)), self._gradients)
+            probe = auto.probe(self._seeds[len(layout.buckets)], self._gradients)
         after = [first[fixed[-1]].next_can_start] if fixed else []
 
         def per_bucket() -> Any:
@@ -217,8 +220,9 @@ class Step:
 
         def model_wide(candidate: int) -> Any:
             group, sample = self._groups("whole"), self._sample_norms
+            seeds = self._seeds[layout.auto_buckets[-1]]
             result = reduce_model(
-                self._plan, self._gradients, candidate, self._context, group, [*after, *before_last], sample
+                self._plan, self._gradients, candidate, self._context, seeds, group, [*after, *before_last], sample
             )
             committed = self._commit([*flags, result.ok], first, result.changes)
             return result.gradients, dict(zip(layout.auto_buckets, result.measured)), committed
@@ -248,7 +252,7 @@ class Step:
             plan.layout.group_of(b).layout,
             plan.layout.buckets[b].chunks,
             plan.selectors[b],
-            plan.seeds(b),
+            self._seeds[b],
             self._groups(f"bucket_{b}"),
             plan.state.of_bucket(plan.layout, b),
             b,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import tensorflow as tf
+import tensorflow.experimental.numpy as tnp
 
 from hvd_compress.auto import link_tracker as link
 from hvd_compress.auto import policy, trials
@@ -153,7 +154,9 @@ def test_which_candidates_may_be_chosen():
     value = policy.Value(constant([1.0, 0.9, 0.3]), constant([0.0, 0.2, 0.95]))
 
     def admitted(current, target, **settings):
-        found = policy.admit(rules([True, False, False], **settings), tf.constant(current), value, constant(target))
+        found = policy.admit(
+            tnp, rules([True, False, False], **settings), tf.constant(current), value, constant(target)
+        )
         return found.numpy().tolist()
 
     assert admitted([0], 0.0) == [True, True, True]

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hvd_compress as hvdc
-from hvd_compress.cost import KernelCost, Link, Ring
+from hvd_compress.cost import KernelCost, Link, Ring, measure_links
 from hvd_compress.cost.calibration import COLLECTIVES, Calibration, Levels
 from hvd_compress.cost.measure_links import fit, midmean
 
@@ -39,6 +40,55 @@ def test_fit_finds_a_burst():
     sizes = [2**12, 2**16, 2**19, 2**21, 2**23]
     seconds = [1e-3 + max(0, size - 2**18) * 8e-9 for size in sizes]
     assert fit(sizes, seconds) == pytest.approx((1e-3, 8e-9, 2**18), rel=1e-6)
+
+
+class EmulatedLink:
+    """Two ranks on a link of 2 ms per call; every so many-th call is held up.
+
+    Attributes:
+        calls: The size of each call.
+    """
+
+    size = 2
+
+    def __init__(self, monkeypatch, rate, burst=0, held_up=()):
+        self.calls = []
+        self.rate, self.burst, self.held_up, self.asked = rate, burst, held_up, 0
+        monkeypatch.setattr(measure_links, "_timed", self.timed)
+        monkeypatch.setattr(measure_links, "slowest", lambda values, *_: values)
+
+    def new_run(self, name, size, group):
+        self.asked = size
+        return lambda: tf.zeros([])
+
+    def timed(self, run, group, pause=0.0):
+        self.calls.append(self.asked)
+        late = 0.25 if len(self.calls) - 1 in self.held_up else 0.0
+        return 2e-3 + max(0, self.asked - self.burst) / self.rate + late
+
+
+@pytest.mark.parametrize("burst", [0, 2**18])
+@pytest.mark.parametrize("rate", [1.25e9, 1.25e8, 1.25e7, 1.25e6])
+def test_a_short_measurement_finds_the_link(monkeypatch, rate, burst):
+    emulated = EmulatedLink(monkeypatch, rate, burst)
+    link, error = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
+    if burst and rate < 1e7:  # two sizes are all that is timed, and these do not tell a burst from a faster link
+        assert link.beta == pytest.approx(1 / rate, rel=0.51)
+    else:
+        assert 2 * link.alpha == pytest.approx(2e-3, rel=0.01)  # of two ranks: two messages, and all bytes
+        assert link.beta == pytest.approx(1 / rate, rel=0.01)
+        assert error < 0.01
+    seconds = sum(2e-3 + max(0, size - burst) / rate for size in emulated.calls)
+    assert seconds < (0.6 if rate > 1e7 else 1.4)
+
+
+@pytest.mark.parametrize("call", range(13))
+def test_a_call_that_is_held_up_does_not_count(monkeypatch, call):
+    """TCP waits for 200 ms until it sends a packet again."""
+    emulated = EmulatedLink(monkeypatch, 1.25e8, held_up=[call])
+    link, _ = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
+    assert 2 * link.alpha == pytest.approx(2e-3, rel=0.01)
+    assert link.beta == pytest.approx(8e-9, rel=0.01)
 
 
 def test_the_usual_time_does_not_jump():
