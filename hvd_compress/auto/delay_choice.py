@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ..common import tracing
 from ..common.verbosity import say
+from ..engine import clock
 from ..engine.observer import StepMeasurement
 from ..engine.selector import DelaySelector
 from ..engine.settings import Settings
@@ -37,6 +38,7 @@ class DelayChoice(DelaySelector):
     def __init__(self, settings: Settings) -> None:
         self._ranks, self._is_first = settings.process_set.size(), settings.process_set.rank() == 0
         self._averages = settings.averages
+        self._rest_clock = RestClock()
         with tf.device("CPU"):
             self._begun = tracing.variable(tf.constant(False), _NAME)
             # Averages over the ranks: seconds of a step, of its coding, of the wire, and of all else.
@@ -45,7 +47,6 @@ class DelayChoice(DelaySelector):
             # This rank's times of the step before, and whether it proposes to begin.
             self._numbers = tracing.variable(tf.zeros([5]), _NAME)
             self._untimed = tracing.variable(tf.constant(UNTIMED), _NAME)  # steps whose times are still ignored
-            self._rest_clock = RestClock(_NAME)
 
     def has_begun(self) -> tf.Tensor:
         """Whether this step has a delay; a bool scalar."""
@@ -86,17 +87,18 @@ class DelayChoice(DelaySelector):
             tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
             proposed = (measured >= _MEASURED) & pays(times) & self._is_first
             untimed = self._untimed.read_value()
-            own = tf.where(before | (untimed > 0), tf.zeros([4]), self._of_step(measurement))
+            buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
+            of_step = tf.ensure_shape(tf.numpy_function(self._of_step, [clock.stacked(buckets)], tf.float32), [4])
+            own = tf.where(before | (untimed > 0), tf.zeros([4]), of_step)
             self._untimed.assign(tf.maximum(untimed - 1, 0))
             self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
 
-    def _of_step(self, measurement: StepMeasurement) -> tf.Tensor:
+    def _of_step(self, timestamps: np.ndarray) -> np.ndarray:
         """Seconds of a step, of its coding, of the wire, and of all else: zeros if they are not known."""
-        buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
-        waits, coding, wire, span = of_buckets(buckets)
-        rest, _ = self._rest_clock.measure(buckets, span)
-        times = tf.stack([rest + span, tf.reduce_sum(coding), tf.reduce_sum(wire), rest + tf.reduce_sum(waits)])
-        return tf.where(rest <= 0.0, tf.zeros_like(times), times)
+        waits, coding, wire, span = of_buckets(timestamps)
+        rest = self._rest_clock.measure(timestamps[0, 0], span)
+        times = np.array([rest + span, coding.sum(), wire.sum(), rest + waits.sum()], np.float32)
+        return times if rest > 0.0 else np.zeros_like(times)
 
     def _say(self, times: tf.Tensor) -> None:
         def show(times: np.ndarray) -> None:

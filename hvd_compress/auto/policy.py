@@ -39,13 +39,6 @@ class Costs(NamedTuple):
     decode: tf.Tensor
 
 
-def running_max(x: tf.Tensor) -> tf.Tensor:
-    """The cumulative maximum of x [B]."""
-    (size,) = x.shape
-    not_after = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
-    return tf.reduce_max(tf.where(not_after, x, x.dtype.min), -1)
-
-
 def predicted(costs: Costs, factors: tf.Tensor) -> tf.Tensor:
     """Seconds of each bucket's exchange with each candidate, [B, C]; `factors` [2] are those of `link_tracker.fit`."""
     return costs.encode + costs.messages * factors[0] + costs.transfer * factors[1] + costs.decode

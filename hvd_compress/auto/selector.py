@@ -23,6 +23,7 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto, Compressor, Seeds
+from ..engine import clock
 from ..engine.compression_report import BucketReport
 from ..engine.model_layout import ModelLayout
 from ..engine.observer import StepMeasurement
@@ -92,22 +93,20 @@ class AutoSelector(ModelSelector):
         # Positions of the candidates that steps are traced with.
         self._traced = list(range(c)) if traces_all(self.auto) else sorted(set(choice.numpy().tolist()))
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
-        self._made = time.time()
+        self._made, self._trace_seconds = time.time(), 0.0  # from here to the first exchange
+        self._rest_clock, self._timed_from = RestClock(), UNTIMED  # the step
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
             "votes": (b,), "trial": (), "progress": (ROWS, c), "wire": (places,), "exchange": (b,), "waits": (b,),
             "rest": (), "span": (), "wanted": (c + 1,),
         }  # fmt: skip
-        self._span_at = -2 - c
+        self._rest_at = -3 - c
         self._follows = len(self._traced) == 1  # whether `_watch` follows the measurements, or the graph does
         self._time_per_byte = 1.0  # the factor in `state.link`, as `_watch` knows it
         with tf.device("CPU"):
             self.state = policy.State(*(tracing.variable(value, _NAME) for value in policy.initial(choice, c)))
             self._numbers = tracing.variable(tf.zeros([sum(map(math.prod, self._fields.values()))]), _NAME)
-            self._rest_clock = RestClock(_NAME)
-            self._trace_seconds = tracing.variable(tf.constant(0.0), _NAME)  # from here to the first exchange
-            self._timed_from = tracing.variable(tf.constant(UNTIMED, tf.int64), _NAME)  # the step
             self._rows = tracing.variable(tf.constant(compresses_rows), _NAME)  # `compresses_rows`, for checkpoints
         self.compresses_rows = compresses_rows
         settings = plan.settings
@@ -188,7 +187,7 @@ class AutoSelector(ModelSelector):
             # The next trace is not a part of a step, and nothing is known of the step before.
             self._numbers.assign(tf.zeros_like(self._numbers))
             self._comparisons.take()
-            self._timed_from.assign(step + 1 + UNTIMED)
+            self._timed_from = step + 1 + UNTIMED
 
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
@@ -204,7 +203,7 @@ class AutoSelector(ModelSelector):
             self._rows.assign(self.compresses_rows)
             self._time_per_byte = float(self.state.link[1])
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
-            self._timed_from.assign(self._step + UNTIMED)  # the next step may be traced, and connects the ranks
+            self._timed_from = int(self._step) + UNTIMED  # the next step may be traced, and connects the ranks
             self._comparisons.take()
             self._trace(used | compressed_rows)
 
@@ -232,16 +231,19 @@ class AutoSelector(ModelSelector):
         assert measurement.agreed is not None
         with tf.device("CPU"):
             numbers = measurement.agreed if self._settings.averages else measurement.agreed / self._ranks
-            wanted = tf.constant(self._mask())
-            if not all(self._mask()) and self._held_from is None:
-                watch = functools.partial(self._watch, tuple(self._traced))
-                counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
-                wanted = tf.numpy_function(watch, [measurement.step, numbers, counts], tf.float32)
-                wanted = tf.ensure_shape(wanted, [len(self.auto.candidates) + 1])
-            votes = self.state.choice.read_value(), tf.constant(-1)
+            choice, tried = self.state.choice.read_value(), tf.constant(-1)
             if len(self._traced) > 1:
-                votes = self._propose(measurement, numbers)
-            self._numbers.assign(self._pack(measurement, votes, wanted))
+                choice, tried = self._propose(measurement, numbers)
+            watched = tuple(self._traced) if not all(self._mask()) and self._held_from is None else ()
+            counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
+            buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
+            own = tf.numpy_function(
+                functools.partial(self._measured, watched),
+                [measurement.step, measurement.committed, clock.stacked(buckets), choice, tried, measurement.probe,
+                 numbers, counts],
+                tf.float32,
+            )  # fmt: skip
+            self._numbers.assign(tf.ensure_shape(own, self._numbers.shape))
 
     def _propose(self, measurement: StepMeasurement, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Updates the state. Returns the proposed choice, int32 [B], and the candidate to try."""
@@ -278,12 +280,12 @@ class AutoSelector(ModelSelector):
         """
         # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
-        wanted, mask = numbers[-len(self.auto.candidates) - 1 :] > 0.0, self._mask()  # wanted by rank 0
-        missing = np.flatnonzero(wanted & (mask == 0.0))
-        rest, span = map(float, numbers[self._span_at - 1 : self._span_at + 1])
+        mask = self._mask()
+        rest, span, *wanted = numbers[self._rest_at :].tolist()  # wanted by rank 0
+        missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
         most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
         due = self._comparisons.add(numbers, span, most)
-        if not due and not missing.size:
+        if not due and not missing:
             return mask
         with tf.init_scope(), tf.device("CPU"):
             state = self._followed(self._comparisons.take())
@@ -291,8 +293,8 @@ class AutoSelector(ModelSelector):
                 for variable, new in zip(self.state, state):
                     variable.assign(new)
                 self._time_per_byte = float(state.link[1])
-            if missing.size:
-                self._timed_from.assign(step + 1 + UNTIMED)
+            if missing:
+                self._timed_from = int(step) + 1 + UNTIMED
                 self._trace(missing)
                 if self._rank == 0:
                     names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
@@ -308,7 +310,7 @@ class AutoSelector(ModelSelector):
         def is_over() -> bool:
             return int(counter) > step + 1 or tracing.running_functions().isdisjoint(functions)
 
-        usual = f"the first trace took {float(self._trace_seconds):.0f} s"
+        usual = f"the first trace took {self._trace_seconds:.0f} s"
         Phase("tracing the step again", usual, is_over=is_over).begin()
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
@@ -347,7 +349,7 @@ class AutoSelector(ModelSelector):
         saved_by_more = float(saved) if more else 0.0
         saved_by_rows = self._savings.now(counts, float(state.link[1])) if rows else 0.0
         # The first step itself is not a part of its trace, which may come before several backward passes.
-        once = max(0.0, float(self._trace_seconds) - float(state.rest))
+        once = max(0.0, self._trace_seconds - float(state.rest))
         saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
         gains = {
             new: seconds * step - once * _TRACE_FACTOR * (len(self._traced) + len(new & more))
@@ -358,9 +360,10 @@ class AutoSelector(ModelSelector):
 
     def _mask(self, more: Iterable[int] = ()) -> np.ndarray:
         """What is traced, and `more`: 1 for each traced candidate, then 1 for compressed rows; float32 [C + 1]."""
-        count = len(self.auto.candidates)
-        traced = [*self._traced, *more, *([count] if self.compresses_rows else [])]
-        return np.isin(np.arange(count + 1), traced).astype(np.float32)
+        mask = np.zeros(len(self.auto.candidates) + 1, np.float32)
+        mask[[*self._traced, *more]] = 1.0
+        mask[-1] = mask[-1] or self.compresses_rows
+        return mask
 
     def _trace(self, more: Iterable[int]) -> None:
         """Lets the next step be traced again, with more positions in `_mask`."""
@@ -389,27 +392,34 @@ class AutoSelector(ModelSelector):
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _pack(self, measurement: StepMeasurement, votes: Sequence[tf.Tensor], wanted: tf.Tensor) -> tf.Tensor:
-        """This step's numbers, in the order of `_fields`.
+    def _measured(
+        self,
+        watched: Sequence[int],
+        step: np.int64,
+        committed: np.bool_,
+        timestamps: np.ndarray,
+        choice: np.ndarray,
+        tried: np.int32,
+        probe: np.ndarray,
+        agreed: np.ndarray,
+        counts: np.ndarray,
+    ) -> np.ndarray:
+        """This step's numbers, float32 [S], in the order of `_fields`; on the host.
 
-        The votes are the proposed choice, and the candidate to try. `wanted` is 1 for what should be traced.
+        The candidates `watched` are traced, and others may be, see `_watch`. `choice` and `tried` are proposed.
         """
-        committed = measurement.committed
-        buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
-        waits, coding, wire, span = of_buckets(buckets)
-        rest, is_first = self._rest_clock.measure(buckets, span)
-        traced = tf.cast(buckets[0].ready - self._made, tf.float32)
-        self._trace_seconds.assign(tf.where(is_first, traced, self._trace_seconds.read_value()))
-        places = len(self._members)
-        own = tf.one_hot(self._rank % places, places)
-        own_votes = [tf.cast(value + 1, tf.float32) * float(self._rank == 0) for value in votes]
-        times = [own * tf.reduce_sum(wire), wire + coding, waits, rest, span]
+        wanted = self._watch(watched, step, agreed, counts) if watched else self._mask()
+        waits, coding, wire, span = of_buckets(timestamps)
+        rest, exchange, places = self._rest_clock.measure(timestamps[0, 0], span), wire + coding, len(self._members)
+        self._trace_seconds = self._trace_seconds or float(timestamps[0, 0]) - self._made
+        decides, of_rank = float(self._rank == 0), np.zeros(places)
+        of_rank[self._rank % places] = wire.sum()
         # The times of steps that were not committed are ignored.
-        timed = committed & (measurement.step >= self._timed_from.read_value())
-        times = [tf.where(timed, value, tf.zeros_like(value)) for value in times]
-        values = (*own_votes, measurement.probe, *times, wanted * float(self._rank == 0))
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        return tf.where(tf.math.is_finite(flat), flat, tf.zeros_like(flat))
+        timed = float(committed and step >= self._timed_from)
+        times = np.concatenate([of_rank, exchange, waits, [rest, span]])
+        votes = np.append(choice, tried) + 1
+        flat = np.concatenate([decides * votes, probe.ravel(), timed * times, decides * wanted]).astype(np.float32)
+        return np.where(np.isfinite(flat), flat, np.float32(0.0))
 
     def _unpack(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:
         """The agreed choice, int32 [B], the candidate to try, and the measurements."""

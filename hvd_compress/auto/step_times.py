@@ -1,15 +1,13 @@
-"""What takes the time of a step, from the timestamps of its B buckets. Seconds, float32."""
+"""What takes the time of a step, from the timestamps of its B buckets. Seconds.
+
+These functions run on the host, in NumPy: as operations of TensorFlow they would take ten times as long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import tensorflow as tf
-
-from ..common import tracing
-from ..engine import clock
-from .policy import running_max
+import numpy as np
 
 # The times of the first steps are ignored: kernels are compiled, connections are made.
 UNTIMED = 2
@@ -18,46 +16,37 @@ UNTIMED = 2
 class StepTimes(NamedTuple):
     """The exchange of one step on this rank."""
 
-    waits: tf.Tensor  # [B], for each bucket's gradients, after the bucket before was encoded
-    coding: tf.Tensor  # [B], encoding and decoding
-    wire: tf.Tensor  # [B]
-    span: tf.Tensor  # from the first bucket's gradients to the last bucket's result
+    waits: np.ndarray  # [B], for each bucket's gradients, after the bucket before was encoded
+    coding: np.ndarray  # [B], encoding and decoding
+    wire: np.ndarray  # [B]
+    span: float  # from the first bucket's gradients to the last bucket's result
 
 
-def of_buckets(buckets: Sequence[clock.Timestamps]) -> StepTimes:
-    """The times of a step, from its buckets in the order in which they cross."""
-    ready, encoded, received, decoded = clock.since_first(buckets)
-    before = tf.concat([ready[:1], encoded[:-1]], 0)  # when the bucket before was encoded
+def of_buckets(timestamps: np.ndarray) -> StepTimes:
+    """The times of a step, from its `clock.stacked` timestamps, float64 [4, B]."""
+    ready, encoded, received, decoded = timestamps - timestamps[0, 0]
+    before = np.concatenate([ready[:1], encoded[:-1]])  # when the bucket before was encoded
     # Horovod may fuse buckets, which then arrive together.
-    free = tf.concat([encoded[:1], running_max(received)[:-1]], 0)  # when the wire is free
+    free = np.concatenate([encoded[:1], np.maximum.accumulate(received)[:-1]])  # when the wire is free
     return StepTimes(
-        tf.nn.relu(ready - before),
-        tf.nn.relu(encoded - ready) + tf.nn.relu(decoded - received),
-        tf.nn.relu(received - tf.maximum(encoded, free)),
-        tf.reduce_max(decoded),
+        np.maximum(0.0, ready - before),
+        np.maximum(0.0, encoded - ready) + np.maximum(0.0, decoded - received),
+        np.maximum(0.0, received - np.maximum(encoded, free)),
+        float(decoded.max()),
     )
 
 
 class RestClock:
-    """Measures what a step takes besides its exchange.
+    """Measures what a step takes besides its exchange."""
 
-    Args:
-        name: The name of its variable.
-    """
+    def __init__(self) -> None:
+        self._end: float | None = None  # of the exchange of the step before
 
-    def __init__(self, name: str) -> None:
-        with tf.device("CPU"):
-            # When the first bucket of the step before was ready, and the span of that step.
-            self._before = tracing.variable(tf.zeros([2], tf.float64), name)
+    def measure(self, ready: float, span: float) -> float:
+        """The seconds of the step before besides its exchange; 0 in the first call.
 
-    def measure(self, buckets: Sequence[clock.Timestamps], span: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Called once in each step, with its timestamps and its span.
-
-        Returns:
-            The seconds of the step before besides its exchange, 0 in the first call; whether this is the first call.
+        Called once in each step, with the timestamp at which its first bucket was ready, and its span.
         """
-        first, before = buckets[0].ready, self._before.read_value()
-        rest, is_first = tf.cast(first - before[0] - before[1], tf.float32), before[0] == 0.0
-        with tf.control_dependencies([rest]):
-            self._before.assign(tf.stack([first, tf.cast(span, tf.float64)]))
-        return tf.where(is_first, 0.0, tf.nn.relu(rest)), is_first
+        rest = 0.0 if self._end is None else max(0.0, ready - self._end)
+        self._end = ready + span
+        return rest

@@ -85,7 +85,6 @@ def _timestamp_after(inputs: tf.Tensor) -> tf.Tensor:
     return tf.timestamp()
 
 
-def since_first(timestamps: Sequence[Timestamps]) -> list[tf.Tensor]:
-    """The timestamps of B buckets, field by field, float32 [B] each: seconds since the first one's `ready`."""
-    times = tf.stack([tf.stack(list(of_bucket)) for of_bucket in timestamps], 1)
-    return tf.unstack(tf.cast(times - times[0, 0], tf.float32))
+def stacked(timestamps: Sequence[Timestamps]) -> tf.Tensor:
+    """The timestamps of B buckets, float64 [4, B]: a row for each field of `Timestamps`."""
+    return tf.reshape(tf.stack([time for field in zip(*timestamps) for time in field]), [4, -1])

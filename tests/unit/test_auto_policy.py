@@ -23,11 +23,6 @@ def test_makespan_is_that_of_a_queue(buckets):
     np.testing.assert_allclose(found, [reference.queue_after(*times[:, i]) for i in range(50)], rtol=1e-5)
 
 
-def test_running_max_is_that_of_numpy():
-    x = np.random.default_rng(0).normal(size=17).astype(np.float32)
-    np.testing.assert_array_equal(policy.running_max(constant(x)), np.maximum.accumulate(x))
-
-
 def measured(latency, per_byte, messages, transfer, random, noise):
     return (latency * messages + per_byte * transfer) * np.exp(noise * random.standard_normal())
 
