@@ -362,11 +362,11 @@ struct Subtract {
 };
 
 // The form of rows, and how many of them one thread takes at a time.
-struct Rows {
+struct RowPieces {
   rows::Form form;
   int64_t threads, piece;
 
-  explicit Rows(Attributes* attributes, const char* error) {
+  explicit RowPieces(Attributes* attributes, const char* error) {
     const int64_t method = attributes->integer("method"), bits = attributes->integer("bits");
     form = {method == kOneBit, static_cast<int>(bits), attributes->integer("columns"), attributes->integer("blocks"),
             attributes->integer("block"), attributes->integer("number_bytes")};
@@ -387,13 +387,13 @@ struct Rows {
 
 // Encodes the rows of a table; each becomes a row of the payload.
 struct EncodeRows {
-  Rows rows;
+  RowPieces pieces;
   bool stochastic;
   int64_t chunk, salt;
 
   explicit EncodeRows(TF_OpKernelConstruction* construction) : EncodeRows(Attributes(construction)) {}
   explicit EncodeRows(Attributes&& attributes)
-      : rows(&attributes, "HvdCompressEncodeRows: there are no such rows"),
+      : pieces(&attributes, "HvdCompressEncodeRows: there are no such rows"),
         stochastic(attributes.boolean("stochastic")),
         chunk(attributes.integer("chunk")),
         salt(attributes.integer("salt")) {}
@@ -404,37 +404,37 @@ struct EncodeRows {
     const int64_t* numbers = call.input<int64_t>(0, &count);
     const float* values = call.input<float>(1, &elements);
     const int32_t* seed = call.input<int32_t>(2);
-    if (call.ok() && elements != count * rows.form.columns)
+    if (call.ok() && elements != count * pieces.form.columns)
       call.fail("HvdCompressEncodeRows: the numbers and the values are not of equally many rows");
-    uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {count, rows.form.bytes()});
-    float* residual = call.output<float>(1, TF_FLOAT, {count, rows.form.columns});
+    uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {count, pieces.form.bytes()});
+    float* residual = call.output<float>(1, TF_FLOAT, {count, pieces.form.columns});
     if (!call.ok()) return;
-    const Encoding how{rows.form.bits, stochastic, noise_seed(*seed, chunk, salt), 0};
-    const bool done = rows.run(count, [&](int64_t first, int64_t last) {
-      rows::encode(rows.form, how, numbers, values, first, last, payload, residual);
+    const Encoding how{pieces.form.bits, stochastic, noise_seed(*seed, chunk, salt), 0};
+    const bool done = pieces.run(count, [&](int64_t first, int64_t last) {
+      rows::encode(pieces.form, how, numbers, values, first, last, payload, residual);
     });
     if (!done) call.fail("HvdCompressEncodeRows: out of memory");
   }
 };
 
 struct DecodeRows {
-  Rows rows;
+  RowPieces pieces;
 
   explicit DecodeRows(TF_OpKernelConstruction* construction) : DecodeRows(Attributes(construction)) {}
-  explicit DecodeRows(Attributes&& attributes) : rows(&attributes, "HvdCompressDecodeRows: there are no such rows") {}
+  explicit DecodeRows(Attributes&& attributes) : pieces(&attributes, "HvdCompressDecodeRows: there are no such rows") {}
 
   void compute(TF_OpKernelContext* context) const {
     Call call(context);
     int64_t length = 0;
     const uint8_t* payload = call.input<uint8_t>(0, &length);
-    if (call.ok() && length % rows.form.bytes())
+    if (call.ok() && length % pieces.form.bytes())
       call.fail("HvdCompressDecodeRows: the payload has another length than expected");
-    const int64_t count = length / rows.form.bytes();
+    const int64_t count = length / pieces.form.bytes();
     int64_t* numbers = call.output<int64_t>(0, TF_INT64, {count});
-    float* values = call.output<float>(1, TF_FLOAT, {count, rows.form.columns});
+    float* values = call.output<float>(1, TF_FLOAT, {count, pieces.form.columns});
     if (!call.ok()) return;
-    const bool done = rows.run(count, [&](int64_t first, int64_t last) {
-      rows::decode(rows.form, payload, first, last, numbers, values);
+    const bool done = pieces.run(count, [&](int64_t first, int64_t last) {
+      rows::decode(pieces.form, payload, first, last, numbers, values);
     });
     if (!done) call.fail("HvdCompressDecodeRows: out of memory");
   }

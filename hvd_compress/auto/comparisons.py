@@ -12,7 +12,7 @@ _KEPT = 8
 _FIRST = 8
 # So many steps in a row whose exchange takes so many times as long as usual are a reason to compare earlier.
 _IN_A_ROW, _SLOW = 3, 3.0
-# Seconds. No trace takes less: kernels take about so long to compile.
+# Seconds. A trace takes about so long, or longer.
 _LEAST_TRACE = 1.0
 
 

@@ -18,7 +18,7 @@ from ..engine.observer import StepMeasurement
 from ..engine.selector import DelaySelector
 from ..engine.settings import Settings
 from . import policy
-from .step_times import UNTIMED, RestClock, of_buckets
+from .step_times import StepTimer
 from .usual_progress import OF_DELAY
 
 _NAME = "hvdc_delay"  # of variables
@@ -38,7 +38,7 @@ class DelayChoice(DelaySelector):
     def __init__(self, settings: Settings) -> None:
         self._ranks, self._is_first = settings.process_set.size(), settings.process_set.rank() == 0
         self._averages = settings.averages
-        self._rest_clock = RestClock()
+        self._timer = StepTimer()
         with tf.device("CPU"):
             self._begun = tracing.variable(tf.constant(False), _NAME)
             # Averages over the ranks: seconds of a step, of its coding, of the wire, and of all else.
@@ -46,7 +46,6 @@ class DelayChoice(DelaySelector):
             self._measured = tracing.variable(tf.constant(0), _NAME)  # the number of steps in `_times`
             # This rank's times of the step before, and whether it proposes to begin.
             self._numbers = tracing.variable(tf.zeros([5]), _NAME)
-            self._untimed = tracing.variable(tf.constant(UNTIMED), _NAME)  # steps whose times are still ignored
 
     def has_begun(self) -> tf.Tensor:
         """Whether this step has a delay; a bool scalar."""
@@ -66,7 +65,7 @@ class DelayChoice(DelaySelector):
         """What was measured before a checkpoint was loaded, and proposed, does not count."""
         with tf.init_scope():
             self._numbers.assign(tf.zeros_like(self._numbers))
-            self._untimed.assign(UNTIMED)  # the next step may be traced, and connects the ranks
+        self._timer.restart()  # the next step may be traced, and connects the ranks
 
     def wants_times(self, bucket: int) -> bool:
         """All buckets."""
@@ -86,17 +85,14 @@ class DelayChoice(DelaySelector):
             self._begun.assign(before | begun)
             tf.cond(begun & ~before & self._is_first, lambda: self._say(times), lambda: None)
             proposed = (measured >= _MEASURED) & pays(times) & self._is_first
-            untimed = self._untimed.read_value()
             buckets = [bucket.timestamps for bucket in measurement.buckets if bucket is not None]
             of_step = tf.ensure_shape(tf.numpy_function(self._of_step, [clock.stacked(buckets)], tf.float32), [4])
-            own = tf.where(before | (untimed > 0), tf.zeros([4]), of_step)
-            self._untimed.assign(tf.maximum(untimed - 1, 0))
+            own = tf.where(before, tf.zeros([4]), of_step)
             self._numbers.assign(tf.concat([own, [tf.cast(proposed, tf.float32)]], 0))
 
     def _of_step(self, timestamps: np.ndarray) -> np.ndarray:
         """Seconds of a step, of its coding, of the wire, and of all else: zeros if they are not known."""
-        waits, coding, wire, span = of_buckets(timestamps)
-        rest = self._rest_clock.measure(timestamps[0, 0], span)
+        waits, coding, wire, span, rest = self._timer.measure(timestamps)
         times = np.array([rest + span, coding.sum(), wire.sum(), rest + waits.sum()], np.float32)
         return times if rest > 0.0 else np.zeros_like(times)
 

@@ -1,7 +1,8 @@
 """What a choice of compressors costs, and which choice is best. Pure functions.
 
-B buckets, C candidates; float32; times in seconds. The functions run on the host in each step and are not compiled
-with XLA: they would not be faster, and the first step would take two seconds longer.
+B buckets, C candidates; float32; times in seconds. Once there are several candidates to choose from, the functions run
+on the host in each step. They are not compiled with XLA: they would not be faster, and tracing them would take two
+seconds longer. The first choice is made before, by those that take an array module `xp`, with NumPy arrays.
 """
 
 from __future__ import annotations
@@ -81,11 +82,13 @@ class Value(NamedTuple):
 def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
     seconds, rest = predicted(costs, state.link) * state.bias, tf.where(state.rest > 0.0, state.rest, FIRST_REST)
-    return by_rules(tnp, rules, picks, state.waits, seconds, nbytes, rest, value)
+    return cost_by_rules(tnp, rules, picks, state.waits, seconds, nbytes, rest, value)
 
 
-def by_rules(xp: Any, rules: Rules, picks: Any, waits: Any, seconds: Any, nbytes: Any, rest: Any, value: Value) -> Any:
-    """The same with any array module `xp`, from the `seconds` [B, C] that exchanges take; see `choices.cost_of`."""
+def cost_by_rules(
+    xp: Any, rules: Rules, picks: Any, waits: Any, seconds: Any, nbytes: Any, rest: Any, value: Value
+) -> Any:
+    """`choices.cost_of` by these rules: with objective="step", only the seconds of the exchange count."""
     gained = value.progress
     if not rules.by_progress:
         rest, gained = 0.0, xp.ones_like(gained)

@@ -133,11 +133,12 @@ def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np
     """Prints one line about the first choice, int [B]; `seconds` [B, C] are those of the exchanges."""
     parts = []
     for b, c in enumerate(choice):
-        of_all, where = seconds[b, c], ""
+        predicted, of_what = seconds[b, c], ""
         if auto.model_wide_candidates[c]:
-            of_all, where = seconds[:, c].sum(), OF_ALL
+            predicted, of_what = seconds[:, c].sum(), OF_ALL
         parts.append(
-            f"bucket {b} ({nbytes[b] / 1e6:.1f} MB): {auto.candidates[c].spec}, predicted {milliseconds(of_all)}{where}"
+            f"bucket {b} ({nbytes[b] / 1e6:.1f} MB): {auto.candidates[c].spec}, predicted "
+            f"{milliseconds(predicted)}{of_what}"
         )
     say(f"auto begins with {'; '.join(parts)}")
 

@@ -64,7 +64,7 @@ class RowSavings:
         return saved
 
     def _exchange(self, table: EmbeddingTable, rows: float) -> float:
-        """Seconds on the link, whose burst others use.
+        """Seconds on the link, without its burst, which buckets use up.
 
         With more rows than `most_rows`, the dense gradient is sent, of about that size.
         """

@@ -33,7 +33,7 @@ from . import policy, report
 from .comparisons import Comparisons
 from .progress import ROWS, ProgressSample
 from .rows import RowSavings
-from .step_times import UNTIMED, RestClock, of_buckets
+from .step_times import StepTimer
 
 _NAME = "hvdc_auto"  # of variables
 # The wire times of ranks are sent in so many places, for a minimum over them; with more ranks, some share a place.
@@ -93,8 +93,9 @@ class AutoSelector(ModelSelector):
         # Positions of the candidates that steps are traced with.
         self._traced = list(range(c)) if traces_all(self.auto) else sorted(set(choice.numpy().tolist()))
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
-        self._made, self._trace_seconds = time.time(), 0.0  # from here to the first exchange
-        self._rest_clock, self._timed_from = RestClock(), UNTIMED  # the step
+        self._timer = StepTimer()
+        self._made = time.time()
+        self._trace_seconds = 0.0  # from `_made` to the first exchange
         places = min(self._ranks, _PLACES)
         self._members = np.bincount(np.arange(self._ranks) % places, minlength=places)
         self._fields = {
@@ -169,7 +170,7 @@ class AutoSelector(ModelSelector):
                 branches.append(uncompressed)
         return switch_case(index, branches)
 
-    def hold(self, candidate: int | None, step: int) -> None:
+    def hold(self, candidate: int | None) -> None:
         """Uses only one candidate, or again those of before; see `ModelSelector.hold`."""
         with tf.init_scope():
             if candidate is not None:
@@ -187,7 +188,7 @@ class AutoSelector(ModelSelector):
             # The next trace is not a part of a step, and nothing is known of the step before.
             self._numbers.assign(tf.zeros_like(self._numbers))
             self._comparisons.take()
-            self._timed_from = step + 1 + UNTIMED
+            self._timer.restart()
 
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
@@ -203,7 +204,7 @@ class AutoSelector(ModelSelector):
             self._rows.assign(self.compresses_rows)
             self._time_per_byte = float(self.state.link[1])
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
-            self._timed_from = int(self._step) + UNTIMED  # the next step may be traced, and connects the ranks
+            self._timer.restart()  # the next step may be traced, and connects the ranks
             self._comparisons.take()
             self._trace(used | compressed_rows)
 
@@ -238,7 +239,7 @@ class AutoSelector(ModelSelector):
             counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
             buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
             own = tf.numpy_function(
-                functools.partial(self._measured, watched),
+                functools.partial(self._end_step, watched),
                 [measurement.step, measurement.committed, clock.stacked(buckets), choice, tried, measurement.probe,
                  numbers, counts],
                 tf.float32,
@@ -255,9 +256,9 @@ class AutoSelector(ModelSelector):
         state = policy.in_step(state, chosen, trial, measurement.committed)
         value, target = policy.value_of(state, self._prior), self._target(tf.cast(measurement.step, tf.int32))
         state, choice, tried = policy.propose(self._rules, state, self._costs, value, self._sizes, target, self._traced)
-        for variable, new in zip(self.state, state):
-            variable.assign(new)
-        return choice, tried
+        assigned = [variable.assign(new, read_value=False) for variable, new in zip(self.state, state)]
+        with tf.control_dependencies(assigned):  # before the host reads them
+            return tf.identity(choice), tf.identity(tried)
 
     # Candidates are traced when they are first worth it. The first steps have the first choice only, as if it were a
     # fixed compressor.
@@ -273,10 +274,10 @@ class AutoSelector(ModelSelector):
         return [c for c in self._traced if not self.auto.candidates[c].model_wide]
 
     def _watch(self, running: Sequence[int], step: np.int64, numbers: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Gets the numbers of each step, of which the candidates `running` are traced, and its `embedding_counts`.
+        """Decides whether more should be traced, from the `numbers` of a step and its `embedding_counts`.
 
-        They may be fewer than those in `_traced`, until the function that runs now is called again. Returns what this
-        rank wants to be traced, see `_mask`.
+        The function that runs now has traced the candidates `running`. They may be fewer than those in `_traced`, until
+        it is called again. Returns what this rank wants to be traced, see `_mask`.
         """
         # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
@@ -294,7 +295,7 @@ class AutoSelector(ModelSelector):
                     variable.assign(new)
                 self._time_per_byte = float(state.link[1])
             if missing:
-                self._timed_from = int(step) + 1 + UNTIMED
+                self._timer.restart()
                 self._trace(missing)
                 if self._rank == 0:
                     names = [*(candidate.spec for candidate in self.auto.candidates), "compressed rows of embeddings"]
@@ -392,7 +393,7 @@ class AutoSelector(ModelSelector):
     def _voted(self, field: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.round(field * self._ranks), tf.int32) - 1
 
-    def _measured(
+    def _end_step(
         self,
         watched: Sequence[int],
         step: np.int64,
@@ -404,21 +405,28 @@ class AutoSelector(ModelSelector):
         agreed: np.ndarray,
         counts: np.ndarray,
     ) -> np.ndarray:
-        """This step's numbers, float32 [S], in the order of `_fields`; on the host.
+        """What the host does at the end of a step. Returns the step's numbers, float32 [S], in the order of `_fields`.
 
-        The candidates `watched` are traced, and others may be, see `_watch`. `choice` and `tried` are proposed.
+        Args:
+            watched: The candidates that the running function has traced, see `_watch`; empty if no more may be traced.
+            step: The number of steps before.
+            committed: Whether its new state was assigned.
+            timestamps: Those of the buckets, see `clock.stacked`.
+            choice: The proposed choice, int32 [B].
+            tried: The proposed trial.
+            probe: What `probe` returned.
+            agreed: The numbers of the step before, of all ranks.
+            counts: `State.embedding_counts`.
         """
-        wanted = self._watch(watched, step, agreed, counts) if watched else self._mask()
-        waits, coding, wire, span = of_buckets(timestamps)
-        rest, exchange, places = self._rest_clock.measure(timestamps[0, 0], span), wire + coding, len(self._members)
+        waits, coding, wire, span, rest = self._timer.measure(timestamps)
         self._trace_seconds = self._trace_seconds or float(timestamps[0, 0]) - self._made
-        decides, of_rank = float(self._rank == 0), np.zeros(places)
-        of_rank[self._rank % places] = wire.sum()
+        wanted = self._watch(watched, step, agreed, counts) if watched else self._mask()
+        of_rank = np.zeros(len(self._members))
+        of_rank[self._rank % len(of_rank)] = wire.sum()
         # The times of steps that were not committed are ignored.
-        timed = float(committed and step >= self._timed_from)
-        times = np.concatenate([of_rank, exchange, waits, [rest, span]])
-        votes = np.append(choice, tried) + 1
-        flat = np.concatenate([decides * votes, probe.ravel(), timed * times, decides * wanted]).astype(np.float32)
+        times = float(committed) * np.concatenate([of_rank, wire + coding, waits, [rest, span]])
+        votes, decides = np.append(choice, tried) + 1, float(self._rank == 0)
+        flat = np.concatenate([decides * votes, probe.ravel(), times, decides * wanted]).astype(np.float32)
         return np.where(np.isfinite(flat), flat, np.float32(0.0))
 
     def _unpack(self, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:

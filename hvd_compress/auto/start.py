@@ -69,7 +69,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         chosen = AutoSelector(
             plan,
             policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
-            _at_least(lost.tolist()),
+            _prior(lost.tolist()),
             _of_each(usual, auto, lost.tolist()),
             tf.constant(choice, tf.int32),
             savings,
@@ -96,7 +96,7 @@ def _first_choice(layout: ModelLayout, seconds: np.ndarray, lost: Sequence[float
 
     def cost_of(picks: np.ndarray) -> np.ndarray:
         nbytes, waits = np.array(nbytes_of(layout), np.float32), np.zeros(buckets, np.float32)
-        return np.asarray(policy.by_rules(np, rules, picks, waits, seconds, nbytes, policy.FIRST_REST, value))
+        return np.asarray(policy.cost_by_rules(np, rules, picks, waits, seconds, nbytes, policy.FIRST_REST, value))
 
     options = choices.options(rules.uncompressed, rules.model_wide, buckets)
     costs = np.where(allowed[options].all(-1), cost_of(options), np.inf)
@@ -108,7 +108,7 @@ def _first_choice(layout: ModelLayout, seconds: np.ndarray, lost: Sequence[float
     return first
 
 
-def _at_least(lost: Sequence[float]) -> policy.Value:
+def _prior(lost: Sequence[float]) -> policy.Value:
     """A candidate makes at least as much progress as it lets through of white noise."""
     values = tf.constant(lost, tf.float32)
     return policy.Value(1.0 - values, values)

@@ -29,11 +29,11 @@ REDUCIBLE = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def plain_errors(function: F) -> F:
+def not_converted(function: F) -> F:
     """Keeps AutoGraph away from `function` and what it calls, in a user's tf.function.
 
-    AutoGraph puts the whole traceback, with paths that differ from rank to rank, into an error's text; here, errors
-    stay in one line. And it converts the source of each function that is called, which takes longer than tracing.
+    It would convert the source of each function that is called, which takes longer than tracing. And it would put the
+    whole traceback, with paths that differ from rank to rank, into an error's text; errors stay in one line.
     """
     import tensorflow as tf
 

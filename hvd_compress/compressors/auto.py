@@ -133,6 +133,9 @@ class Auto(BuiltinCompressor):
         steps = [step for step, _ in self.phases]
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
+        for name, default in (("target", TARGET), ("warmup_steps", 0), ("phases", ())):
+            if self.objective == "progress" and getattr(self, name) != default:
+                raise ValueError(f"auto: {name} needs objective='step': leave it out, or pass objective='step'")
 
     def _check_one_candidate(self, name: str) -> None:
         # What only acts on a choice that is made again and again.
@@ -157,9 +160,9 @@ class Auto(BuiltinCompressor):
         return [candidate.model_wide for candidate in self.candidates]
 
     def for_rows(self) -> Compressor:
-        """The candidate with the fewest bits per value, but at least 4, with which training loses nothing.
+        """The candidate with the fewest bits per value, of those with at least 4: so many cost no accuracy.
 
-        If there is none, the one with the most; no compression if no candidate compresses rows.
+        If none has so many, the one with the most; no compression if no candidate compresses rows.
         """
         good = [rows for rows in compressed_rows(self.candidates) if rows.value_bits >= _BITS_OF_ROWS]
         return min(good, key=lambda rows: rows.value_bits, default=most_precise_rows(self.candidates))

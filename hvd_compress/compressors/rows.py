@@ -22,7 +22,7 @@ from .base import Seeds
 from .onebit import OneBit, decode_signs
 from .quantize import Quantize, clip_to_percentile, decode_matrix, encode_matrix
 
-# Kernels are compiled for each number of rows, so rows are padded to one of these numbers.
+# XLA compiles kernels for each number of rows, so rows are padded to one of these numbers.
 _PADDED_COUNTS = [64 * 2**i for i in range(40)]
 
 
@@ -134,13 +134,17 @@ class Rows:
     @property
     def needs_xla(self) -> bool:
         """Whether XLA compiles kernels for it, which takes a second or two."""
-        return isinstance(self.compressor, (Quantize, OneBit)) and self._native_format is None
+        return self._in_blocks and self._native_format is None
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether rows are divided into blocks, each with a scale of its own; otherwise values are cast."""
+        return isinstance(self.compressor, (Quantize, OneBit))
 
     @property
     def _native_format(self) -> native.NativeFormat | None:
         """What native operations need to know of the compressor; None if TensorFlow's or XLA's are used."""
-        known = isinstance(self.compressor, (Quantize, OneBit))
-        return native.in_use(self.compressor.native_format) if known else None
+        return native.in_use(self.compressor.native_format) if self._in_blocks else None
 
     @property
     def _native_form(self) -> native.RowForm:

@@ -34,11 +34,12 @@ _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
 # Of an estimate: these sizes, each so many times or for so many seconds.
-_SHORT_SIZES, _SHORT_REPEATS, _SHORT_SECONDS = (2**12, 2**19, 2**21, 2**22), 3, 0.03
+_ESTIMATE_SIZES, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = (2**12, 2**19, 2**21, 2**22), 3, 0.03
 # Seconds. The largest is left out if it would take longer: it is for fast links only, on which the time of the others
 # varies by more than they need for the bytes.
 _LARGEST_SECONDS = 0.02
-# A size is timed once more if it took so many times as long as expected: TCP may have sent a packet again.
+# A size that was not probed is timed once more if it took so many times as long as expected: TCP may have sent a packet
+# again.
 _HELD_UP = 3.0
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
@@ -110,27 +111,33 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     sizes: list[int] = []
     seconds: list[float] = []
     pause = 0.0
-    for size in _SHORT_SIZES:
+    for size in _ESTIMATE_SIZES:
         expected = _expected(size, sizes, seconds)
-        if expected > (_PATIENCE if size < _SHORT_SIZES[-1] else _LARGEST_SECONDS):
+        if expected > (_PATIENCE if size < _ESTIMATE_SIZES[-1] else _LARGEST_SECONDS):
             break
         run = tf.function(new_run(name, size, group), autograph=False)
         run.get_concrete_function()
-        times, least = np.array([]), 1
         if size <= _PROBED:
             times = _times(run, everyone)
             expected = float(times[0])
             pause = _PAUSE if expected > _SLOW else 0.0
-            least = 2 if expected <= _SHORT else 1
-        if not len(times) or not seconds or seconds[0] <= _SHORT:  # on a WAN, each call takes long
-            repeats = max(least, min(_SHORT_REPEATS, int(_SHORT_SECONDS / max(expected, 1e-9))))
-            times = np.concatenate([times, _times(run, everyone, repeats, pause)])
-        if times.min() > _HELD_UP * expected > 0.0:
-            times = np.concatenate([times, _times(run, everyone, 1, pause)])
+            # The probe may have been held up. On a WAN, where each call takes long, only the smallest is timed again.
+            if not seconds or seconds[0] <= _SHORT:
+                repeats = _repeats(expected, 1 if expected > _SHORT else 2)
+                times = np.concatenate([times, _times(run, everyone, repeats, pause)])
+        else:
+            times = _times(run, everyone, _repeats(expected, 1), pause)
+            if times.min() > _HELD_UP * expected:
+                times = np.concatenate([times, _times(run, everyone, 1, pause)])
         sizes.append(size)
         # The faster half: of so few, more of the others waited.
         seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))
     return _ring_link(name, group.size, sizes, seconds)
+
+
+def _repeats(expected: float, least: int) -> int:
+    """How often an estimate times a size that takes about so many seconds."""
+    return max(least, min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, 1e-9))))
 
 
 def _expected(size: int, sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -174,7 +174,7 @@ class Embeddings:
     """
 
     def __init__(self, plan: Plan, slices: Sequence[tf.IndexedSlices], group: Group, seeds: Sequence[Seeds]) -> None:
-        """Sums the values of each row; `seeds` of each embedding."""
+        """Sums the values of each row. There are `seeds` for each embedding."""
         self._plan, self._slices, self._group, self._seeds = plan, slices, group, seeds
         self._tables = plan.embeddings
         # Rows that `auto` does not compress yet have residuals, but nothing is in them.

@@ -162,4 +162,4 @@ def _hold_auto(plan: Plan) -> None:
     if plan.auto is not None:
         with tf.init_scope():
             held = _of_auto(plan, guard.milder[guard.level - 1]) if guard.level else None
-            plan.auto.hold(held, int(plan.state.step))
+            plan.auto.hold(held)

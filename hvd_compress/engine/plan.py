@@ -166,9 +166,10 @@ class Plan:
             variable.assign(tf.zeros_like(variable))
 
     def seeds(self, step: tf.Tensor) -> list[Seeds]:
-        """The seeds of each bucket, then of each embedding, in the step with this number; always at least one more.
+        """The seeds of each bucket in the step with this number, then of each embedding.
 
-        One hash of all numbers is traced faster than many, and is not worth XLA's time.
+        There is at least one beyond those of the buckets, for the sample of `auto`. All are hashed at once, without
+        XLA: this is traced sooner than a hash for each, and compiles nothing.
         """
         count = len(self.layout.buckets) + max(1, len(self.layout.sparse))
         with tf.device("CPU"), uncompiled():

@@ -68,7 +68,7 @@ class Reducer:
         self._warned = False  # that this rank exchanges nothing
         _alive.add(self)
 
-    @checks.plain_errors
+    @checks.not_converted
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None
     ) -> list[Any]:

@@ -126,11 +126,11 @@ class ModelSelector(Selector, Observer):
         """
 
     @abc.abstractmethod
-    def hold(self, candidate: int | None, step: int) -> None:
+    def hold(self, candidate: int | None) -> None:
         """Steps that are traced from now on use only the candidate at this position, until it is called with None.
 
-        All ranks call it after the same number of steps, `step`, with residuals that are then zero. The choice of now
-        comes back at the end.
+        All ranks call it after the same number of steps, with residuals that are then zero. The choice of now comes
+        back at the end.
         """
 
     def restored(self, choice: bool) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of `compressors.auto` that are also used without TensorFlow."""
+"""Settings of `auto` that are also used without TensorFlow."""
 
 # What it chooses from.
 CANDIDATES = (

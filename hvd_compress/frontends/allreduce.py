@@ -26,7 +26,7 @@ from ..kernels import noise
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
 
 
-@checks.plain_errors
+@checks.not_converted
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -74,7 +74,7 @@ def allreduce(
     return grouped_allreduce([arguments.pop("tensor")], **arguments)[0]
 
 
-@checks.plain_errors
+@checks.not_converted
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,

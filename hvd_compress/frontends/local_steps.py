@@ -115,7 +115,7 @@ class LocalSteps:
         ]
         self.start()
 
-    @checks.plain_errors
+    @checks.not_converted
     def __call__(self) -> None:
         """Ends a step, after the optimizer's update; at the end of a round, all ranks exchange their movements.
 

@@ -25,7 +25,7 @@ from .shared import check_undistributed, reduce_shared, settings_from
 _reducers: dict[Any, Reducer] = {}
 
 
-@checks.plain_errors
+@checks.not_converted
 def DistributedGradientTape(  # noqa: D417
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -101,11 +101,12 @@ class _DistributedGradientTape(tf.GradientTape):
         self._hvdc_settings = settings
         self._hvdc_local: set[int] = set()
 
+    @checks.not_converted
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of `source` (a variable) local to this rank."""
         self._hvdc_local.add(id(source))
 
-    @checks.plain_errors
+    @checks.not_converted
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
     ) -> Any:
@@ -162,6 +163,7 @@ class _DistributedGradientTape(tf.GradientTape):
         """
         return reducer_of(self, tf.nest.flatten(sources)).report()
 
+    @checks.not_converted
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:

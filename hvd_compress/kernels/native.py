@@ -28,7 +28,7 @@ KINDS = ("native", "xla")
 METHODS = ("quantize", "onebit", "block_topk", "hybrid", "topk", "hadamard", "fp16", "bf16")
 
 
-# The operation that was added or changed last. A library without it was built for an older version of the package.
+# The operation that was added last; one that changes gets another name. A library without it is older than the package.
 NEWEST = "hvd_compress_encode_rows"
 
 

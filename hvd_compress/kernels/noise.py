@@ -27,7 +27,7 @@ def mix(x: tf.Tensor) -> tf.Tensor:
 
 @compiled
 def fold(seed: tf.Tensor, value: tf.Tensor | int) -> tf.Tensor:
-    """A new int32 seed from `seed` (int32 scalar) and `value` (integer scalar)."""
+    """New int32 seeds from `seed` (int32) and `value` (integers): scalars, or vectors of several seeds."""
     a = tf.bitcast(tf.cast(seed, tf.int32), tf.uint32)
     b = tf.bitcast(tf.cast(value, tf.int32), tf.uint32)
     return tf.bitcast(mix(mix(a + tf.constant(_GOLDEN, tf.uint32)) + b), tf.int32)

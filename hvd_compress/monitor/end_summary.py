@@ -216,12 +216,14 @@ def lines(trained: _Trained, others: int = 0) -> list[str]:
     facts = exchange_lines(trained.report, trained.bytes_sent, trained.exchanges)
     specs = dict.fromkeys(bucket.chosen for bucket in trained.report.buckets)
     spec = "auto" if trained.report.auto is not None else ", ".join(specs) or "none"
-    text = f"{trained.exchanges:,} steps with {spec}"
-    if trained.local_steps > 1 or trained.chose_length:
-        text = f"{trained.exchanges:,} exchanges with {spec}, "
-        text += f"{'last ' if trained.chose_length else ''}local_steps={trained.local_steps}"
+    in_rounds, plural = trained.local_steps > 1 or trained.chose_length, "" if trained.exchanges == 1 else "s"
+    text = f"{trained.exchanges:,} {'exchange' if in_rounds else 'step'}{plural} with {spec}"
+    if in_rounds:
+        text += f", {'last ' if trained.chose_length else ''}local_steps={trained.local_steps}"
     text = "; ".join([text, *(f"{name}: {value}" for name, value in facts.items())])
-    found = [] if _left_out else [f"{text}{f' (and {others} smaller exchanges)' if others else ''}"]
+    if others:
+        text += f" (and {others} smaller exchange{'' if others == 1 else 's'})"
+    found = [] if _left_out else [text]
     local_steps = None if trained.chose_length else trained.local_steps
     if len(trained.names) == 1:  # of several fragments, a session watches one
         found += [measured_line(totals.measured[n], local_steps) for n in trained.names if n in totals.measured]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvd_compress.auto.step_times import RestClock, of_buckets
+from hvd_compress.auto.step_times import UNTIMED, StepTimer
 
 NOW = 1.7e9  # seconds since the epoch
 
@@ -20,13 +20,21 @@ def step(gradients, encode, wire, decode):
     return NOW + np.array(rows).T
 
 
+def of_step(stamps):
+    """The times of one step."""
+    timer = StepTimer()
+    for _ in range(UNTIMED):
+        timer.measure(stamps - 1.0)
+    return timer.measure(stamps)
+
+
 @pytest.mark.parametrize("buckets", [1, 2, 7])
 def test_the_times_of_a_step(buckets):
     random = np.random.default_rng(buckets)
     gradients = np.cumsum(random.uniform(0.0, 0.02, buckets))
     encode, wire, decode = random.uniform(0.001, 0.02, (3, buckets))
     stamps = step(gradients, encode, wire, decode)
-    times = of_buckets(stamps)
+    times = of_step(stamps)
     np.testing.assert_allclose(times.coding, encode + decode, atol=1e-6)
     np.testing.assert_allclose(times.wire, wire, atol=1e-6)
     ends = gradients[0] + np.cumsum(times.waits + encode)  # of the encoding
@@ -36,12 +44,27 @@ def test_the_times_of_a_step(buckets):
 
 def test_no_time_is_negative():
     """TensorFlow may take a timestamp late, so that they are not in order."""
-    times = of_buckets(NOW + np.array([[0.0, 0.2], [0.3, 0.1], [0.2, 0.1], [0.1, 0.4]]))
+    times = of_step(NOW + np.array([[0.0, 0.2], [0.3, 0.1], [0.2, 0.1], [0.1, 0.4]]))
     assert all((part >= 0.0).all() for part in (times.waits, times.coding, times.wire))
     assert times.span == pytest.approx(0.4, abs=1e-6)
 
 
-def test_the_rest_of_a_step():
-    clock = RestClock()
-    found = [clock.measure(NOW + ready, span) for ready, span in [(0.0, 0.1), (0.3, 0.2), (0.45, 0.1), (0.6, 0.1)]]
-    assert found == pytest.approx([0.0, 0.2, 0.0, 0.05], abs=1e-6)  # the third began before the second had ended
+def test_the_rest_of_a_step_and_steps_that_do_not_count():
+    timer = StepTimer()
+    begun = NOW
+
+    def next_step(rest, span):
+        nonlocal begun
+        stamps = begun + np.array([[0.0], [0.0], [span], [span]])
+        begun += span + rest
+        times = timer.measure(stamps)
+        return times.rest, times.span
+
+    steps = [(0.2, 0.1), (0.3, 0.1), (0.0, 0.2), (-0.05, 0.4), (0.1, 0.1)]
+    measured = [next_step(*step) for step in steps]
+    # A step that began before the one before had ended has no rest before it.
+    expected = [(0.0, 0.0), (0.0, 0.0), (0.3, 0.2), (0.0, 0.4), (0.0, 0.1)]
+    np.testing.assert_allclose(measured, expected, atol=1e-6)
+    timer.restart()
+    measured = [next_step(0.5, 0.1) for _ in range(UNTIMED + 1)]
+    np.testing.assert_allclose(measured, [(0.0, 0.0)] * UNTIMED + [(0.5, 0.1)], atol=1e-6)

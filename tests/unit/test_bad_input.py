@@ -170,7 +170,7 @@ def test_what_errors_show_is_the_same_on_every_rank():
 
 
 def test_errors_stay_in_one_line_inside_a_function():
-    @checks.plain_errors
+    @checks.not_converted
     def complain():
         raise ValueError("this is wrong")
 
@@ -190,7 +190,7 @@ def test_tensors(spec):
     compressor = Compression.parse(spec)
     for dtype in (tf.int32, tf.complex64, tf.bool):
         refused("compresses floating point tensors, got", compressor.compress, tf.zeros([3], dtype))
-    traced = tf.function(checks.plain_errors(compressor.compress), input_signature=[tf.TensorSpec([None, 3])])
+    traced = tf.function(checks.not_converted(compressor.compress), input_signature=[tf.TensorSpec([None, 3])])
     refused(r"needs a tensor of static shape, got \(None, 3\)", traced.get_concrete_function)
 
 

@@ -354,6 +354,9 @@ def test_the_budget_of_auto_has_a_unit_or_is_seconds(text, seconds):
         ("auto:link=50us", "auto: link must be a rate and a latency"),
         ("auto:objective=speed", "auto: objective must be 'progress' or 'step', got 'speed'"),
         ("auto:objective=step,budget=50ms", "auto: budget needs objective='progress'"),
+        ("auto:target=0.1", "auto: target needs objective='step'"),
+        ("auto:warmup_steps=20", "auto: warmup_steps needs objective='step'"),
+        ("auto:phases=(40:0.9)", "auto: phases needs objective='step'"),
     ],
 )
 def test_what_auto_cannot_look_for(spec, message):
@@ -390,10 +393,11 @@ def test_the_link_of_auto_parses_back(link):
     ],
 )
 def test_the_link_of_auto_as_text(text, rate, latency):
-    auto = parse(f"auto:candidates=(none|int8),link={text},target=0.1")
+    auto = parse(f"auto:candidates=(none|int8),link={text},max_slowdown=0.1")
     assert (8.0 / auto.known_link.beta, auto.known_link.alpha) == pytest.approx((rate, latency), rel=1e-12)
     assert (
-        auto.spec == f"auto:candidates=(none|int8),link={text.replace(' ', '')},target=0.1" and parse(auto.spec) == auto
+        auto.spec == f"auto:candidates=(none|int8),link={text.replace(' ', '')},max_slowdown=0.1"
+        and parse(auto.spec) == auto
     )
 
 

@@ -50,7 +50,7 @@ def test_spec_strings(spec, phases, counts):
 
 
 def test_a_list_may_stand_without_its_name():
-    assert parse("auto:(none|int8),target=0.1") == parse("auto:target=0.1,candidates=(none|int8)")
+    assert parse("auto:(none|int8),max_slowdown=0.1") == parse("auto:max_slowdown=0.1,candidates=(none|int8)")
     assert parse("schedule:(0=int8|50%=int4),steps=300").steps == 300
 
 

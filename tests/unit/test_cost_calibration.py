@@ -43,7 +43,7 @@ def test_fit_finds_a_burst():
 
 
 class EmulatedLink:
-    """Two ranks on a link of 2 ms per call; every so many-th call is held up.
+    """Two ranks on a link of 2 ms per call; the calls at the positions `held_up` take longer.
 
     Attributes:
         calls: The size of each call.
@@ -69,7 +69,7 @@ class EmulatedLink:
 
 @pytest.mark.parametrize("burst", [0, 2**18])
 @pytest.mark.parametrize("rate", [1.25e9, 1.25e8, 1.25e7, 1.25e6])
-def test_a_short_measurement_finds_the_link(monkeypatch, rate, burst):
+def test_an_estimate_finds_the_link(monkeypatch, rate, burst):
     emulated = EmulatedLink(monkeypatch, rate, burst)
     link, error = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
     if burst and rate < 1e7:  # two sizes are all that is timed, and these do not tell a burst from a faster link

@@ -72,7 +72,7 @@ class Distribution:
             result[i] = gradient
         return result
 
-    @checks.plain_errors
+    @checks.not_converted
     def reduce_overwritten(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces only the gradients of variables that Keras overwrites with them."""
         if self.rounds is not None:
@@ -197,7 +197,7 @@ class Distribution:
         if self.rounds is not None:
             self.rounds.step()
 
-    @checks.plain_errors
+    @checks.not_converted
     def check(self, gradients: Sequence[Any], variables: Sequence[Any], unknown: Sequence[Any]) -> None:
         """Raises, before any exchange, the errors that Keras would raise after it.
 
