@@ -6,30 +6,32 @@ it lets through.
 
     hadamard 0.94 (0.88)        hybrid 10% 0.77 (0.38)      powersgd:rank=4 0.75 and 0.77 (0.03)
     2 bits 0.92 and 0.94 (0.70) hybrid 5% 0.60 and 0.63 (0.25)  powersgd:rank=2 0.60 and 0.63 (0.015)
-    4 bits 1.0 (0.99)           hybrid 1% 0.45 and 0.47 (0.08)  onebit 0.48 and 0.55 (0.64)
+    4 bits 1.0 (0.99)           hybrid 1% 0.45 and 0.47 (0.08)  powersgd:rank=1 0.41 (0.008)
+                                                            onebit 0.48 and 0.55 (0.64)
 """
 
 from __future__ import annotations
 
 import math
 
-_POWER = 0.36
 # Fitted to 0.88, 0.79 and 0.73 with 8, 32 and 90 local steps (docs/local-steps.md).
 _ROUND_POWER = 0.07
 # Of a step with delay=1: 0.44 and 0.70 were measured, and 0.63 after a warm-up (docs/delay.md).
 OF_DELAY = 0.6
-# Gradients are closer to low rank than noise, and signs keep the sizes of a block's values from the optimizer.
-_POWERS = {"powersgd": 0.1, "onebit": 1.5}
+# By the compressor's name: a factor, and a power of the share. Gradients are closer to low rank than noise, and signs
+# keep the sizes of a block's values from the optimizer.
+_FITTED = {"": (1.0, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
 
 
 def usual(lost: float, name: str = "") -> float:
-    """The relative progress of a step: the share that gets through, to a power that was fitted.
+    """The relative progress of a step, at most 1: a power of the share that gets through, and its factor, were fitted.
 
     Args:
         lost: The share of the energy of white noise that is lost.
         name: The compressor's name; "" for one of which only `lost` is known.
     """
-    return float(max(0.0, 1.0 - lost) ** _POWERS.get(name, _POWER))
+    factor, power = _FITTED.get(name, _FITTED[""])
+    return float(min(1.0, factor * max(0.0, 1.0 - lost) ** power))
 
 
 def assumed(lost: float, name: str = "") -> float:
