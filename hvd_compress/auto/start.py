@@ -50,10 +50,11 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
     own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])
+    own_seconds, nbytes = sum(own_costs), nbytes_of(layout)
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
     savings = RowSavings(layout.embeddings, _model(calibrated))
     with tf.device("CPU"):
-        first = _first_choice(layout, sum(own_costs), own_lost)
+        first = _first_choice(auto, nbytes, own_seconds, own_lost)
         least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
         parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
@@ -77,26 +78,26 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             others,
         )
     if group.rank() == 0:
-        report.log_start(auto, nbytes_of(layout), sum(own_costs), np.array(choice, int))
+        report.log_start(auto, nbytes, own_seconds, np.array(choice, int))
     return chosen
 
 
-def _first_choice(layout: ModelLayout, seconds: np.ndarray, lost: Sequence[float]) -> np.ndarray:
+def _first_choice(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, lost: Sequence[float]) -> np.ndarray:
     """The position of each bucket's candidate, int32 [B].
 
     Args:
-        layout: The layout.
+        auto: The compressor `auto`.
+        nbytes: Bytes of each bucket, as float32.
         seconds: [B, C], of each bucket's exchange with each candidate.
         lost: The share of the energy of white noise that each candidate loses.
     """
-    auto: Auto = layout.auto
-    rules, buckets = rules_of(auto), len(seconds)
+    rules, buckets = rules_of(auto), len(nbytes)
+    sizes, waits = np.array(nbytes, np.float32), np.zeros(buckets, np.float32)
     value = policy.Value(_of_each(assumed, auto, lost), np.array(lost, np.float32))
     allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(0))
 
     def cost_of(picks: np.ndarray) -> np.ndarray:
-        nbytes, waits = np.array(nbytes_of(layout), np.float32), np.zeros(buckets, np.float32)
-        return np.asarray(policy.cost_by_rules(np, rules, picks, waits, seconds, nbytes, policy.FIRST_REST, value))
+        return np.asarray(policy.cost_by_rules(np, rules, picks, waits, seconds, sizes, policy.FIRST_REST, value))
 
     options = choices.options(rules.uncompressed, rules.model_wide, buckets)
     costs = np.where(allowed[options].all(-1), cost_of(options), np.inf)

@@ -105,7 +105,7 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
 
 
 def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
-    """The same in a few tenths of a second, or in as long as some megabytes need on a slow link."""
+    """As `measure_link`, in a few tenths of a second, or in as long as some megabytes need on a slow link."""
     if group.size == 1:
         return Link(0.0, 0.0), 0.0
     sizes: list[int] = []

@@ -216,7 +216,8 @@ def lines(trained: _Trained, others: int = 0) -> list[str]:
     facts = exchange_lines(trained.report, trained.bytes_sent, trained.exchanges)
     specs = dict.fromkeys(bucket.chosen for bucket in trained.report.buckets)
     spec = "auto" if trained.report.auto is not None else ", ".join(specs) or "none"
-    in_rounds, plural = trained.local_steps > 1 or trained.chose_length, "" if trained.exchanges == 1 else "s"
+    in_rounds = trained.local_steps > 1 or trained.chose_length
+    plural = "" if trained.exchanges == 1 else "s"
     text = f"{trained.exchanges:,} {'exchange' if in_rounds else 'step'}{plural} with {spec}"
     if in_rounds:
         text += f", {'last ' if trained.chose_length else ''}local_steps={trained.local_steps}"
