@@ -370,7 +370,7 @@ def trace_all_candidates(monkeypatch: Any, always: bool) -> None:
 
 def traced_candidates(plan: Any) -> list[int]:
     """The candidates with which steps are traced from now on."""
-    return list(plan.auto._traced)
+    return list(plan.auto.traces.candidates)
 
 
 def want_traced(plan: Any, candidates: Sequence[int]) -> None:
@@ -378,12 +378,12 @@ def want_traced(plan: Any, candidates: Sequence[int]) -> None:
 
     The position after that of the last candidate stands for compressed rows of embeddings.
     """
-    plan.auto._worth_tracing = lambda state, step, running, counts: frozenset(candidates)
+    plan.auto.traces._worth_tracing = lambda state, step, running, counts: frozenset(candidates)
 
 
 def compress_rows(plan: Any) -> None:
     """Compresses the rows of embeddings from the next step on."""
-    plan.auto._trace([len(plan.auto.auto.candidates)])
+    plan.auto.traces._trace([len(plan.auto.auto.candidates)])
 
 
 def selector_bytes(plan: Any) -> list[int]:

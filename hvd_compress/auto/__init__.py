@@ -1,7 +1,9 @@
 """`compression="auto"`: which compressor each bucket gets in each step.
 
 - `start` makes the selector: it predicts what each candidate costs and makes the first choice.
-- `selector` holds the selector: its variables, and what it measures in each step.
+- `predictions` holds what candidates are expected to cost and to gain.
+- `selector` holds the selector: its variables, and what it does in each step. `step_numbers` holds the numbers that the
+  ranks send each other, and `traces` what steps are traced with, and when that changes.
 - `policy` holds the numerics: which choice is best. `link_tracker` (how fast the link is now), `trials` (how wrong
   predictions are) and `choices` (which choices are compared, and what each costs) belong to it.
 - `comparisons` decides when a step that is traced with one candidate looks at the others; `rows` predicts what it saves

@@ -52,7 +52,7 @@ class ProgressSample:
         shapes: The shapes of the gradients that `auto` compresses, by their positions.
         decays: The factor of each candidate's residual in each step; 0 without error feedback.
         adaptive: Whether the optimizer divides by the root of the gradients' mean square.
-        columns: The positions of the candidates to simulate.
+        columns: The positions of the candidates to simulate; also an attribute.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ProgressSample:
         adaptive: bool,
         columns: Sequence[int],
     ) -> None:
-        self._auto = auto
+        self._auto, self.columns = auto, columns
         with tf.device("CPU"):
             self._calls = tracing.variable(tf.constant(0, tf.int64), _NAME)
             flat = [c for c in columns if not auto.candidates[c].model_wide]

@@ -25,8 +25,10 @@ from ..engine.settings import Settings
 from ..exchange import choice, volume
 from ..kernels import native
 from . import choices, policy, report
+from .predictions import Predictions
 from .rows import RowSavings
-from .selector import AutoSelector, nbytes_of, rules_of, traces_all
+from .selector import AutoSelector
+from .traces import traces_all
 from .usual_progress import OF_DELAY, assumed, of_round, usual
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
@@ -50,11 +52,11 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
     own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])
-    own_seconds, nbytes = sum(own_costs), nbytes_of(layout)
+    own_seconds, nbytes, rules = sum(own_costs), _nbytes(layout), _rules(auto)
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
     savings = RowSavings(layout.embeddings, _model(calibrated))
     with tf.device("CPU"):
-        first = _first_choice(auto, nbytes, own_seconds, own_lost)
+        first = _first_choice(auto, rules, nbytes, own_seconds, own_lost)
         least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
         parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
@@ -67,31 +69,34 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             for compressor in map(resolve, _COMPARED)
             if compressor not in auto.candidates
         }
-        chosen = AutoSelector(
-            plan,
+        predictions = Predictions(
+            rules,
+            nbytes,
             policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
             _prior(lost.tolist()),
             _of_each(usual, auto, lost.tolist()),
-            tf.constant(choice, tf.int32),
             savings,
-            compresses_rows,
             others,
         )
+        chosen = AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
     if group.rank() == 0:
         report.log_start(auto, nbytes, own_seconds, np.array(choice, int))
     return chosen
 
 
-def _first_choice(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, lost: Sequence[float]) -> np.ndarray:
+def _first_choice(
+    auto: Auto, rules: policy.Rules, nbytes: Sequence[int], seconds: np.ndarray, lost: Sequence[float]
+) -> np.ndarray:
     """The position of each bucket's candidate, int32 [B].
 
     Args:
         auto: The compressor `auto`.
+        rules: Its rules.
         nbytes: Bytes of each bucket, as float32.
         seconds: [B, C], of each bucket's exchange with each candidate.
         lost: The share of the energy of white noise that each candidate loses.
     """
-    rules, buckets = rules_of(auto), len(nbytes)
+    buckets = len(nbytes)
     sizes, waits = np.array(nbytes, np.float32), np.zeros(buckets, np.float32)
     value = policy.Value(_of_each(assumed, auto, lost), np.array(lost, np.float32))
     allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(0))
@@ -107,6 +112,20 @@ def _first_choice(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, lost: 
         if cost_of(plain[None])[0] - costs.min() < _LEAST_GAIN[native.kind()]:
             return plain
     return first
+
+
+def _rules(auto: Auto) -> policy.Rules:
+    """What `auto` may choose, and what it looks for."""
+    uncompressed = [candidate.uncompressed for candidate in auto.candidates]
+    by_progress = auto.objective == "progress"
+    return policy.Rules(
+        uncompressed, auto.model_wide_candidates, auto.max_slowdown, by_progress, auto.min_progress, auto.budget
+    )
+
+
+def _nbytes(layout: ModelLayout) -> list[int]:
+    """Bytes of each bucket of `auto`, as float32."""
+    return [4 * sum(shape[0] for shape in layout.shapes_of(b)) for b in layout.auto_buckets]
 
 
 def _prior(lost: Sequence[float]) -> policy.Value:

@@ -22,6 +22,12 @@ class StepTimes(NamedTuple):
     span: float  # from the first bucket's gradients to the last bucket's result
     rest: float  # of the step before, besides its span; 0 if it is not known
 
+    @classmethod
+    def unknown(cls, buckets: int) -> StepTimes:
+        """Those of a step whose times are ignored."""
+        zeros = np.zeros(buckets)
+        return cls(zeros, zeros, zeros, 0.0, 0.0)
+
 
 class StepTimer:
     """Measures the steps of a training. All but the first steps are timed."""
@@ -42,8 +48,7 @@ class StepTimer:
         self._ended = first + span
         if self._untimed:
             self._untimed -= 1
-            nothing = np.zeros(len(ready))
-            return StepTimes(nothing, nothing, nothing, 0.0, 0.0)
+            return StepTimes.unknown(len(ready))
         before = np.concatenate([ready[:1], encoded[:-1]])  # when the bucket before was encoded
         # Horovod may fuse buckets, which then arrive together.
         free = np.concatenate([encoded[:1], np.maximum.accumulate(received)[:-1]])  # when the wire is free

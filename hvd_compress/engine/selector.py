@@ -92,12 +92,15 @@ class ModelSelector(Selector, Observer):
     Besides the methods of `Selector` and `Observer`, subclasses define those below, in the order in which a step calls
     them.
 
-    Attributes:
-        compresses_rows: Whether steps that are traced now compress the rows of embeddings that `auto` decides on. It
-            never becomes False again: the rows' residuals may not be zero then.
     """
 
-    compresses_rows = True
+    @property
+    @abc.abstractmethod
+    def compresses_rows(self) -> bool:
+        """Whether steps that are traced now compress the rows of embeddings that `auto` decides on.
+
+        It never becomes False again: the rows' residuals may not be zero then.
+        """
 
     @abc.abstractmethod
     def numbers(self) -> tf.Tensor:

@@ -1,0 +1,28 @@
+"""What `auto` expects of its candidates before training, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from . import policy
+from .rows import RowSavings
+
+
+class Predictions(NamedTuple):
+    """Expected costs and progress, of B buckets and C candidates."""
+
+    rules: policy.Rules
+    nbytes: Sequence[int]  # [B], bytes of each bucket, as float32
+    costs: policy.Costs
+    prior: policy.Value  # what candidates are worth at least
+    usual: np.ndarray  # float32 [C], the progress that they usually make
+    rows: RowSavings  # what it saves to compress the rows of embeddings
+    others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """`nbytes`, float32."""
+        return np.array(self.nbytes, np.float32)

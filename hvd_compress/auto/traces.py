@@ -1,0 +1,235 @@
+"""What the steps of `auto` are traced with, and when more is.
+
+The first steps are traced with the first choice only, as if it were a fixed compressor. Other candidates, and the
+compression of the rows of embeddings, are traced once they are predicted to save more time than the new trace takes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..common import tracing
+from ..common.phases import Phase
+from ..compressors import Auto
+from . import policy, report
+from .comparisons import Comparisons
+from .predictions import Predictions
+from .step_numbers import StepNumbers
+
+# For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
+# 1.0 for a transformer, and 1.7 for a small CNN.
+_TRACE_FACTOR = 1.5
+
+
+class Traces:
+    """Which candidates the steps are traced with.
+
+    Args:
+        auto: The compressor `auto`.
+        predictions: What the candidates are expected to cost and to gain.
+        numbers: Unpacks what the ranks measured.
+        state: The variables that the choice is based on.
+        compresses_rows: Whether the first step compresses the rows of embeddings; the same on all ranks.
+        step: The number of steps so far, a variable.
+        decides: Whether this is rank 0, which decides what is traced.
+
+    Attributes:
+        candidates: Positions of the candidates that steps are traced with from now on.
+        compresses_rows: Whether they compress the rows of embeddings.
+        rows: `compresses_rows` as a variable, for checkpoints.
+        is_held: Whether nothing else may be traced now.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        predictions: Predictions,
+        numbers: StepNumbers,
+        state: policy.State,
+        compresses_rows: bool,
+        step: tf.Variable,
+        decides: bool,
+    ) -> None:
+        self._auto, self._predictions, self._numbers, self._state = auto, predictions, numbers, state
+        self._step, self._decides = step, decides
+        count, first = len(auto.candidates), state.choice.numpy().tolist()
+        self.candidates = list(range(count)) if traces_all(auto) else sorted(set(first))
+        self.compresses_rows, self.is_held = compresses_rows, False
+        with tf.device("CPU"):
+            self.rows = tracing.variable(tf.constant(compresses_rows), "hvdc_auto")
+        # What a second of a step with each candidate is worth at least, in seconds without compression.
+        progress = np.maximum(predictions.prior.progress.numpy(), predictions.usual)
+        self._worth = ((1.0 + auto.max_slowdown * predictions.prior.lost.numpy()) / progress).tolist()
+        self._comparisons = Comparisons()
+        self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
+        self._time_per_byte = 1.0  # the factor in `state.link`, as `watch` knows it
+        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
+        self._made = time.time()
+        self._trace_seconds = 0.0  # from `_made` to the first exchange
+
+    # While steps are traced
+
+    def add_running_functions(self) -> None:
+        """The functions that run now trace steps."""
+        self._functions.update(tracing.running_functions())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether `watch` is called for what is traced now."""
+        return not self.is_held and not all(self.mask())
+
+    # After each step
+
+    def mask(self, more: Iterable[int] = ()) -> np.ndarray:
+        """What is traced, and `more`: 1 for each traced candidate, then 1 for compressed rows; float32 [C + 1]."""
+        mask = np.zeros(len(self._auto.candidates) + 1, np.float32)
+        mask[[*self.candidates, *more]] = 1.0
+        mask[-1] = mask[-1] or self.compresses_rows
+        return mask
+
+    def set_first_exchange(self, timestamp: float) -> None:
+        """The first exchange begins at this time; later calls change nothing."""
+        self._trace_seconds = self._trace_seconds or timestamp - self._made
+
+    def watch(
+        self,
+        running: Sequence[int],
+        step: int,
+        numbers: np.ndarray,
+        counts: np.ndarray,
+        restart_timer: Callable[[], None],
+    ) -> np.ndarray:
+        """Decides whether more should be traced. Returns what this rank wants to be traced, see `mask`.
+
+        Args:
+            running: The candidates that the running function has traced. They may be fewer than `candidates`, until it
+                is called again.
+            step: The number of steps before.
+            numbers: What the ranks measured in the step before, their mean, float32 [S].
+            counts: `State.embedding_counts`.
+            restart_timer: Called if the next step will be traced.
+        """
+        # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
+        self._follows = len(running) == 1
+        mask = self.mask()
+        rest, span, wanted = self._numbers.for_host(numbers)
+        missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
+        most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
+        due = self._comparisons.add(numbers, span, most)
+        if not due and not missing:
+            return mask
+        with tf.init_scope(), tf.device("CPU"):
+            state = self._followed(self._comparisons.take())
+            if self._follows:
+                for variable, new in zip(self._state, state):
+                    variable.assign(new)
+                self._time_per_byte = float(state.link[1])
+            if missing:
+                restart_timer()
+                self._trace(missing)
+                if self._decides:
+                    names = [*(candidate.spec for candidate in self._auto.candidates), "compressed rows of embeddings"]
+                    report.log_trace([names[i] for i in missing])
+                    self._say_if_slow(step)
+            more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
+        return self.mask(more)
+
+    def state_now(self) -> policy.State:
+        """The state with the newest measurements."""
+        return self._followed(self._comparisons.seen())
+
+    # At other times
+
+    def hold(self, candidates: Sequence[int], is_held: bool) -> None:
+        """Steps that are traced from now on have only these candidates; while it is held, no others are compared."""
+        self.candidates, self.is_held = list(candidates), is_held
+        self._follows = len(self.candidates) == 1
+        self._comparisons.take()
+
+    def restore(self, used: Iterable[int]) -> None:
+        """Called after a checkpoint set `rows` and the state, in which the candidates `used` are in use."""
+        # Rows that were not compressed have no residuals.
+        compressed_rows = {len(self._auto.candidates)} if self.rows.numpy() else set()
+        self.rows.assign(self.compresses_rows)
+        self._time_per_byte = float(self._state.link[1])
+        self._comparisons.take()
+        self._trace({*used} | compressed_rows)
+
+    def _trace(self, more: Iterable[int]) -> None:
+        """Lets the next step be traced again, with more positions in `mask`."""
+        *candidates, rows = self.mask(more).tolist()
+        traced = np.flatnonzero(candidates).tolist()
+        if (traced, rows) != (self.candidates, self.compresses_rows):
+            self.candidates, self.compresses_rows = traced, bool(rows)
+            self.rows.assign(self.compresses_rows)
+            # What runs now may have another trace than the one that `_functions` had last.
+            tracing.forget_traces(tracing.running_functions() | set(self._functions))
+
+    def _say_if_slow(self, step: int) -> None:
+        """Says that the next step is being traced again, if that takes long."""
+        counter, functions = self._step, self._functions
+
+        def is_over() -> bool:
+            return int(counter) > step + 1 or tracing.running_functions().isdisjoint(functions)
+
+        usual = f"the first trace took {self._trace_seconds:.0f} s"
+        Phase("tracing the step again", usual, is_over=is_over).begin()
+
+    def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
+        """The state after some steps with their numbers, which the graph has not taken into account."""
+        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self._state))
+        for one in numbers if self._follows else ():
+            _, _, measured = self._numbers.unpack(tf.constant(one))
+            state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._predictions.costs)
+        return state
+
+    def _most_saved(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
+        """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
+
+        This is a bound that is quick to compute.
+        """
+        rows = 0.0
+        if not self.compresses_rows:
+            link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
+            rows = self._predictions.rows.now(counts, link)
+        # No exchange takes less than no time, and no candidate makes more progress than no compression.
+        return max((rest + span) * self._worth[now] - rest, rows)
+
+    def _worth_tracing(
+        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
+    ) -> frozenset[int]:
+        """Positions in `mask` of what might save most beyond the trace that it takes, in as many steps as so far."""
+        predictions = self._predictions
+        measured = running if len(running) > 1 else []
+        value = policy.value_of(state, predictions.prior)
+        picks, saved = policy.possible_saving(
+            predictions.rules, state, predictions.costs, value, predictions.sizes, predictions.usual, measured
+        )
+        if not float(state.rest) > 0.0:
+            return frozenset()
+        more = frozenset(int(c) for c in picks) - frozenset(self.candidates)
+        rows = frozenset([len(self._auto.candidates)] if not self.compresses_rows else [])
+        saved_by_more = float(saved) if more else 0.0
+        saved_by_rows = predictions.rows.now(counts, float(state.link[1])) if rows else 0.0
+        # The first step itself is not a part of its trace, which may come before several backward passes.
+        once = max(0.0, self._trace_seconds - float(state.rest))
+        saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
+        gains = {
+            new: seconds * step - once * _TRACE_FACTOR * (len(self.candidates) + len(new & more))
+            for new, seconds in saved_by.items()
+            if new
+        }
+        return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
+
+
+def traces_all(auto: Auto) -> bool:
+    """Whether all candidates are traced at once: limits are kept with measurements of all of them."""
+    is_limited = auto.objective == "step" or auto.min_progress or auto.budget
+    return bool(is_limited) or not tracing.can_forget_traces()
