@@ -1,4 +1,4 @@
-"""What `auto` expects of its candidates before training, the same on all ranks."""
+"""What `auto` may choose, and what it expects of its candidates before training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .rows import RowSavings
 
 
 class Predictions(NamedTuple):
-    """Expected costs and progress, of B buckets and C candidates."""
+    """The rules, and expected costs and progress, of B buckets and C candidates. The same on all ranks."""
 
-    rules: policy.Rules
+    rules: policy.Rules  # what may be chosen, from the arguments of `auto`
     nbytes: Sequence[int]  # [B], bytes of each bucket, as float32
     costs: policy.Costs
     prior: policy.Value  # what candidates are worth at least
     usual: np.ndarray  # float32 [C], the progress that they usually make
-    rows: RowSavings  # what it saves to compress the rows of embeddings
+    row_savings: RowSavings  # what it saves to compress the rows of embeddings
     others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
 
     @property
     def sizes(self) -> np.ndarray:
-        """`nbytes`, float32."""
+        """`nbytes` as a float32 array."""
         return np.array(self.nbytes, np.float32)

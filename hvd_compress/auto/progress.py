@@ -52,7 +52,10 @@ class ProgressSample:
         shapes: The shapes of the gradients that `auto` compresses, by their positions.
         decays: The factor of each candidate's residual in each step; 0 without error feedback.
         adaptive: Whether the optimizer divides by the root of the gradients' mean square.
-        columns: The positions of the candidates to simulate; also an attribute.
+        columns: The positions of the candidates to simulate.
+
+    Attributes:
+        columns: As above.
     """
 
     def __init__(

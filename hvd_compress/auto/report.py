@@ -19,7 +19,7 @@ from . import choices, policy, trials
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What reports are made from; see `AutoSelector`.
+    """What reports are made from; see `Predictions`.
 
     `others` are the costs, [B, 1] each, of compressors that are no candidates, and make the progress of an uncompressed
     step.

@@ -51,7 +51,8 @@ class AutoSelector(ModelSelector):
     """
 
     def __init__(self, plan: Plan, predictions: Predictions, choice: tf.Tensor, compresses_rows: bool) -> None:
-        # Not the plan: it refers to its selectors, and a circle would keep its memory until a garbage collection.
+        # No reference to the plan: it refers to its selectors, and a circle would keep its memory until a garbage
+        # collection.
         settings = plan.settings
         self._averages = settings.averages
         self._ranks, self._rank = settings.process_set.size(), settings.process_set.rank()
@@ -75,7 +76,8 @@ class AutoSelector(ModelSelector):
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
         self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
-        self._sample: ProgressSample | None = None  # of the traced candidates, once steps are traced with several
+        self._sample: ProgressSample | None = None  # of the traced candidates, if there are several
+        self._renew_sample()
 
     @property
     def compresses_rows(self) -> bool:
@@ -108,12 +110,8 @@ class AutoSelector(ModelSelector):
     def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
         self.traces.add_running_functions()
-        traced = self.traces.candidates
-        if len(traced) == 1:
+        if self._sample is None:
             return tf.zeros([ROWS, len(self.auto.candidates)])
-        if self._sample is None or self._sample.columns != traced:
-            with tf.init_scope():
-                self._sample = self._new_sample(traced)
         # The mean over the ranks varies less than the numbers of one of them.
         variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
         return self._sample.measure(seeds, gradients) * variances
@@ -153,6 +151,7 @@ class AutoSelector(ModelSelector):
                 return
             self.traces.hold(traced, candidate is not None)
             self._sample = None  # it would go on with gradients of long ago
+            self._renew_sample()
             for variable in (self.state.choice, self.state.now, self.state.before):
                 variable.assign(choice)
             # The next trace is not a part of a step, and nothing is known of the step before.
@@ -171,6 +170,7 @@ class AutoSelector(ModelSelector):
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
             self._timer.restart()  # the next step may be traced, and connects the ranks
             self.traces.restore(used)
+            self._renew_sample()
 
     def replicated_state(self) -> dict[str, tf.Variable]:
         """The variables, by the names that checkpoints use."""
@@ -180,12 +180,13 @@ class AutoSelector(ModelSelector):
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
-        state, known = self.traces.state_now(), self._predictions
-        is_measured, prior = state.progress.numpy()[-1] > 0.0, known.prior
-        assumed = np.where(is_measured, prior.progress, np.maximum(prior.progress, known.usual))
+        predictions, state = self._predictions, self.traces.state_now()
+        prior = predictions.prior
+        is_measured = state.progress.numpy()[-1] > 0.0
+        assumed = np.where(is_measured, prior.progress, np.maximum(prior.progress, predictions.usual))
         prior = prior._replace(progress=tf.constant(assumed))
-        facts = report.Known(self.auto, known.nbytes, known.costs, known.others, prior, state)
-        return report.of_buckets(facts, step)
+        known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, prior, state)
+        return report.of_buckets(known, step)
 
     # Observer
 
@@ -259,9 +260,22 @@ class AutoSelector(ModelSelector):
         wanted = self.traces.mask()
         if watched:
             wanted = self.traces.watch(watched, int(step), agreed, counts, self._timer.restart)
+            self._renew_sample()
         if not committed:
             times = StepTimes.unknown(len(times.wire))
         return self._format.pack(choice, tried, probe, times, wanted)
+
+    def _renew_sample(self) -> None:
+        """Makes the sample that the next trace simulates, if the traced candidates are not those of `_sample`.
+
+        That trace cannot make its variables: a tf.function creates variables in its first trace only.
+        """
+        traced = self.traces.candidates
+        if len(traced) == 1:
+            self._sample = None
+        elif self._sample is None or self._sample.columns != traced:
+            with tf.init_scope():
+                self._sample = self._new_sample(traced)
 
     # The parts of a step's graph
 

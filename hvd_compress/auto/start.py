@@ -70,13 +70,13 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             if compressor not in auto.candidates
         }
         predictions = Predictions(
-            rules,
-            nbytes,
-            policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
-            _prior(lost.tolist()),
-            _of_each(usual, auto, lost.tolist()),
-            savings,
-            others,
+            rules=rules,
+            nbytes=nbytes,
+            costs=policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
+            prior=_prior(lost.tolist()),
+            usual=_of_each(usual, auto, lost.tolist()),
+            row_savings=savings,
+            others=others,
         )
         chosen = AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
     if group.rank() == 0:

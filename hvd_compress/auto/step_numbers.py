@@ -33,7 +33,7 @@ class StepNumbers:
         self._ranks, self._rank = ranks, rank
         places = min(ranks, _PLACES)
         self._members = np.bincount(np.arange(ranks) % places, minlength=places)
-        self._shapes = {
+        self._shapes = {  # in the order in which `pack` joins them
             "choice": (buckets,), "trial": (), "progress": (ROWS, candidates), "wire": (places,),
             "exchange": (buckets,), "waits": (buckets,), "rest": (), "span": (), "wanted": (candidates + 1,),
         }  # fmt: skip
@@ -65,7 +65,8 @@ class StepNumbers:
     def unpack(self, mean: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:
         """Rank 0's choice, int32 [B], its candidate to try, and the measurements.
 
-        -1 stands for no choice and for no trial. There is no choice before the first step.
+        -1 stands for no choice and for no trial. There is neither if the numbers are zeros: in the first step, and
+        after `AutoSelector.hold` or `restored`.
         """
         parts = tf.split(tf.ensure_shape(mean, [self.size]), self._sizes)
         fields = {name: tf.reshape(part, self._shapes[name]) for name, part in zip(self._shapes, parts)}
@@ -75,8 +76,11 @@ class StepNumbers:
         fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
         return choice, trial, policy.Measured(**fields)
 
-    def for_host(self, mean: np.ndarray) -> tuple[float, float, Sequence[float]]:
-        """The seconds `rest` and `span` of `policy.Measured`, and what rank 0 wants to be traced."""
+    def times_and_wanted(self, mean: np.ndarray) -> tuple[float, float, Sequence[float]]:
+        """The seconds `rest` and `span` of `policy.Measured`, and what rank 0 wants to be traced.
+
+        The latter has a number above 0 for each position of `Traces.mask` that is wanted.
+        """
         rest, span, *wanted = mean[self._rest_at :].tolist()
         return rest, span, wanted
 

@@ -1,4 +1,4 @@
-"""What the steps of `auto` are traced with, and when more is.
+"""Which candidates the steps of `auto` are traced with, and when others are added.
 
 The first steps are traced with the first choice only, as if it were a fixed compressor. Other candidates, and the
 compression of the rows of embeddings, are traced once they are predicted to save more time than the new trace takes.
@@ -23,6 +23,7 @@ from .comparisons import Comparisons
 from .predictions import Predictions
 from .step_numbers import StepNumbers
 
+_NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
@@ -35,16 +36,16 @@ class Traces:
         auto: The compressor `auto`.
         predictions: What the candidates are expected to cost and to gain.
         numbers: Unpacks what the ranks measured.
-        state: The variables that the choice is based on.
+        state: The variables that the choice is based on. `watch` updates them as long as steps are traced with one
+            candidate.
         compresses_rows: Whether the first step compresses the rows of embeddings; the same on all ranks.
         step: The number of steps so far, a variable.
         decides: Whether this is rank 0, which decides what is traced.
 
     Attributes:
         candidates: Positions of the candidates that steps are traced with from now on.
-        compresses_rows: Whether they compress the rows of embeddings.
+        compresses_rows: Whether these steps compress the rows of embeddings.
         rows: `compresses_rows` as a variable, for checkpoints.
-        is_held: Whether nothing else may be traced now.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Traces:
         step: tf.Variable,
         decides: bool,
     ) -> None:
-        self._auto, self._predictions, self._numbers, self._state = auto, predictions, numbers, state
+        self._auto, self._predictions, self._format, self._state = auto, predictions, numbers, state
         self._step, self._decides = step, decides
         count, first = len(auto.candidates), state.choice.numpy().tolist()
         self.candidates = list(range(count)) if traces_all(auto) else sorted(set(first))
-        self.compresses_rows, self.is_held = compresses_rows, False
+        self.compresses_rows, self._is_held = compresses_rows, False
         with tf.device("CPU"):
-            self.rows = tracing.variable(tf.constant(compresses_rows), "hvdc_auto")
+            self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
         # What a second of a step with each candidate is worth at least, in seconds without compression.
         progress = np.maximum(predictions.prior.progress.numpy(), predictions.usual)
         self._worth = ((1.0 + auto.max_slowdown * predictions.prior.lost.numpy()) / progress).tolist()
@@ -77,13 +78,13 @@ class Traces:
     # While steps are traced
 
     def add_running_functions(self) -> None:
-        """The functions that run now trace steps."""
+        """Remembers the functions that run now: they trace steps, and do it again when candidates are added."""
         self._functions.update(tracing.running_functions())
 
     @property
     def may_grow(self) -> bool:
-        """Whether `watch` is called for what is traced now."""
-        return not self.is_held and not all(self.mask())
+        """Whether more may be traced: not while a candidate is held, nor once everything is traced."""
+        return not self._is_held and not all(self.mask())
 
     # After each step
 
@@ -95,7 +96,7 @@ class Traces:
         return mask
 
     def set_first_exchange(self, timestamp: float) -> None:
-        """The first exchange begins at this time; later calls change nothing."""
+        """Called in each step with the time at which its exchange begins; only the first call counts."""
         self._trace_seconds = self._trace_seconds or timestamp - self._made
 
     def watch(
@@ -112,14 +113,14 @@ class Traces:
             running: The candidates that the running function has traced. They may be fewer than `candidates`, until it
                 is called again.
             step: The number of steps before.
-            numbers: What the ranks measured in the step before, their mean, float32 [S].
+            numbers: The mean of what the ranks sent, float32 [S], see `StepNumbers`.
             counts: `State.embedding_counts`.
-            restart_timer: Called if the next step will be traced.
+            restart_timer: Called if the next step is traced again, so that its times are not counted.
         """
         # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
         mask = self.mask()
-        rest, span, wanted = self._numbers.for_host(numbers)
+        rest, span, wanted = self._format.times_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
         most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
         due = self._comparisons.add(numbers, span, most)
@@ -141,15 +142,15 @@ class Traces:
             more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
         return self.mask(more)
 
+    # At other times
+
     def state_now(self) -> policy.State:
         """The state with the newest measurements."""
         return self._followed(self._comparisons.seen())
 
-    # At other times
-
     def hold(self, candidates: Sequence[int], is_held: bool) -> None:
         """Steps that are traced from now on have only these candidates; while it is held, no others are compared."""
-        self.candidates, self.is_held = list(candidates), is_held
+        self.candidates, self._is_held = list(candidates), is_held
         self._follows = len(self.candidates) == 1
         self._comparisons.take()
 
@@ -160,7 +161,7 @@ class Traces:
         self.rows.assign(self.compresses_rows)
         self._time_per_byte = float(self._state.link[1])
         self._comparisons.take()
-        self._trace({*used} | compressed_rows)
+        self._trace([*used, *compressed_rows])
 
     def _trace(self, more: Iterable[int]) -> None:
         """Lets the next step be traced again, with more positions in `mask`."""
@@ -186,7 +187,7 @@ class Traces:
         """The state after some steps with their numbers, which the graph has not taken into account."""
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self._state))
         for one in numbers if self._follows else ():
-            _, _, measured = self._numbers.unpack(tf.constant(one))
+            _, _, measured = self._format.unpack(tf.constant(one))
             state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._predictions.costs)
         return state
 
@@ -198,7 +199,7 @@ class Traces:
         rows = 0.0
         if not self.compresses_rows:
             link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
-            rows = self._predictions.rows.now(counts, link)
+            rows = self._predictions.row_savings.now(counts, link)
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
         return max((rest + span) * self._worth[now] - rest, rows)
 
@@ -217,7 +218,7 @@ class Traces:
         more = frozenset(int(c) for c in picks) - frozenset(self.candidates)
         rows = frozenset([len(self._auto.candidates)] if not self.compresses_rows else [])
         saved_by_more = float(saved) if more else 0.0
-        saved_by_rows = predictions.rows.now(counts, float(state.link[1])) if rows else 0.0
+        saved_by_rows = predictions.row_savings.now(counts, float(state.link[1])) if rows else 0.0
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, self._trace_seconds - float(state.rest))
         saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}

@@ -91,7 +91,6 @@ class ModelSelector(Selector, Observer):
 
     Besides the methods of `Selector` and `Observer`, subclasses define those below, in the order in which a step calls
     them.
-
     """
 
     @property

@@ -196,6 +196,29 @@ def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypa
         np.testing.assert_allclose(out + gather(new).mean(0), total + gather(old).mean(0), atol=1e-4)
 
 
+def test_a_loop_that_made_variables_traces_more_candidates(rank, monkeypatch):
+    """TensorFlow lets a function make variables in its first trace only: here the optimizer's."""
+    introspect.trace_all_candidates(monkeypatch, False)
+    variable = tf.Variable(tf.ones([64, 100]))
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SPEC)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(variable * x))
+        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+        return loss
+
+    data = np.random.default_rng(rank).standard_normal((12, 64, 100)).astype(np.float32)
+    losses = []
+    for batch, x in enumerate(data):
+        losses.append(float(step(tf.constant(x))))
+        if batch == 7 and rank == 0:
+            introspect.want_traced(introspect.plan_of(optimizer), [0, 1, 2])
+    assert introspect.traced_candidates(introspect.plan_of(optimizer)) == [0, 1, 2]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("steps_per_execution", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_fit_traces_all_candidates_once_they_are_worth_it(steps_per_execution, rank, gather, monkeypatch):
     introspect.trace_all_candidates(monkeypatch, False)
