@@ -40,6 +40,7 @@ for i in range(60):
 
 # Selecting the largest takes several times as long as sending all over the first link, on a busy machine, too.
 @needs_root
+@pytest.mark.slow
 @pytest.mark.timeout(620)
 def test_a_slower_link_is_followed_within_20_steps(tmp_path):
     from netlab import Netlab

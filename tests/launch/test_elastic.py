@@ -188,6 +188,7 @@ print("ended", hvd.rank(), hvd.size(), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_worker_is_lost_while_horovod_connects_the_ranks(background, tmp_path):
     """The Horovod that `hvd-compress` builds survives it; the stock one ends all workers."""

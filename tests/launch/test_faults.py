@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from marks import slow
 
 # How often each kind of job is killed, at moments drawn anew: KILLS=20 make test TESTS=tests/launch/test_faults.py
 KILLS = int(os.environ.get("KILLS", "1"))
@@ -122,7 +123,7 @@ def resume(horovodrun, folder, ranks, spec):
 @pytest.mark.parametrize("seed", range(KILLS))
 @pytest.mark.parametrize(
     "ranks, spec",
-    [(2, "int8"), pytest.param(3, "hybrid:ratio=0.05,bits=4", marks=pytest.mark.slow), (2, "auto")],
+    [(2, "int8"), *slow((3, "hybrid:ratio=0.05,bits=4"), (2, "auto"))],
 )
 def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, seed):
     # At any point: while plans are made (calibration with auto), in a step, while residuals are saved.
@@ -137,6 +138,7 @@ def test_a_killed_rank_ends_all(background, horovodrun, tmp_path, ranks, spec, s
     print(f"rank {victim} killed: {ended[0]}, over after {seconds:.1f} s, a save of step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks, spec", [(2, "int8")])
 def test_a_stopped_rank_ends_all(background, tmp_path, ranks, spec):
@@ -167,6 +169,7 @@ for epoch in range(2):
 """
 
 
+@pytest.mark.slow
 def test_one_rank_alone_trains_other_variables(horovodrun):
     result = horovodrun(2, ["-c", OTHER_VARIABLES], timeout=240)
     assert sorted(line for line in result.stdout.splitlines() if "ended" in line) == [

@@ -55,6 +55,7 @@ def run(background, tmp_path):
     return on
 
 
+@pytest.mark.slow
 def test_two_hosts_of_two_workers(run):
     told, lines = run("localhost:2,127.0.0.1:2", "True")
     places = ["[0, 1] [0, 2]", "[0, 1] [1, 3]", "[2, 3] [0, 2]", "[2, 3] [1, 3]"]
@@ -70,6 +71,7 @@ def test_uneven_hosts_stay_flat_and_say_so_once(run):
     assert line.startswith("[0]") and line.endswith("stays flat: hosts have different numbers of workers")
 
 
+@pytest.mark.slow
 def test_on_one_host_only_who_asks_for_two_levels_hears_of_it(run):
     told, lines = run("localhost:2", "True")
     why = "hvdc.init() in place of hvd.init(): there is one host, with 2 workers"

@@ -25,6 +25,7 @@ def compiler():
     return os.environ.get("CC") or shutil.which("gcc")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="there is no gcc")
 @pytest.mark.timeout(900)
 def test_sanitizers_find_nothing(tmp_path):

@@ -122,6 +122,7 @@ def test_links_are_shaped_and_can_be_shaped_anew(monkeypatch):
 
 
 @needs_root
+@pytest.mark.slow
 def test_packets_take_as_long_as_the_delay(tmp_path):
     script = tmp_path / "round_trip.py"
     script.write_text(ROUND_TRIP)

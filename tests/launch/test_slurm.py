@@ -18,6 +18,7 @@ needs_slurm = pytest.mark.skipif(
 
 
 @needs_slurm
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_nodes_train_the_mnist_example(tmp_path):
     output = tmp_path / "job.out"

@@ -107,6 +107,7 @@ def test_bench(python, tmp_path):
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_tune(python, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -71,6 +71,7 @@ def test_a_directory_that_cannot_be_written_does_not_stop_training(horovodrun, t
     assert line.startswith("[0]") and "cannot be written to (Not a directory); training goes on" in line
 
 
+@pytest.mark.slow
 def test_the_script_has_a_monitor_of_its_own_and_shuts_horovod_down(horovodrun, tmp_path):
     own, watched = tmp_path / "own", tmp_path / "watched"
     monitor = f", hvdc.callbacks.CompressionMonitor({str(own)!r})]"

@@ -27,6 +27,14 @@ def pytest_configure(config):
     config.hvdc_process_sets, config.hvdc_hosts = sets, hosts
 
 
+@pytest.hookimpl(tryfirst=True)  # before those with the marker are left out
+def pytest_collection_modifyitems(items):
+    """Keras 2 beside Keras 3 is slow: TensorFlow 2.15, which has Keras 2 only, runs the same tests."""
+    for item in items:
+        if "tf_keras" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def rank():
     return hvd.rank()

@@ -3,6 +3,7 @@
 import introspect
 import numpy as np
 import pytest
+from marks import slow
 from reducer_training import ReducerTraining
 
 import hvd_compress as hvdc
@@ -39,8 +40,7 @@ def test_without_it_collectives_are_timed(timed, rank):
     [
         ("10mbit+50us", "int8"),
         ("100gbit+1us", "none"),
-        (hvdc.Link.of_rate(1e7, 50e-6), "int8"),
-        (hvdc.Link.of_rate(1e11, 1e-6), "none"),
+        *slow((hvdc.Link.of_rate(1e7, 50e-6), "int8"), (hvdc.Link.of_rate(1e11, 1e-6), "none")),
     ],
 )
 def test_the_first_choice_follows_the_given_link(link, first, timed, rank, size, capfd):

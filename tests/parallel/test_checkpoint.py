@@ -11,6 +11,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from marks import slow
 from tensorflow import keras as tf_dot_keras
 
 import hvd_compress as hvdc
@@ -175,11 +176,7 @@ class Loop:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "momentum" else [])
-        for name in CONFIGURATIONS
-        if name not in ("hybrid", "int8")
-    ],
+    ["bfloat16", "padding", "random", "factors", "delay", *slow("momentum", "whole", "factors of auto", "buckets")],
 )
 def test_whatever_is_kept_is_taken_up_to_the_bit(name, rank, shared):
     """What a run goes on with after a save is what a new one goes on with after loading it."""
@@ -450,7 +447,7 @@ def write_as(directory, ranks, states, manifest):
     files.write_manifest(directory, 1, manifest)
 
 
-@pytest.mark.parametrize(("name", "old"), [("int8", 1), ("momentum", 3), ("bfloat16", 4)])
+@pytest.mark.parametrize(("name", "old"), [("int8", 1), *slow(("momentum", 3), ("bfloat16", 4))])
 def test_the_sum_over_ranks_is_kept_on_another_number_of_ranks(name, old, rank, size, shared, tmp_path, gather):
     keras, options = KERASES["keras"], CONFIGURATIONS[name]
     model = make_model(keras, **options)

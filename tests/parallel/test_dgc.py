@@ -7,6 +7,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from marks import slow
 from tensorflow import keras as tf_dot_keras
 
 import hvd_compress as hvdc
@@ -237,7 +238,7 @@ def test_nobody_says_which_epoch_it_is(rank):
     assert "\n" not in text and "steps_per_epoch" in text and len(set(hvd.allgather_object(text))) == 1
 
 
-@pytest.mark.parametrize("steps_per_epoch", [None, 2])
+@pytest.mark.parametrize("steps_per_epoch", [2, *slow(None)])
 def test_a_resumed_run_goes_on_at_the_right_density(steps_per_epoch, rank, shared):
     keras, spec = KERASES["keras"], hvdc.Compression.dgc(steps_per_epoch=steps_per_epoch)
     first = make_model(keras, spec)

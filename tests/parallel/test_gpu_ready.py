@@ -11,6 +11,7 @@ from pathlib import Path
 import introspect
 import pytest
 import tensorflow as tf
+from marks import slow
 from specs import ALL, SCATTERED
 from tensorflow.python.framework import op_def_registry
 
@@ -98,7 +99,7 @@ def test_allgather_and_allreduce(spec):
 
 
 @pytest.mark.np4
-@pytest.mark.parametrize("spec", SCATTERED)
+@pytest.mark.parametrize("spec", ["int8", *slow(*(spec for spec in SCATTERED if spec != "int8"))])
 def test_scatter_reduce(spec, monkeypatch):
     introspect.prefer_scatter_reduce(monkeypatch)
     check(traced(spec), "HorovodAlltoall", "HorovodAllgather")
@@ -111,6 +112,7 @@ def test_two_levels(spec, two_hosts):
     check(graph, "HorovodAlltoall", "StatelessIf", python=int(spec.startswith("auto")))
 
 
+@pytest.mark.slow
 def test_auto():
     check(traced("auto"), "Case", "Timestamp", python=1)
 
@@ -154,7 +156,7 @@ def test_device_dense_is_where_everything_runs():
     assert placed == {"/device:CPU:0"}, placed
 
 
-@pytest.mark.parametrize("spec", ["none", "bf16", "int8", "quantize:bits=3,rounding=stochastic", "onebit"])
+@pytest.mark.parametrize("spec", ["int8", "onebit", *slow("none", "bf16", "quantize:bits=3,rounding=stochastic")])
 def test_rows_of_embeddings(spec):
     reducer = introspect.new_reducer(spec, watched=True, residual_dtype="bfloat16")
     tables = [tf.Variable(tf.zeros(shape)) for shape in [(70_000, 24), (500, 300)]]

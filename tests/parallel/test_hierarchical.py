@@ -5,6 +5,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from marks import slow
 
 import hvd_compress as hvdc
 from hvd_compress.auto import flat_or_hierarchical as levels
@@ -114,7 +115,7 @@ def check_mass(reducer, gather, size, old, steps=3, scale=1.0, variables=None):
     return old
 
 
-@pytest.mark.parametrize("compressor", ["int8", "topk:ratio=0.01", HalfPrecision()], ids=str)
+@pytest.mark.parametrize("compressor", ["int8", "topk:ratio=0.01", *slow(HalfPrecision())], ids=str)
 def test_mass_is_conserved(compressor, between, two_hosts, gather, size):
     reducer = new_reducer(compressor, bucket_bytes=2**19)
     left = check_mass(reducer, gather, size, [np.zeros(shape) for shape in SHAPES])
@@ -243,7 +244,7 @@ def test_each_step_may_cross_in_another_pattern(two_hosts, tmp_path, monkeypatch
             assert introspect.other_share_variables(plan)[b].numpy() == (choice[b] == one)
 
 
-@pytest.mark.parametrize("hierarchical", [True, "auto"])
+@pytest.mark.parametrize("hierarchical", [*slow(True), "auto"])
 def test_the_whole_model_in_one_level_between_buckets_in_two(
     hierarchical, two_hosts, tmp_path, monkeypatch, gather, size
 ):

@@ -408,10 +408,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(RESUMED["whole"], marks=pytest.mark.slow, id="whole"), pytest.param(RESUMED["stream"], id="stream")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 def test_training_that_is_resumed_in_the_middle_of_a_round_equals_one_that_was_not_interrupted(rank, tmp_path, options):
     directory = hvd.broadcast_object(str(tmp_path), 0)
     checkpoint = hvdc.callbacks.ResidualCheckpoint(f"{directory}/residuals")

@@ -12,6 +12,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from marks import slow
 from tensorflow import keras
 
 import hvd_compress as hvdc
@@ -441,7 +442,7 @@ def test_bytes_are_those_that_the_optimizer_reports(spec, dtype, rank, fixed_cos
     assert steps.buckets.uncompressed_bytes[-1].sum() == pytest.approx(stock, abs=64)
 
 
-@pytest.mark.parametrize("compression", ["int8", "auto:local_steps=(1|2),candidates=int8"])
+@pytest.mark.parametrize("compression", ["int8", *slow("auto:local_steps=(1|2),candidates=int8")])
 def test_a_watched_model_is_freed(compression, rank, tmp_path):
     model = keras.Sequential([keras.layers.Input([40]), keras.layers.Dense(50)])
     model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=compression), "mse")

@@ -7,6 +7,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from marks import slow
 from reducer_training import ReducerTraining
 from tensorflow import keras as tf_dot_keras
 
@@ -311,10 +312,8 @@ def test_the_share_counts_batches_that_are_added_up(option, rank):
 @pytest.mark.parametrize(
     "compression",
     [
-        "schedule:(0=int8|12=int4)",
-        "schedule:(0=int8|3epochs=int4)",
         "schedule:(0=int8|60%=int4)",
-        "schedule:(0=int8|60%=int4),steps=20",
+        *slow("schedule:(0=int8|12=int4)", "schedule:(0=int8|3epochs=int4)", "schedule:(0=int8|60%=int4),steps=20"),
     ],
 )
 def test_a_resumed_run_is_in_the_right_stage(compression, rank, shared):

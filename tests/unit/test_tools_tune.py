@@ -278,10 +278,11 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path):
     found = run(
         [sys.executable, "-c", code, str(pid)],
         {},
-        100.0,
-        lambda _: "late" if pid.exists() and pid.read_text() else None,
+        limit=100.0,
+        pattern=None,
+        watch=lambda _: "stopped" if pid.exists() and pid.read_text() else None,
     )
-    assert found.status == "late"
+    assert found.status == "stopped"
     number = int(pid.read_text())
     # Where nobody collects orphans a zombie remains.
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
