@@ -214,6 +214,7 @@ def test_variables_of_unknown_shape(rank):
 
 
 def make(keras, **options):
+    keras.utils.set_random_seed(0)  # the ranks begin with the same weights
     return keras.Sequential(
         [keras.layers.Input((30,)), keras.layers.Dense(40, **options), keras.layers.Dense(1, **options)]
     )
