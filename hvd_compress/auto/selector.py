@@ -257,10 +257,11 @@ class AutoSelector(ModelSelector):
         """
         times = self._timer.measure(timestamps)
         self.traces.set_first_exchange(float(timestamps[0, 0]))
-        wanted = self.traces.mask()
         if watched:
             wanted = self.traces.watch(watched, int(step), agreed, counts, self._timer.restart)
             self._renew_sample()
+        else:
+            wanted = self.traces.mask()
         if not committed:
             times = StepTimes.unknown(len(times.wire))
         return self._format.pack(choice, tried, probe, times, wanted)

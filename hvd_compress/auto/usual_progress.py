@@ -7,7 +7,7 @@ it lets through.
     hadamard 0.94 (0.88)        hybrid 10% 0.77 (0.38)      powersgd:rank=4 0.75 and 0.77 (0.03)
     2 bits 0.92 and 0.94 (0.70) hybrid 5% 0.60 and 0.63 (0.25)  powersgd:rank=2 0.60 and 0.63 (0.015)
     4 bits 1.0 (0.99)           hybrid 1% 0.45 and 0.47 (0.08)  powersgd:rank=1 0.41 (0.008)
-    onebit 0.48 and 0.55 (0.64)
+    onebit 0.48 and 0.55 (0.64) topk 5% 0.75 and 0.80 (0.28)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUND_POWER = 0.07
 OF_DELAY = 0.6
 # By the compressor's name: a factor, and a power of the share. Gradients are closer to low rank than noise, and signs
 # keep the sizes of a block's values from the optimizer.
-_FITTED = {"": (1.0, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
+_FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
 
 
 def usual(lost: float, name: str = "") -> float:
