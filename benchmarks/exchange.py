@@ -79,7 +79,7 @@ def main() -> None:
 
     import hvd_compress as hvdc
     from hvd_compress.tools.recorded import gradients
-    from hvd_compress.tools.timed_exchange import Method, barrier
+    from hvd_compress.tools.timed_exchange import Method, and_wait, barrier
 
     hvdc.init()
     shapes = MODELS[args.model]()
@@ -97,7 +97,7 @@ def main() -> None:
                 for i, v in enumerate(variables)
             ]
 
-        return reduce
+        return and_wait(reduce)
 
     methods: dict[str, Callable[[], Any]] = {name: stock(spec) for name, spec in STOCK.items()}
     ours = {

@@ -40,7 +40,7 @@ while [ $# -gt 0 ]; do  # horovodrun writes options before and after the host
     *) [ -z "$host" ] || break; host=${{1##*.}}; shift ;;
   esac
 done
-exec ip netns exec {prefix}h$((host - 1)) taskset -c $(( (host - 1) % {cores} )) bash -c "$*"
+exec ip netns exec {prefix}h$((host - 1)) taskset -c $(echo {cores} | cut -d " " -f $host) bash -c "$*"
 """
 
 
@@ -56,19 +56,26 @@ class Netlab:
     """
 
     def __init__(
-        self, hosts: int, rate: str = UNSHAPED, workers_per_host: int = 1, delay: float = 0.0, loss: float = 0.0
+        self,
+        hosts: int,
+        rate: str = UNSHAPED,
+        workers_per_host: int = 1,
+        delay: float = 0.0,
+        loss: float = 0.0,
+        cores: int = 1,
     ) -> None:
         """Stores the settings; the hosts are created on entering the context.
 
         Args:
             hosts: Number of hosts, from 1 to 250.
             rate: Rate of each link in each direction, in the notation of tc, such as 100mbit or 10gbit; or "unshaped".
-            workers_per_host: Worker processes on each host. They share its link and one core.
+            workers_per_host: Worker processes on each host. They share its link and cores.
             delay: Seconds that a packet takes from one host to another, in addition to the time on the links.
             loss: The probability with which a packet is lost.
+            cores: Of each host. If the machine has fewer than all hosts together, hosts share them.
         """
         self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
-        self._delay, self._loss = delay, loss
+        self._delay, self._loss, self._cores_per_host = delay, loss, cores
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
         self._prefix = f"hvdc{os.getpid()}"
         self._stack = contextlib.ExitStack()
@@ -80,7 +87,8 @@ class Netlab:
             stack.enter_context(_cleaner(self._prefix))
             self._bin = stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-"))
             ssh = Path(self._bin) / "ssh"
-            ssh.write_text(SSH.format(prefix=self._prefix, cores=os.cpu_count()))
+            cores = " ".join(self._cores(i) for i in range(self.hosts))
+            ssh.write_text(SSH.format(prefix=self._prefix, cores=cores))
             ssh.chmod(0o755)
             self._make_switch()
             for i in range(self.hosts):
@@ -138,8 +146,8 @@ class Netlab:
 
     def _horovodrun(self) -> list[str]:
         horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent)) or "horovodrun"
-        # One core per host; horovodrun itself starts the workers of the first host.
-        inside = ["ip", "netns", "exec", self._host(0), "taskset", "-c", "0", horovodrun, "--gloo"]
+        # horovodrun itself starts the workers of the first host.
+        inside = ["ip", "netns", "exec", self._host(0), "taskset", "-c", self._cores(0), horovodrun, "--gloo"]
         return [*inside, "--network-interfaces", "eth0"]
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
@@ -153,6 +161,12 @@ class Netlab:
     def _host(self, i: int) -> str:
         return f"{self._prefix}h{i}"
 
+    def _cores(self, i: int) -> str:
+        """The cores of a host, as taskset writes them."""
+        count = os.cpu_count() or 1
+        first = i * self._cores_per_host
+        return ",".join(str(core % count) for core in range(first, first + min(self._cores_per_host, count)))
+
     @property
     def _is_relayed(self) -> bool:
         return self._delay > 0 or self._loss > 0
@@ -163,7 +177,8 @@ class Netlab:
         relay = [sys.executable, str(Path(__file__).resolve().parent / "relay.py")]
         settings = ["--delay", repr(self._delay), "--loss", repr(self._loss)]
         cores = os.cpu_count() or 1
-        pinned = ["taskset", "-c", f"{self.hosts}-{cores - 1}"] if self.hosts < cores else []
+        used = self.hosts * self._cores_per_host
+        pinned = ["taskset", "-c", f"{used}-{cores - 1}"] if used < cores else []
         command = ["ip", "netns", "exec", self._switch, *pinned, *relay, *settings]
         command += [f"port{i}" for i in range(self.hosts)]
         # In its own session, so that Ctrl-C ends the command first.
@@ -282,8 +297,9 @@ def main() -> int:
         "--workers",
         type=int,
         default=1,
-        help="they share the host's link and core (default: %(default)s)",
+        help="they share the host's link and cores (default: %(default)s)",
     )
+    parser.add_argument("--cores", type=int, default=1, help="of each host (default: %(default)s)")
     parser.add_argument(
         "--delay",
         type=seconds,
@@ -293,11 +309,11 @@ def main() -> int:
     parser.add_argument("--loss", type=_probability, default=0.0, help="of packets, such as 1%% (default: 0)")
     parser.add_argument("command", nargs="+", help="after --, what horovodrun starts on every host")
     args = parser.parse_args()
-    if not 1 <= args.hosts <= 250 or args.workers_per_host < 1:
-        parser.error("--hosts must be from 1 to 250, --workers-per-host at least 1")
+    if not 1 <= args.hosts <= 250 or min(args.workers_per_host, args.cores) < 1:
+        parser.error("--hosts must be from 1 to 250, --workers-per-host and --cores at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with Netlab(args.hosts, args.rate, args.workers_per_host, args.delay, args.loss) as lab:
+        with Netlab(args.hosts, args.rate, args.workers_per_host, args.delay, args.loss, args.cores) as lab:
             return lab.run(args.command).returncode
     except NetlabError as error:
         print(f"netlab: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from page_tables import markdown, show
 
 from hvd_compress import formats
 from hvd_compress.cost import CostModel, KernelCost, Link, Ring, Scaled, TwoLevel, pays, weak_scaling
-from hvd_compress.cost.defaults import KERNELS
+from hvd_compress.cost.defaults import CPU
 from hvd_compress.tools import units
 from hvd_compress.tools.models import MODELS
 from hvd_compress.tools.network import Network
@@ -183,7 +183,7 @@ def main() -> None:
         "efficiency": efficiencies(work, args.out),
         "patterns": patterns(args.out),
         "pays on a ring, free kernels": crossovers(work, "ring", FREE),
-        "pays on a ring, one core's kernels": crossovers(work, "ring", KERNELS),
+        "pays on a ring, one core's kernels": crossovers(work, "ring", CPU.kernels),
         "pays on a fat tree, free kernels": crossovers(work, "fat tree 4:1", FREE),
         "pays in two levels, free kernels": crossovers(work, "two levels, ring", FREE),
     }

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from page_tables import markdown, show
 
 from hvd_compress.cost import Link, Ring
-from hvd_compress.cost.defaults import KERNELS
+from hvd_compress.cost.defaults import CPU
 from hvd_compress.tools import units
 from hvd_compress.tools.models import MODELS, of_size
 from hvd_compress.tools.network import Network
@@ -56,7 +56,7 @@ def network(rate: float, hosts: int, cores: int = CORES) -> Network:
     times = max(1.0, hosts / cores)
     kernels = {
         name: dataclasses.replace(cost, **{k: v * times for k, v in dataclasses.asdict(cost).items()})
-        for name, cost in KERNELS.items()
+        for name, cost in CPU.kernels.items()
     }
     return Network(rate, LATENCY, kernels=kernels)
 

@@ -87,8 +87,17 @@ def resnet20() -> Task:
     return _images(lambda: resnet.resnet20(10, 32), (32, 32, 3), 32)
 
 
-def gpt(context: int = 64, batch_size: int = 8) -> Task:
+def gpt() -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 1.0M parameters."""
+    return _language_model(layers=2, width=192, heads=4, context=64)
+
+
+def gpt2() -> Task:
+    """The same with the layers, the width and the heads of GPT-2 small: 85M parameters, for GPUs."""
+    return _language_model(layers=12, width=768, heads=12, context=256)
+
+
+def _language_model(layers: int, width: int, heads: int, context: int, batch_size: int = 8) -> Task:
     source = text.load(None)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     starts = np.arange(256) * (len(source.validation) // 257)
@@ -99,7 +108,7 @@ def gpt(context: int = 64, batch_size: int = 8) -> Task:
             yield _windows(source.train, random.integers(0, len(source.train) - context - 1, batch_size), context)
 
     return Task(
-        build_model=lambda: keras_gpt.build_model(layers=2, width=192, context=context),
+        build_model=lambda: keras_gpt.build_model(layers, width, context, heads),
         batches=batches,
         loss=loss,
         metric=lambda model: float(loss(labels, model(inputs, training=False))),
@@ -130,7 +139,7 @@ def recommender(batch_size: int = 512) -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "digits": digits, "resnet20": resnet20, "gpt": gpt, "recommender": recommender,
+    "digits": digits, "resnet20": resnet20, "gpt": gpt, "gpt2": gpt2, "recommender": recommender,
 }  # fmt: skip
 
 
@@ -148,6 +157,7 @@ RATES = {
     "digits": {"adam": 2e-3, "sgd": 0.05},
     "resnet20": {"sgd": 0.1, "adam": 2e-3},
     "gpt": {"adam": 1e-3, "sgd": 0.2},
+    "gpt2": {"adam": 3e-4},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 

@@ -3,10 +3,11 @@
     sudo python benchmarks/train.py --task gpt --rate 100mbit --json docs/results/train_gpt_100mbit.json
     python benchmarks/train_results.py docs/results/*.json --out docs/images --page docs/results.md
 
-Each training runs in processes of its own, on emulated hosts of one core (benchmarks/netlab.py), until the metric of
-the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with the first
-step. It includes tracing, compilation and calibration, but not the evaluations. With `--json`, trainings that the file
-already has are not repeated, so an interrupted benchmark goes on where it was.
+Each training runs in processes of its own, on emulated hosts of one core or `--cores` (benchmarks/netlab.py), until the
+metric of the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with
+the first step. It includes tracing, compilation and calibration, but not the evaluations. With `--json`, trainings that
+the file already has are not repeated, so an interrupted benchmark goes on where it was. Hosts share a GPU if there is
+one: set TF_FORCE_GPU_ALLOW_GROWTH=true.
 
 A method may name more arguments of the optimizer: "int4 + local_steps=30 outer=average". With local steps, the weights
 of the last exchange are evaluated.
@@ -62,6 +63,7 @@ TASKS = {
     "digits": Defaults(96.0, 132, 22, ADAM),
     "resnet20": Defaults(98.0, 220, 22, SGD),
     "gpt": Defaults(2.2, 300, 20, ADAM[:1]),
+    "gpt2": Defaults(2.2, 100, 10, ADAM[:1]),
     "recommender": Defaults(29.5, 300, 50, ADAM),
 }
 METHODS = [
@@ -71,13 +73,14 @@ METHODS = [
 ]  # fmt: skip
 
 
-OLDER = {"delay": 0.0, "change": []}  # settings that older files do not name
+OLDER = {"delay": 0.0, "change": [], "cores": 1}  # settings that older files do not name
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="gpt", help="default: %(default)s")
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--cores", type=int, default=1, help="of each host (default: %(default)s)")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
     parser.add_argument("--change", type=rate_and_step, metavar="RATE@STEP", help="another rate after so many steps")
     parser.add_argument("--delay", type=seconds, default=0.0, help="one way, such as 50ms (default: none)")
@@ -194,7 +197,7 @@ def oracles(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[list[s
 def main() -> int:
     args = arguments()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    settings = {key: vars(args)[key] for key in ("task", "hosts", "rate", "delay", "target", "steps")}
+    settings = {key: vars(args)[key] for key in ("task", "hosts", "cores", "rate", "delay", "target", "steps")}
     settings["change"] = list(args.change or [])
     runs: list[dict[str, Any]] = []
     if args.json and args.json.exists():
@@ -206,7 +209,7 @@ def main() -> int:
     done = {(run["method"], run["seed"]) for run in runs}
     todo = [(seed, method) for seed in args.seeds for method in args.methods if (method, seed) not in done]
     try:
-        with Netlab(args.hosts, args.rate, delay=args.delay) as lab:
+        with Netlab(args.hosts, args.rate, delay=args.delay, cores=args.cores) as lab:
             for seed, method in common.progress(todo, "trainings"):
                 runs.append(train(lab, method, seed, args))
                 common.save(args.json, {"benchmark": "train", **settings, "runs": runs}, show=False)

@@ -59,10 +59,10 @@ def compressor(spec: str) -> hvdc.Compressor:
 
 
 def share_devices() -> None:
-    """Assigns this worker a GPU of its own, or its share of the machine's cores."""
+    """Assigns this worker a GPU, its own if there are enough, or its share of the machine's cores."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        gpu = gpus[hvd.local_rank()]
+        gpu = gpus[hvd.local_rank() % len(gpus)]
         tf.config.set_visible_devices(gpu, "GPU")
         tf.config.experimental.set_memory_growth(gpu, True)
     else:

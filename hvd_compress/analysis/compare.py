@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ..common import checks, host_memory
+from ..common import checks, devices, host_memory
 from ..compressors import Compressor, Seeds
 from ..compressors.resolve import CompressionLike, resolve
 from ..engine.layout import is_compressed
@@ -194,10 +194,10 @@ def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
         local = LocalInput([[chunk] for chunk in chunks], residuals, 1.0, keep, Seeds(shared, noise.fold(shared, 1)))
         start = time.perf_counter()
         shard = coding.encode(compressor, local)
-        _wait([shard.payload, *shard.residuals])
+        devices.wait()
         encoded = time.perf_counter()
         decoded = coding.decode(compressor, list(layout.shapes), [shard.payload], shard.contexts, tf.constant(1.0))
-        _wait(decoded)
+        devices.wait()
         seconds.append((encoded - start, time.perf_counter() - encoded))
         sums, energy = _add_errors(sums, decoded, chunks)
         energies.append(float(energy))
@@ -217,13 +217,6 @@ def _add_errors(
     """The sums plus decoded - chunks, and the energy of the latter."""
     errors = [c - tf.reshape(x, c.shape) for c, x in zip(chunks, decoded)]
     return [s - e for s, e in zip(sums, errors)], 2.0 * tf.add_n([tf.nn.l2_loss(e) for e in errors])
-
-
-def _wait(tensors: Iterable[Any]) -> None:
-    """Waits until the tensors are computed: on a GPU, kernels are only enqueued."""
-    for tensor in tensors:
-        if tensor is not None and "GPU" in tensor.device:
-            tf.reshape(tensor, [-1])[:1].numpy()
 
 
 def _error_with_residual(plan: Plan, sequence: Sequence[Any], steps: int, total: Sequence[tf.Tensor]) -> float:

@@ -16,7 +16,7 @@ from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
 from ..cost import Calibration, CostModel
 from ..cost.calibrate import estimate
-from ..cost.defaults import KERNELS
+from ..cost.measure_kernels import default_costs
 from ..engine import agreement
 from ..engine.grouping import Shape
 from ..engine.model_layout import ModelLayout
@@ -239,7 +239,7 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
 def _model(calibration: Calibration) -> CostModel:
     """The cost model; a calibration holds the candidates, but not all of `_COMPARED` nor all compressors of rows."""
     model = calibration.model()
-    model.kernels = {**KERNELS, **model.kernels}
+    model.kernels = {**default_costs().kernels, **model.kernels}
     return model
 
 

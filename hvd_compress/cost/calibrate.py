@@ -20,7 +20,7 @@ from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
 from .link import Link
-from .measure_kernels import call_time, measure_kernels, measure_speed
+from .measure_kernels import call_time, default_costs, measure_kernels, measure_speed
 from .measure_links import estimate_link, inside_host, measure_link, slowest
 from .model import CostModel
 
@@ -115,7 +115,7 @@ def estimate(
 
 def _default_cost(compressor: Compressor, elements: int, ranks: int, speed: float) -> KernelCost:
     try:
-        default = CostModel(Link(0.0, 0.0), ranks).cost_of(compressor)
+        default = CostModel(Link(0.0, 0.0), ranks, kernels=default_costs().kernels).cost_of(compressor)
     except ValueError:  # a compressor of the user's
         return KernelCost(*measure_kernels(compressor, elements, ranks, call_time()))
     return KernelCost(*(seconds * speed for seconds in dataclasses.astuple(default)))

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..common import devices
 from ..compressors import Compressor
 from ..compressors.base import no_seeds
 from ..exchange import coding
 from ..exchange.local_input import LocalInput
-from .defaults import PASS_SECONDS
+from .defaults import CPU, GPU, Defaults
 
 # Chunks of gradient that are timed together.
 _CHUNKS = 4
 _REPEATS = 5
+_CALLS_OF_GPU = 20
 
 
 def measure_kernels(
@@ -68,6 +70,11 @@ def measure_kernels(
     return call, encoding / nbytes, max(0.0, one_payload - per_rank) / nbytes, per_rank / nbytes
 
 
+def default_costs() -> Defaults:
+    """Those of a GPU if TensorFlow uses one in this process, or else of a core."""
+    return GPU if devices.has_gpu() else CPU
+
+
 def call_time() -> float:
     """Seconds that calling a small function takes."""
     add_one = tf.function(lambda x: x + 1.0, autograph=False)
@@ -78,9 +85,17 @@ def call_time() -> float:
 def measure_speed() -> float:
     """How many times as long as on the machine of `defaults` this machine takes, for a pass over 4 MB."""
     x = tf.zeros([2**20])
-    return max(0.01, _time_of(lambda: x + 1.0) / PASS_SECONDS)
+    return max(0.01, _time_of(lambda: x + 1.0) / default_costs().pass_seconds)
 
 
 def _time_of(run: Callable[[], Any]) -> float:
-    run()
-    return float(np.median(timeit.repeat(run, number=1, repeat=_REPEATS)))
+    # In a training step, nothing waits for a GPU after each call. The wait alone takes ten times as long as a call.
+    calls = _CALLS_OF_GPU if devices.has_gpu() else 1
+
+    def run_and_wait() -> None:
+        for _ in range(calls):
+            run()
+        devices.wait()
+
+    run_and_wait()
+    return float(np.median(timeit.repeat(run_and_wait, number=1, repeat=_REPEATS))) / calls

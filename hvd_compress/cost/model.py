@@ -12,7 +12,7 @@ from ..exchange import choice, volume
 from ..exchange.collective import Collective
 from ..exchange.hierarchical import HostCounts
 from ..formats.base import Format
-from .defaults import KERNELS
+from .defaults import CPU
 from .kernels import KernelCost
 from .link import Link, with_links
 from .topology import Ring, Star, Topology, Tree
@@ -88,7 +88,7 @@ class CostModel:
         self.link = link
         self.topology = topology
         self.sustained = with_links(topology, lambda link: dataclasses.replace(link, burst=0.0))
-        self.kernels = dict(KERNELS if kernels is None else kernels)
+        self.kernels = dict(CPU.kernels if kernels is None else kernels)
 
     @property
     def ranks(self) -> int:

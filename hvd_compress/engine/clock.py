@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ..common import devices
 from ..exchange.collective import Reduction
 
 
@@ -32,7 +33,7 @@ def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Te
     """
     # tf.timestamp has a side effect, and TensorFlow runs operations with side effects in the order in which they were
     # traced, so that buckets would no longer overlap. A call without side effects waits for its control inputs only.
-    if tf.config.list_logical_devices("GPU"):
+    if devices.has_gpu():
         return _stamp_on_gpu(tensors, after)
     # When TensorFlow inlines a function, a control input on one of the function's results becomes one on the whole
     # call; an identity keeps it on the result. TensorFlow inlines this call to a single operation; otherwise it would

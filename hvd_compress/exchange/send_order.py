@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from ..common import devices
+
 # More steps than there are between the tensor and the call that the next bucket waits for, the time stamp included.
 _STEPS = 6
 
@@ -29,7 +31,7 @@ def send_first(outgoing: tf.Tensor) -> tf.Tensor:
 def next_can_start(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a scalar to wait for: ready once `tensor` is, and after what was passed to `send_first` is sent."""
     seen = tf.identity(tensor)
-    if tf.config.list_logical_devices("GPU"):
+    if devices.has_gpu():
         # On a GPU operations are only enqueued: nothing waits on the host.
         with tf.control_dependencies([seen]):
             return tf.constant(0.0)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ..common import devices
 from ..common.error_text import error_text, one_line
 from ..formats.base import Shape, num_kept, size_of
 
@@ -93,7 +94,7 @@ def kind() -> str:
         raise ValueError(f"{VARIABLE}=native, but the native kernels {missing()}")
     if wanted:
         return wanted
-    return "xla" if library() is None or tf.config.list_logical_devices("GPU") else "native"
+    return "xla" if library() is None or devices.has_gpu() else "native"
 
 
 def in_use(native_format: NativeFormat | None) -> NativeFormat | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..cost import Calibration, FatTree, KernelCost, Link, Topology, TwoLevel
 from ..cost.calibration import Measured
-from ..cost.defaults import KERNELS
+from ..cost.defaults import CPU
 from ..cost.model import SHAPES
 
 _FREE = Link(0.0, 0.0)
@@ -21,7 +21,7 @@ class Network:
     latency: float = 0.0  # seconds per message
     shape: str = "ring"  # or "star", "tree", "fat-tree", "two-level"
     measured: Mapping[str, Link] | None = None  # the calibrated link of each collective; their rates belong to `rate`
-    kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: KERNELS)  # by spec string or name
+    kernels: Mapping[str, KernelCost] = dataclasses.field(default_factory=lambda: CPU.kernels)  # by spec string or name
     # With two levels:
     workers: int = 1  # of each host
     local: Link = _FREE  # inside of a host
@@ -70,7 +70,7 @@ def calibrated(calibration: Calibration, network: Network | None) -> Network:
     Raises:
         ValueError: The measured link has no limit.
     """
-    kernels = {**KERNELS, **calibration.kernels}
+    kernels = {**CPU.kernels, **calibration.kernels}
     if network is not None:
         return dataclasses.replace(network, kernels=kernels)
     link = calibration.links["allreduce"]

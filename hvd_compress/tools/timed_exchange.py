@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from ..common import devices
 from ..compressors.namespace import Compression
 from ..engine.plan import Plan
 from ..engine.settings import BUCKET_BYTES, Settings
 from ..frontends.build import new_reducer
+
+_T = TypeVar("_T")
 
 
 def barrier() -> None:
@@ -25,6 +28,17 @@ def slowest(seconds: Any, name: str) -> np.ndarray:
     """The largest of the ranks' values, for each number."""
     values = tf.constant(np.asarray(seconds), tf.float64)
     return np.asarray(hvd.allreduce(values, op=hvd.Max, name=name))
+
+
+def and_wait(function: Callable[[], _T]) -> Callable[[], _T]:
+    """The same function; it returns once its results are computed, also on a GPU."""
+
+    def run() -> _T:
+        results = function()
+        devices.wait()
+        return results
+
+    return run
 
 
 class Method:
@@ -40,7 +54,8 @@ class Method:
         size = bucket_bytes or BUCKET_BYTES
         settings = Settings(Compression.parse(spec), bucket_bytes=size, hierarchical=hierarchical)
         self._reducer = new_reducer(settings)
-        self.run = tf.function(lambda: self._reducer([v.value() for v in variables], variables), autograph=False)
+        reduce = tf.function(lambda: self._reducer([v.value() for v in variables], variables), autograph=False)
+        self.run = and_wait(reduce)
 
     @property
     def plan(self) -> Plan:

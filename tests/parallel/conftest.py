@@ -14,6 +14,12 @@ import tensorflow as tf
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
+for gpu in tf.config.list_physical_devices("GPU"):  # the ranks share them
+    tf.config.experimental.set_memory_growth(gpu, True)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    # Tests compare the bits of two trainings. With it, Keras does not compile steps with XLA, either.
+    tf.config.experimental.enable_op_determinism()
+    tf.random.set_seed(0)
 
 
 def pytest_configure(config):

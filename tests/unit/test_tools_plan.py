@@ -19,7 +19,7 @@ from hvd_compress import formats
 from hvd_compress.auto import choices, policy
 from hvd_compress.compressors.namespace import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
-from hvd_compress.cost.defaults import KERNELS
+from hvd_compress.cost.defaults import CPU
 from hvd_compress.formats.auto import CANDIDATES
 from hvd_compress.tools import advice, bench, cli, options, prediction
 from hvd_compress.tools.models import MODELS, of_size
@@ -89,7 +89,7 @@ def test_a_compressor_by_hand():
     found = prediction.forecast("int8", work, Network(1e9, 1e-4), 2)
     assert found.chosen == ((1024, "none"), (2**20, "int8"))
     payload = 2**18 + 2**18 // 256 * 8
-    cost = KERNELS["quantize"]
+    cost = CPU.kernels["quantize"]
     dense = 2 * 1e-4 + 1024 * 8e-9
     wire = 1e-4 + payload * 8e-9
     encode = cost.call + 2**20 * cost.encode
@@ -158,7 +158,7 @@ def test_messages_on_their_way_hide_the_next_bucket_s_encoding():
     )
     count = len(slow.chosen)
     assert count > 1
-    encodes = [KERNELS["quantize"].call + nbytes * KERNELS["quantize"].encode for nbytes, _ in slow.chosen]
+    encodes = [CPU.kernels["quantize"].call + nbytes * CPU.kernels["quantize"].encode for nbytes, _ in slow.chosen]
     assert slow.encode == pytest.approx(sum(encodes))
     # All but the first bucket's hide behind a second of latency, none behind nothing.
     assert slow.step == pytest.approx(fast.step + count * 1.0 - sum(encodes[1:]))
@@ -352,7 +352,7 @@ def test_compressed_between_hosts_only():
     assert none == flat[1]["compressors"][0]
     assert randomk["exchange"] == pytest.approx(summed["exchange"], rel=0.05)
     # Each worker encodes an eighth, and sends that to the other host.
-    nbytes, cost, buckets = 4 * 25_600_000, KERNELS["quantize"], len(two[1]["auto"]["buckets"])
+    nbytes, cost, buckets = 4 * 25_600_000, CPU.kernels["quantize"], len(two[1]["auto"]["buckets"])
     assert int8["encode"] == pytest.approx(buckets * cost.call + nbytes / 8 * cost.encode, rel=0.02)
     assert int8["sent"] == pytest.approx(nbytes / 8 / 4 * (1 + 8 / 256), rel=0.02)
     assert int8["step"] < before["step"]
