@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from ..common import devices
+from ..common import determinism, devices
 from ..exchange.collective import Reduction
 
 
@@ -40,8 +41,9 @@ def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Te
     # take 20 us.
     with tf.device("CPU"):
         inputs = [tf.identity(tensor) for tensor in (*tensors, *([] if after is None else [after]))]
+        function = _timestamp.get_concrete_function(determinism.is_enabled())
         with tf.control_dependencies(inputs):
-            (now,) = tf.raw_ops.PartitionedCall(args=[], Tout=[tf.float64], f=_timestamp.get_concrete_function())
+            (now,) = tf.raw_ops.PartitionedCall(args=[], Tout=[tf.float64], f=function)
     return now
 
 
@@ -66,24 +68,26 @@ def _stamp_on_gpu(tensors: Sequence[tf.Tensor], after: tf.Tensor | None) -> tf.T
     with tf.device("CPU"):
         elements += [] if after is None else [tf.reshape(after, [1])]
         inputs = tf.concat([tf.cast(element, tf.float32) for element in elements], 0)
-        (now,) = tf.raw_ops.PartitionedCall(
-            args=[inputs], Tout=[tf.float64], f=_timestamp_after.get_concrete_function()
-        )
+        function = _timestamp_after.get_concrete_function(tf.TensorSpec([None], tf.float32), determinism.is_enabled())
+        (now,) = tf.raw_ops.PartitionedCall(args=[inputs], Tout=[tf.float64], f=function)
         return now
 
 
-@tf.function(input_signature=[], autograph=False)
-def _timestamp() -> tf.Tensor:
-    return tf.timestamp()
+@tf.function(autograph=False)
+def _timestamp(deterministic: bool) -> tf.Tensor:
+    return _now(deterministic)
 
 
 # Inlined, it would wait for nothing.
-@tf.function(
-    input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False, experimental_attributes={"_noinline": True}
-)
-def _timestamp_after(inputs: tf.Tensor) -> tf.Tensor:
+@tf.function(autograph=False, experimental_attributes={"_noinline": True})
+def _timestamp_after(inputs: tf.Tensor, deterministic: bool) -> tf.Tensor:
     del inputs  # the call waits for them
-    return tf.timestamp()
+    return _now(deterministic)
+
+
+def _now(deterministic: bool) -> tf.Tensor:
+    # tf.timestamp refuses where results must be deterministic. Those of training are: they do not depend on the time.
+    return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), []) if deterministic else tf.timestamp()
 
 
 def stacked(timestamps: Sequence[Timestamps]) -> tf.Tensor:

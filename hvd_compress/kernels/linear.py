@@ -85,7 +85,9 @@ def quantize(
         return tf.cast(codes, tf.uint8), (shifted - _MAGIC) * step
     # Noise stays below 1: 255 + u would round up to 256 in float32, and a zero would become a step.
     code = tf.clip_by_value(tf.floor((position - base) + noise * (1.0 - 2.0**-16)), 0.0, largest)
-    return tf.cast(tf.bitcast(code + _MAGIC, tf.int32), tf.uint8), (code + base) * step
+    # From 0 to 255 before the conversion: on GPUs, XLA does not convert a larger number to its lowest byte.
+    codes = tf.bitcast(code + _MAGIC, tf.int32) - tf.bitcast(_MAGIC, tf.int32)
+    return tf.cast(codes, tf.uint8), (code + base) * step
 
 
 def dequantize(codes: tf.Tensor, step: tf.Tensor, base: tf.Tensor) -> tf.Tensor:

@@ -88,3 +88,23 @@ def test_the_script_has_a_monitor_of_its_own_and_shuts_horovod_down(horovodrun, 
         assert len(rows[0]) == 20 and rows[0] == rows[1]
     run = json.loads((watched / "run.json").read_text())
     assert run["what"] == "HVD_COMPRESS_MONITOR" and run["finished"] and run["ranks"] == 2
+
+
+def test_with_deterministic_operations(horovodrun, tmp_path):
+    deterministic = "import tensorflow as tf\ntf.config.experimental.enable_op_determinism()\n"
+    script = SCRIPT.replace("hvd.init()\n", f"{deterministic}hvd.init()\n")
+    runs = [
+        horovodrun(2, ["-c", script], timeout=180, env={"HVD_COMPRESS_MONITOR": str(tmp_path / name)})
+        for name in ("a", "b")
+    ]
+    for run in runs:
+        assert run.returncode == 0, run.stderr[-3000:]
+    told = [sorted(re.findall(r"\[\d\]<stdout>:losses .*", run.stdout)) for run in runs]
+    assert len(told[0]) == 2 and told[0] == told[1]
+    with open(tmp_path / "a" / "rank-1.csv") as file:
+        timed = [float(row["step_ms"]) for row in csv.DictReader(file) if row["step_ms"]]
+    assert len(timed) > 10 and min(timed) > 0.0
+
+    result = horovodrun(2, ["-c", script.replace('"int8"', '"auto"')], timeout=180)
+    assert result.returncode != 0
+    assert re.search(r"\[\d\]<stderr>:ValueError: auto: it chooses by measured times", result.stderr)
