@@ -1,9 +1,9 @@
 """The default cost of kernels, measured with TensorFlow 2.21 on one core of a server (AMD EPYC) and on a GPU (H200).
 
 On the core, medians over 4 MB of gradient: native kernels where there are any, else those of XLA. On the GPU, XLA's
-kernels on chunks of 64 KB to 16 MB (`docs/results/gpu_kernels.json`): the size made no difference, so `call` is the mean
-of encoding and decoding, and the times per byte are those of four and of two passes over the GPU's memory, at the 4 TB/s
-that were measured. They are timed as `calibrate` does, and a first estimate: calibrate on your machine.
+kernels on chunks of 64 KB to 16 MB (`docs/results/gpu_kernels.json`). The size made no difference there, so `call` is
+the mean of encoding and decoding, and the times per byte are those of four and of two passes over the GPU's memory, at
+the 4 TB/s that were measured. They are timed as `calibrate` does, and a first estimate: calibrate on your machine.
 """
 
 from __future__ import annotations

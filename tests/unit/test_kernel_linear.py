@@ -213,3 +213,20 @@ def test_qsgd_variance_bounds(samples, name, bits):
     squares = np.sum((decoded - vector) ** 2, axis=1)
     bound = min(d / s**2, np.sqrt(d) / s) * np.sum(vector**2)
     assert squares.mean() - 5 * squares.std() / np.sqrt(ROWS) <= bound
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("bits", BITS)
+def test_no_conversion_to_bytes_truncates(bits, seed, monkeypatch):
+    # XLA's result for a number over 255 depends on the device.
+    converted, cast = [], tf.cast
+
+    def recording_cast(x, dtype):
+        converted.extend([x] if dtype == tf.uint8 else [])
+        return cast(x, dtype)
+
+    monkeypatch.setattr(tf, "cast", recording_cast)
+    quantize(np.random.default_rng(0).normal(size=[10, 64]), bits, seed)
+    assert converted
+    for numbers in converted:
+        assert int(tf.reduce_min(numbers)) >= 0 and int(tf.reduce_max(numbers)) < 2**bits
