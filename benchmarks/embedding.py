@@ -44,7 +44,7 @@ def main() -> None:
     from hvd_compress.engine.reducer import Reducer
     from hvd_compress.engine.settings import Settings
     from hvd_compress.frontends.build import new_reducer
-    from hvd_compress.tools.timed_exchange import barrier
+    from hvd_compress.tools.timed_exchange import and_wait, barrier
 
     hvd.init()
     rng = np.random.default_rng(hvd.rank())
@@ -73,7 +73,7 @@ def main() -> None:
                 table.assign_sub(0.01 * reduced)
             return table[0, 0]
 
-        return step
+        return and_wait(step)
 
     def stock(name: str) -> Callable[[Any, Any], Any]:
         return lambda given, _: hvd.allreduce(given, op=hvd.Average, name=name)

@@ -72,7 +72,7 @@ class Netlab:
             workers_per_host: Worker processes on each host. They share its link and cores.
             delay: Seconds that a packet takes from one host to another, in addition to the time on the links.
             loss: The probability with which a packet is lost.
-            cores: Of each host. If the machine has fewer than all hosts together, hosts share them.
+            cores: Cores of each host. Hosts share them if the machine has fewer.
         """
         self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
         self._delay, self._loss, self._cores_per_host = delay, loss, cores

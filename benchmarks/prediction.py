@@ -54,6 +54,7 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
     from hvd_compress.exchange.group import Group
     from hvd_compress.exchange.local_input import LocalInput
     from hvd_compress.exchange.volume import LARGEST
+    from hvd_compress.tools.timed_exchange import and_wait
 
     compressor = hvdc.Compression.parse(spec)
     (collective,) = [c for c in choice.FLAT if c.name == pattern]
@@ -77,7 +78,7 @@ def exchange(spec: str, pattern: str, nbytes: int) -> Callable[[], Any]:
             variable.assign(value)
         return result.chunks
 
-    return run
+    return and_wait(run)
 
 
 def main() -> None:

@@ -87,9 +87,9 @@ def resnet20() -> Task:
     return _images(lambda: resnet.resnet20(10, 32), (32, 32, 3), 32)
 
 
-def gpt() -> Task:
+def gpt(context: int = 64) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 1.0M parameters."""
-    return _language_model(layers=2, width=192, heads=4, context=64)
+    return _language_model(layers=2, width=192, heads=4, context=context)
 
 
 def gpt2() -> Task:

@@ -6,8 +6,8 @@
 Each training runs in processes of its own, on emulated hosts of one core or `--cores` (benchmarks/netlab.py), until the
 metric of the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with
 the first step. It includes tracing, compilation and calibration, but not the evaluations. With `--json`, trainings that
-the file already has are not repeated, so an interrupted benchmark goes on where it was. Hosts share a GPU if there is
-one: set TF_FORCE_GPU_ALLOW_GROWTH=true.
+the file already has are not repeated, so an interrupted benchmark goes on where it was. If there is a GPU, hosts share
+the first one: set TF_FORCE_GPU_ALLOW_GROWTH=true.
 
 A method may name more arguments of the optimizer: "int4 + local_steps=30 outer=average". With local steps, the weights
 of the last exchange are evaluated.
@@ -63,7 +63,7 @@ TASKS = {
     "digits": Defaults(96.0, 132, 22, ADAM),
     "resnet20": Defaults(98.0, 220, 22, SGD),
     "gpt": Defaults(2.2, 300, 20, ADAM[:1]),
-    "gpt2": Defaults(2.2, 100, 10, ADAM[:1]),
+    "gpt2": Defaults(3.0, 60, 10, ADAM[:1]),
     "recommender": Defaults(29.5, 300, 50, ADAM),
 }
 METHODS = [

@@ -62,6 +62,7 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
         for x, y in chunk:
             loss, stock = step(tf.nest.map_structure(tf.convert_to_tensor, x), tf.convert_to_tensor(y))
             if not first_step:
+                float(loss)
                 first_step = time.perf_counter() - start
         float(loss)  # waits for a GPU
         seconds += time.perf_counter() - start

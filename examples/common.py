@@ -59,7 +59,7 @@ def compressor(spec: str) -> hvdc.Compressor:
 
 
 def share_devices() -> None:
-    """Assigns this worker a GPU, its own if there are enough, or its share of the machine's cores."""
+    """Assigns this worker a GPU, or its share of the machine's cores. Workers share GPUs if there are fewer."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         gpu = gpus[hvd.local_rank() % len(gpus)]

@@ -192,6 +192,7 @@ def _encode_and_decode(plan: Plan, gradients: Sequence[tf.Tensor]) -> _Once:
     for draw in range(1 + _REPEATS):
         shared = noise.fold(tf.constant(draw), 0)
         local = LocalInput([[chunk] for chunk in chunks], residuals, 1.0, keep, Seeds(shared, noise.fold(shared, 1)))
+        devices.wait()
         start = time.perf_counter()
         shard = coding.encode(compressor, local)
         devices.wait()

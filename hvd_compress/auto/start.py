@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..common import determinism, tracing
+from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
@@ -48,15 +48,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """Makes the selector for the buckets of `auto`, with its first choice.
 
     All ranks call it together. The numbers of rank 0 decide.
-
-    Raises:
-        ValueError: Operations must be deterministic.
     """
-    if determinism.is_enabled():
-        raise ValueError(
-            "auto: it chooses by measured times, so that no two trainings are the same: pass another compressor, such "
-            'as compression="int4", or do not call tf.config.experimental.enable_op_determinism()'
-        )
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
     own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])

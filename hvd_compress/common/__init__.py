@@ -1,1 +1,1 @@
-"""Helpers for all folders: names of variables, argument checks, error text, tracing, host memory."""
+"""Helpers for all folders: names of variables, argument checks, error text, tracing, host memory, devices."""

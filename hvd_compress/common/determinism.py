@@ -6,5 +6,5 @@ from tensorflow.python.framework import config  # TensorFlow has no public funct
 
 
 def is_enabled() -> bool:
-    """Whether it was called: then the same program gives the same results, and operations refuse that cannot."""
+    """Whether it was called. Operations that cannot be deterministic then raise an error."""
     return bool(config.is_op_determinism_enabled())

@@ -1,4 +1,4 @@
-"""GPUs."""
+"""Whether there is a GPU, and waiting for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def has_gpu() -> bool:
 
 
 def wait() -> None:
-    """Waits until all that was called is computed: on a GPU, kernels are only enqueued. In eager mode only."""
+    """Waits until GPUs have computed everything that was started. Call it in eager mode."""
     if has_gpu():
         tf.test.experimental.sync_devices()

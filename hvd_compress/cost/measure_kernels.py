@@ -71,7 +71,10 @@ def measure_kernels(
 
 
 def default_costs() -> Defaults:
-    """Those of a GPU if TensorFlow uses one in this process, or else of a core."""
+    """The default costs of a GPU if TensorFlow uses one in this process, else those of a core.
+
+    They are not in `defaults`, because `plan` starts without TensorFlow.
+    """
     return GPU if devices.has_gpu() else CPU
 
 
@@ -89,7 +92,7 @@ def measure_speed() -> float:
 
 
 def _time_of(run: Callable[[], Any]) -> float:
-    # In a training step, nothing waits for a GPU after each call. The wait alone takes ten times as long as a call.
+    # In a training step, nothing waits for a GPU after each call.
     calls = _CALLS_OF_GPU if devices.has_gpu() else 1
 
     def run_and_wait() -> None:

@@ -86,7 +86,7 @@ def _timestamp_after(inputs: tf.Tensor, deterministic: bool) -> tf.Tensor:
 
 
 def _now(deterministic: bool) -> tf.Tensor:
-    # tf.timestamp refuses where results must be deterministic. Those of training are: they do not depend on the time.
+    # tf.timestamp raises an error if operations must be deterministic. The results of training do not depend on it.
     return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), []) if deterministic else tf.timestamp()
 
 

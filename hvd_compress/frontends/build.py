@@ -16,7 +16,7 @@ import tensorflow as tf
 from ..auto import flat_or_hierarchical, start
 from ..auto.delay_choice import DelayChoice
 from ..checkpoint import plan_state
-from ..common import tracing
+from ..common import determinism, tracing
 from ..common.phases import Phase
 from ..compressors import Compressor, NoCompression
 from ..engine import guarding, progress
@@ -59,6 +59,12 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         position: int | None = None  # of the candidate for all of training
         workers = 1 if used_hosts is None else used_hosts.workers
         layout = model_layout(settings, gradients, variables, workers)
+        if layout.auto is not None and determinism.is_enabled():
+            raise ValueError(
+                f"{layout.auto.spec}: after tf.config.experimental.enable_op_determinism(), auto cannot choose, since "
+                "it does so by times, which differ from run to run: pass another compressor, such as "
+                'compression="int4", or do not make the call'
+            )
         if settings.takes_candidate:
             candidate = _candidate(reducer, layout)
             position = None if layout.auto is None else layout.auto.candidates.index(candidate)
@@ -133,8 +139,11 @@ def _add_auto(plan: Plan) -> None:
 
 
 def _flat_compressors(settings: Settings, layout: ModelLayout, used_hosts: Hosts | None) -> list[Compressor]:
-    """Compressors other than `auto` whose exchange is faster without sums within each host first."""
-    if used_hosts is None or settings.hierarchical != "auto":
+    """Compressors other than `auto` whose exchange is faster without sums within each host first.
+
+    With deterministic operations, no times are measured, and there are none.
+    """
+    if used_hosts is None or settings.hierarchical != "auto" or determinism.is_enabled():
         return []
     candidates = []
     for g, group in enumerate(layout.param_groups):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from test_optimizer import KERASES, make_data, make_model
 
 import hvd_compress as hvdc
+from hvd_compress.common import determinism
 from hvd_compress.engine import agreement
 from hvd_compress.kernels import native
 
@@ -186,6 +187,14 @@ def test_versions(package, where, rank, monkeypatch):
             reduce()
     text = f"ranks disagree on the version of {package}: rank 0 has {version}, "
     assert str(info.value).startswith(text) and "99.1;" in str(info.value)
+
+
+def test_deterministic_operations(rank, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(determinism, "is_enabled", lambda: rank == 0)
+        with pytest.raises(ValueError, match="whether operations are deterministic: rank 0 has True, rank 1 has False;"):
+            reduce(compressor="auto")
+    reduce()
 
 
 def test_environment(rank, monkeypatch):

@@ -11,6 +11,7 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.auto import start
+from hvd_compress.common import determinism
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import COLLECTIVES
 from hvd_compress.engine.compression_report import CompressionReport
@@ -386,3 +387,14 @@ def test_a_calibration_file_is_used_or_refused_alike(rank, size, tmp_path, monke
         monkeypatch.delenv("HVD_COMPRESS_CALIBRATION")
     with pytest.raises(ValueError, match="is not set on rank 0"):
         new_training(rank, spec="auto:candidates=(none|int8)").step()
+
+
+@pytest.mark.parametrize("spec", ["auto", "auto:delay=(0|1)", "auto:local_steps=(1|4)"])
+def test_it_cannot_choose_where_operations_are_deterministic(spec, monkeypatch):
+    monkeypatch.setattr(determinism, "is_enabled", lambda: True)
+    variable = tf.Variable(tf.zeros([40, 50]))
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=spec)
+    optimizer.build([variable])
+    with pytest.raises(ValueError, match="^auto.* after tf.config.experimental.enable_op_determinism"):
+        for _ in range(4):
+            optimizer.apply_gradients([(tf.ones([40, 50]), variable)])

@@ -9,6 +9,7 @@ from marks import slow
 
 import hvd_compress as hvdc
 from hvd_compress.auto import flat_or_hierarchical as levels
+from hvd_compress.common import determinism
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import ACROSS, COLLECTIVES, INSIDE, Levels
 from hvd_compress.engine.settings import Settings
@@ -382,6 +383,15 @@ def test_of_a_calibration_without_levels_nothing_is_concluded(two_hosts, rank, c
     assert ("make it anew" in capfd.readouterr().err) == (rank == 0)
     with pytest.raises(ValueError, match="was not made between 2 hosts of 2 workers after hvdc.init"):
         levels.check(old, two_hosts)
+
+
+def test_where_operations_are_deterministic_no_times_decide(two_hosts, rank, monkeypatch):
+    monkeypatch.setattr(determinism, "is_enabled", lambda: True)
+    measured = introspect.collect_calibrations(monkeypatch)
+    reducer = new_reducer("int8", hierarchical="auto")
+    reducer(list(map(tf.constant, draw(rank, 0))), [tf.Variable(tf.zeros(s)) for s in SHAPES])
+    assert not measured and not introspect.one_level_compressors(introspect.plan_of(reducer))
+    assert introspect.knows_hosts(introspect.plan_of(reducer))
 
 
 def test_links_are_measured_and_decide(two_hosts, rank, size, capfd, tmp_path, monkeypatch):
