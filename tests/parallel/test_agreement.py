@@ -192,7 +192,7 @@ def test_versions(package, where, rank, monkeypatch):
 def test_deterministic_operations(rank, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(determinism, "is_enabled", lambda: rank == 0)
-        with pytest.raises(ValueError, match="whether operations are deterministic: rank 0 has True, rank 1 has False;"):
+        with pytest.raises(ValueError, match="whether operations are deterministic: rank 0 has True, rank 1 has False"):
             reduce(compressor="auto")
     reduce()
 
