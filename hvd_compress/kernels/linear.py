@@ -85,7 +85,7 @@ def quantize(
         return tf.cast(codes, tf.uint8), (shifted - _MAGIC) * step
     # Noise stays below 1: 255 + u would round up to 256 in float32, and a zero would become a step.
     code = tf.clip_by_value(tf.floor((position - base) + noise * (1.0 - 2.0**-16)), 0.0, largest)
-    # From 0 to 255 before the conversion, so that nothing is truncated: on an H200, the codes of 8 bits were wrong.
+    # From 0 to 255 before the conversion: XLA converts a larger number to its lowest byte on CPUs, but to 255 on a GPU.
     codes = tf.bitcast(code + _MAGIC, tf.int32) - tf.bitcast(_MAGIC, tf.int32)
     return tf.cast(codes, tf.uint8), (code + base) * step
 

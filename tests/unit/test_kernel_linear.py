@@ -218,7 +218,7 @@ def test_qsgd_variance_bounds(samples, name, bits):
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("bits", BITS)
 def test_no_conversion_to_bytes_truncates(bits, seed, monkeypatch):
-    # XLA's result for a number over 255 depends on the device.
+    # XLA converts a number over 255 to its lowest byte on CPUs, and to 255 on a GPU.
     converted, cast = [], tf.cast
 
     def recording_cast(x, dtype):
