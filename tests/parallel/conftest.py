@@ -14,8 +14,10 @@ import tensorflow as tf
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
-for gpu in tf.config.list_physical_devices("GPU"):  # the ranks share them
+gpus = tf.config.list_physical_devices("GPU")
+for gpu in gpus:  # the ranks share them
     tf.config.experimental.set_memory_growth(gpu, True)
+if gpus:
     tf.config.experimental.enable_tensor_float_32_execution(False)
     # On a GPU, Keras 3 would compile steps with XLA, where Horovod's collectives do not exist.
     tf.keras.Model._resolve_auto_jit_compile = lambda self: False
