@@ -9,13 +9,13 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 
-from ..common import host_memory
+from ..common import devices, host_memory
 from ..common.phases import Phase
 from ..compressors import Compressor
 from ..compressors.resolve import CompressionLike, resolve
 from ..exchange import hosts
 from ..exchange.group import Group
-from ..exchange.volume import LARGEST
+from ..exchange.volume import LARGEST, LARGEST_ON_GPU
 from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
@@ -28,7 +28,7 @@ from .model import CostModel
 def calibrate(
     compressors: Sequence[CompressionLike] = CANDIDATES,
     process_set: Any = hvd.global_process_set,
-    elements: int = LARGEST,
+    elements: int | None = None,
     watch: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
     """Measures the collectives between the ranks, and the compressors' kernels.
@@ -40,7 +40,8 @@ def calibrate(
     Args:
         compressors: The compressors whose kernels are timed.
         process_set: The ranks.
-        elements: Elements of the chunks of gradient on which kernels are timed.
+        elements: Elements of the chunks of gradient on which kernels are timed. If None, 2**20 or, on a GPU, 2**23, as
+            the largest chunks of a training step have (2**20 for compressors that need the shapes of gradients).
         watch: Called with the name of each collective and compressor before it is measured.
 
     Returns:
@@ -64,7 +65,7 @@ def calibrate(
 
 
 def _calibrate(
-    compressors: Sequence[Compressor], process_set: Any, elements: int, watch: Callable[[str], None]
+    compressors: Sequence[Compressor], process_set: Any, elements: int | None, watch: Callable[[str], None]
 ) -> Calibration:
     group = Group(process_set, "hvdc_calibrate")
     links, errors = {}, {}
@@ -80,7 +81,8 @@ def _calibrate(
     times = []
     for compressor in compressors:
         watch(compressor.spec)
-        times.append(measure_kernels(compressor, elements, group.size, call))
+        largest = LARGEST_ON_GPU if devices.has_gpu() and not compressor.per_tensor else LARGEST
+        times.append(measure_kernels(compressor, elements or largest, group.size, call))
     # Those of the slowest rank, so that all ranks predict the same.
     agreed = slowest(np.array(times, np.float64), group, "_kernels")
     kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(compressors, agreed)}

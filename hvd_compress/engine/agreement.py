@@ -22,7 +22,7 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..common import determinism, verbosity
+from ..common import determinism, devices, verbosity
 from ..common.names import path_of
 from ..kernels import native
 from ..version import __version__
@@ -194,6 +194,8 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     ]
     if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
+    if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
+        facts["the device"] = "a GPU" if devices.has_gpu() else "the CPU"
     facts["whether operations are deterministic"] = str(determinism.is_enabled())
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})

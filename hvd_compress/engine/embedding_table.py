@@ -25,6 +25,7 @@ class EmbeddingTable:
     compressor: Compressor  # of the rows, see `Compressor.for_rows`
     ranks: int  # the world size
     limit: int  # the largest size of a bucket of the dense gradient, in bytes of float32
+    largest: int  # the largest size of its chunks in elements
     max_rows: int  # rows of a gradient at most, each counted once
     automatic: bool = False  # whether `auto` decides if rows are sent with `compressor` or uncompressed
 
@@ -46,7 +47,8 @@ class EmbeddingTable:
     @functools.cached_property
     def layout(self) -> FlatLayout:
         """The chunks of the dense gradient, where that is compressed."""
-        return flat_layout(TensorGroup((0,), (self.shape,)), (self.compressor,), self.limit, self.ranks)
+        gradient = TensorGroup((0,), (self.shape,))
+        return flat_layout(gradient, (self.compressor,), self.limit, self.ranks, largest=self.largest)
 
     @functools.cached_property
     def dense_bytes(self) -> int:

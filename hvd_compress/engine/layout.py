@@ -4,6 +4,10 @@ Compressors work on flat chunks of at most 2**20 elements, 4 MB. The output of o
 cache when the next kernel reads it. Memory of that size is also reused from step to step, while larger blocks go back
 to the operating system, which clears them. Measured on one core, residual + int8 over 25M elements took 163 ms in one
 chunk and 41 ms in 24. All chunks have the same size, so that each kernel is compiled once for the whole model.
+
+On a GPU, starting a kernel takes as long as a chunk of 25 MB. So chunks have up to 2**23 elements there, 32 MB: a
+bucket is one chunk. Measured with 86M elements, `hadamard` took 46 ms instead of 56, and its first step 9.4 s instead
+of 12.5.
 """
 
 from __future__ import annotations
@@ -190,7 +194,7 @@ def bucket_limit(bucket_bytes: int, numel: int) -> int:
 
 
 def flat_layout(
-    tensors: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1
+    tensors: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1, largest: int = LARGEST
 ) -> FlatLayout:
     """The flat chunks of some gradients.
 
@@ -201,12 +205,13 @@ def flat_layout(
         limit: The largest size of a bucket, in bytes of float32.
         ranks: The world size.
         workers: The workers on each host if the exchange may be hierarchical, else 1.
+        largest: The largest size of a chunk in elements, before it is aligned.
     """
     alignment = math.lcm(*(candidate.alignment for candidate in candidates))
 
     def layout_for(owners: int, chunks_of_owner: int) -> FlatLayout:
         # Aligned chunks of this size still fill a bucket.
-        size = max(SMALLEST, min(LARGEST, int(limit // 4 // (owners * chunks_of_owner) / (1 + _ADDED))))
+        size = max(SMALLEST, min(largest, int(limit // 4 // (owners * chunks_of_owner) / (1 + _ADDED))))
         return FlatLayout(tensors, owners, alignment, size)
 
     scattered = layout_for(ranks, _CHUNKS_OF_OWNER if ranks <= _FEW_RANKS else 1)

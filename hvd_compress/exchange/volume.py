@@ -12,8 +12,9 @@ from typing import Any, overload
 
 from ..formats.base import Shape, is_summed
 
-# Elements of a chunk at most; see `engine.layout` for the reason.
+# Elements of a chunk at most; see `engine.layout` for the reasons.
 LARGEST = 2**20
+LARGEST_ON_GPU = 2**23
 
 
 @dataclasses.dataclass(frozen=True)

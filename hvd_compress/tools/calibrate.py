@@ -11,7 +11,6 @@ from rich.table import Table
 
 from ..cost import Calibration, Link
 from ..cost.calibration import COLLECTIVES
-from ..engine.layout import LARGEST
 from . import console, launch, options, units
 
 EXAMPLE = "hvd-compress calibrate -np 2 -o link.json"
@@ -21,10 +20,12 @@ EXAMPLE = "hvd-compress calibrate -np 2 -o link.json"
 @options.output("Where to write it.")
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
 @options.compressors
-@click.option("--elements", type=units.COUNT, default=LARGEST, help="Of a chunk of gradient.  [default: 1M]")
+@click.option("--elements", type=units.COUNT, help="Of a chunk of gradient.  [default: 1M, on a GPU 8M]")
 @console.json_option
 @launch.workers
-def calibrate(output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int, as_json: bool) -> None:
+def calibrate(
+    output: Path | None, rate: float | None, specs: tuple[str, ...], elements: int | None, as_json: bool
+) -> None:
     """Measure the link between the workers and the compressors' kernels.
 
     -np starts the workers, and so does horovodrun in front of the command; rank 0 prints and writes.

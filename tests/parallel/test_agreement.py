@@ -11,7 +11,7 @@ import tensorflow as tf
 from test_optimizer import KERASES, make_data, make_model
 
 import hvd_compress as hvdc
-from hvd_compress.common import determinism
+from hvd_compress.common import determinism, devices
 from hvd_compress.engine import agreement
 from hvd_compress.kernels import native
 
@@ -80,6 +80,18 @@ def test_kernels(compressor, rank, monkeypatch):
         with pytest.raises(ValueError, match="rank 0 has native .*, rank 1 has xla"):
             reduce(compressor=compressor)
     reduce(compressor=compressor)
+
+
+def test_gpu_on_one_rank(rank, monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, "xla")
+
+    def step():
+        with monkeypatch.context() as context:
+            context.setattr(devices, "has_gpu", lambda: rank == 0)
+            reduce()
+
+    text = error_on_all_ranks(step)
+    assert "ranks disagree on the device: rank 0 has a GPU, rank 1 has the CPU;" in text
 
 
 def test_op(rank):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from specs import EXCHANGED
 
 import hvd_compress as hvdc
+from hvd_compress.common import devices
 from hvd_compress.exchange import choice
 from hvd_compress.exchange.allgather import Allgather
 from hvd_compress.exchange.scatter_reduce import ScatterReduce
@@ -221,3 +222,24 @@ def test_small_dense_gradients_cross_as_one(gather, rank, size):
         + sum(op.type == "HorovodAllreduce" for op in operations)
         == 3
     )
+
+
+def test_chunks_of_a_gpu(rank, size, gather, monkeypatch):
+    """On a GPU a bucket is one chunk. Blocks of 256 elements are quantized alone, so nothing else changes."""
+    monkeypatch.setenv("HVD_COMPRESS_KERNELS", "xla")
+    gradients = [np.random.default_rng([rank, i]).standard_normal((2048, 2048), np.float32) for i in range(2)]
+    results = []
+    for has_gpu in (False, True):
+        monkeypatch.setattr(devices, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        reducer = introspect.new_reducer("int4")
+        outputs = reducer([tf.constant(g) for g in gradients], [tf.Variable(tf.zeros([2048, 2048])) for _ in range(2)])
+        results.append([*outputs, *residuals_of(reducer)])
+        layout = introspect.plan_of(reducer).layout
+        assert len(layout.buckets) == (5 if not has_gpu else 4)
+        assert max(len(bucket.chunks) for bucket in layout.buckets) == (1 if has_gpu else 2)
+    for on_cpu, on_gpu in zip(*results):
+        np.testing.assert_array_equal(on_cpu, on_gpu)
+    for i in range(2):
+        everyone = gather(gradients[i])
+        left = sum(gather(results[1][2 + i]))
+        np.testing.assert_allclose(size * results[1][i].numpy() + left, sum(everyone), atol=2e-5)
