@@ -1,7 +1,9 @@
 """The default cost of kernels, measured with TensorFlow 2.21 on one core of a server (AMD EPYC) and on a GPU (H200).
 
-Medians over 4 MB of gradient, timed as `calibrate` does. On the core, native kernels where there are any, else those of
-XLA; on the GPU, those of XLA (`docs/results/gpu/kernels.json`). They are a first estimate: calibrate on your machine.
+Medians over chunks of gradient, timed as `calibrate` does. On the core, these are native kernels where there are any,
+else those of XLA, and chunks of 4 MB. On the GPU, they are those of XLA and chunks of 32 MB, or of 4 MB for compressors
+that need the shapes of gradients (`docs/results/gpu/kernels.json`). They are a first estimate: calibrate on your
+machine.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ GPU = Defaults(
     3.9e-5,
     {
         "none": KernelCost(),
-        "fp16": KernelCost(1.8e-4, 3.8e-11, 3.0e-11, 0.0),
-        "bf16": KernelCost(1.8e-4, 5.0e-11, 2.1e-11, 5.6e-12),
-        "quantize": KernelCost(1.8e-4, 5.3e-11, 3.3e-11, 0.0),  # at 8 bits
-        "int4": KernelCost(1.8e-4, 5.4e-11, 2.7e-11, 2.9e-12),
-        "hadamard": KernelCost(1.8e-4, 8.7e-11, 3.7e-11, 4.1e-12),
-        "onebit": KernelCost(1.8e-4, 6.8e-11, 3.3e-11, 0.0),
-        "topk": KernelCost(1.8e-4, 2.2e-10, 8.4e-11, 0.0),  # at 1%
-        "randomk": KernelCost(1.8e-4, 8.6e-11, 4.8e-11, 1.6e-12),  # at 1%
-        "block_topk": KernelCost(1.8e-4, 8.7e-11, 5.3e-11, 0.0),  # at 1%
+        "fp16": KernelCost(1.8e-4, 5.6e-12, 2.2e-12, 0.0),
+        "bf16": KernelCost(1.8e-4, 4.9e-12, 2.1e-12, 0.0),
+        "quantize": KernelCost(1.8e-4, 6.9e-12, 1.9e-12, 0.0),  # at 8 bits
+        "int4": KernelCost(1.8e-4, 6.7e-12, 3.5e-12, 0.0),
+        "hadamard": KernelCost(1.8e-4, 1.1e-11, 4.3e-12, 2.5e-13),
+        "onebit": KernelCost(1.8e-4, 6.2e-12, 3.2e-12, 0.0),
+        "topk": KernelCost(1.8e-4, 2.6e-11, 8.0e-12, 9.5e-14),  # at 1%
+        "randomk": KernelCost(1.8e-4, 9.3e-12, 4.0e-12, 0.0),  # at 1%
+        "block_topk": KernelCost(1.8e-4, 6.1e-12, 3.6e-12, 0.0),  # at 1%
         "block_sparse": KernelCost(1.8e-4, 1.8e-10, 6.6e-11, 2.8e-12),  # at 1%, blocks of 16 x 16
-        "hybrid": KernelCost(1.8e-4, 1.1e-10, 3.9e-11, 9.9e-13),  # at 1%, 4 bits
+        "hybrid": KernelCost(1.8e-4, 1.0e-11, 2.5e-12, 6.0e-14),  # at 1%, 4 bits
         "powersgd": KernelCost(1.8e-4, 9.7e-11, 3.0e-11, 0.0),  # at rank 2
     },
 )

@@ -13,7 +13,9 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from ..common import devices
 from ..formats.hadamard import BLOCK
+from .compile import compiled
 
 _SLICES = 4
 _WIDTH = BLOCK // _SLICES
@@ -31,14 +33,27 @@ def to_blocks(tensor: tf.Tensor) -> tf.Tensor:
 def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
     """The first step: `scale` * 4 * Q x Q times each 16 values of `blocks`, whose result is [rows, 4, 16].
 
-    TensorFlow multiplies by thin matrices faster than XLA.
+    A processor's matrix product by TensorFlow is faster than XLA. A GPU's would round the values to 10 bits (TF32), so
+    that residuals would lack what was rounded off.
     """
-    products = tf.matmul(tf.reshape(blocks, [-1, _WIDTH]), tf.constant(scale * _WITHIN))
+    if devices.has_gpu():
+        products = _sums_within(tf.reshape(blocks, [-1, 4, 4]), scale)
+    else:
+        products = tf.matmul(tf.reshape(blocks, [-1, _WIDTH]), tf.constant(scale * _WITHIN))
     return tf.reshape(products, [-1, _SLICES, _WIDTH])
 
 
+@compiled
+def _sums_within(blocks: tf.Tensor, scale: float) -> tf.Tensor:
+    """`within` for `blocks` [rows, 4, 4], without a matrix product."""
+    halfway = across(blocks)
+    a, b, c, d = (halfway[:, :, i] for i in range(4))
+    total = scale * ((a + b) + (c + d))
+    return total[:, :, None] - (2.0 * scale) * halfway
+
+
 def across(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
-    """The second step: `scale` * 2 * Q along axis 1 of `blocks` [rows, 4, 16]; for use inside kernels."""
+    """The second step: `scale` * 2 * Q along axis 1 of `blocks` [rows, 4, columns]; for use inside kernels."""
     a, b, c, d = (blocks[:, i] for i in range(_SLICES))
     total = scale * ((a + b) + (c + d))
     return total[:, None] - (2.0 * scale) * blocks

@@ -77,17 +77,19 @@ def quantize(
     """
     largest = float(2**bits - 1)
     position = values * tf.where(step > 0.0, 1.0 / step, tf.zeros_like(step))
+    lowest = base + _MAGIC
     if noise is None:
         # Round before subtracting the base, an integer of at most 2**22: both operations are exact.
-        lowest = base + _MAGIC
         shifted = tf.clip_by_value(position + _MAGIC, lowest, lowest + largest)
-        codes = tf.bitcast(shifted, tf.int32) - tf.bitcast(lowest, tf.int32)
-        return tf.cast(codes, tf.uint8), (shifted - _MAGIC) * step
-    # Noise stays below 1: 255 + u would round up to 256 in float32, and a zero would become a step.
-    code = tf.clip_by_value(tf.floor((position - base) + noise * (1.0 - 2.0**-16)), 0.0, largest)
-    # From 0 to 255 before the conversion: XLA converts a larger number to its lowest byte on CPUs, but to 255 on a GPU.
-    codes = tf.bitcast(code + _MAGIC, tf.int32) - tf.bitcast(_MAGIC, tf.int32)
-    return tf.cast(codes, tf.uint8), (code + base) * step
+        decoded = (shifted - _MAGIC) * step
+    else:
+        # Noise stays below 1: 255 + u would round up to 256 in float32, and a zero would become a step.
+        code = tf.clip_by_value(tf.floor((position - base) + noise * (1.0 - 2.0**-16)), 0.0, largest)
+        shifted, decoded = code + lowest, (code + base) * step
+    # A difference, not the lowest byte of `shifted`: where a GPU's kernel stores the byte of a float, ptxas 12.9
+    # converts the float's value instead, and all codes are 255.
+    codes = tf.bitcast(shifted, tf.int32) - tf.bitcast(lowest, tf.int32)
+    return tf.cast(codes, tf.uint8), decoded
 
 
 def dequantize(codes: tf.Tensor, step: tf.Tensor, base: tf.Tensor) -> tf.Tensor:
