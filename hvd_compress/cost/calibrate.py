@@ -15,7 +15,7 @@ from ..compressors import Compressor
 from ..compressors.resolve import CompressionLike, resolve
 from ..exchange import hosts
 from ..exchange.group import Group
-from ..exchange.volume import LARGEST, LARGEST_ON_GPU
+from ..exchange.volume import BUCKET_BYTES, LARGEST
 from ..formats.auto import CANDIDATES
 from .calibration import ACROSS, COLLECTIVES, INSIDE, Calibration, Levels
 from .kernels import KernelCost
@@ -40,8 +40,8 @@ def calibrate(
     Args:
         compressors: The compressors whose kernels are timed.
         process_set: The ranks.
-        elements: Elements of the chunks of gradient on which kernels are timed. If None, 2**20 or, on a GPU, 2**23, as
-            the largest chunks of a training step have (2**20 for compressors that need the shapes of gradients).
+        elements: Elements of the chunks of gradient on which kernels are timed. If None, 2**20 or, on a GPU, as many as
+            a bucket of 25 MB has. 2**20 at most for compressors that need the shapes of gradients.
         watch: Called with the name of each collective and compressor before it is measured.
 
     Returns:
@@ -81,8 +81,10 @@ def _calibrate(
     times = []
     for compressor in compressors:
         watch(compressor.spec)
-        largest = LARGEST_ON_GPU if devices.has_gpu() and not compressor.per_tensor else LARGEST
-        times.append(measure_kernels(compressor, elements or largest, group.size, call))
+        of_chunk = elements or (BUCKET_BYTES // 4 if devices.has_gpu() else LARGEST)
+        if compressor.per_tensor:
+            of_chunk = min(of_chunk, LARGEST)
+        times.append(measure_kernels(compressor, of_chunk, group.size, call))
     # Those of the slowest rank, so that all ranks predict the same.
     agreed = slowest(np.array(times, np.float64), group, "_kernels")
     kernels = {c.spec: KernelCost(*map(float, row)) for c, row in zip(compressors, agreed)}
@@ -117,10 +119,14 @@ def estimate(
 
 def _default_cost(compressor: Compressor, elements: int, ranks: int, speed: float) -> KernelCost:
     try:
-        default = CostModel(Link(0.0, 0.0), ranks, kernels=default_costs().kernels).cost_of(compressor)
+        defaults = default_costs()
+        default = CostModel(Link(0.0, 0.0), ranks, kernels=defaults.kernels).cost_of(compressor)
     except ValueError:  # a compressor of the user's
         return KernelCost(*measure_kernels(compressor, elements, ranks, call_time()))
-    return KernelCost(*(seconds * speed for seconds in dataclasses.astuple(default)))
+    call, *per_byte = dataclasses.astuple(default)
+    if defaults.elements is not None and not compressor.per_tensor:
+        per_byte = [seconds * defaults.elements / elements for seconds in per_byte]
+    return KernelCost(*(seconds * speed for seconds in (call, *per_byte)))
 
 
 def _placed(process_set: Any) -> hosts.Hosts | None:

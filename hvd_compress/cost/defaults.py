@@ -18,6 +18,9 @@ class Defaults(NamedTuple):
 
     pass_seconds: float  # of `x + 1` on 4 MB
     kernels: dict[str, KernelCost]  # by the compressor's name; call, encode, decode, decode_rank
+    # None where the time grows with the bytes. Else chunks take the same time whatever their size, and these are the
+    # elements of those that were timed.
+    elements: int | None = None
 
 
 CPU = Defaults(
@@ -55,4 +58,5 @@ GPU = Defaults(
         "hybrid": KernelCost(1.8e-4, 1.0e-11, 2.5e-12, 6.0e-14),  # at 1%, 4 bits
         "powersgd": KernelCost(1.8e-4, 9.7e-11, 3.0e-11, 0.0),  # at rank 2
     },
+    elements=2**23,
 )

@@ -22,7 +22,7 @@ import horovod
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..common import determinism, devices, verbosity
+from ..common import determinism, verbosity
 from ..common.names import path_of
 from ..kernels import native
 from ..version import __version__
@@ -186,16 +186,16 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     }
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
-    # They round differently, so ranks that mix them would have different weights.
     compressors = [
         one
         for compressor in settings.compressors
         for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
     ]
+    if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
+        facts["the device"] = "a GPU" if settings.on_gpu else "the CPU"
+    # They round differently, so ranks that mix them would have different weights.
     if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
-    if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
-        facts["the device"] = "a GPU" if devices.has_gpu() else "the CPU"
     facts["whether operations are deterministic"] = str(determinism.is_enabled())
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})

@@ -25,7 +25,7 @@ class EmbeddingTable:
     compressor: Compressor  # of the rows, see `Compressor.for_rows`
     ranks: int  # the world size
     limit: int  # the largest size of a bucket of the dense gradient, in bytes of float32
-    largest: int  # the largest size of its chunks in elements
+    on_gpu: bool  # whether that is encoded on a GPU
     max_rows: int  # rows of a gradient at most, each counted once
     automatic: bool = False  # whether `auto` decides if rows are sent with `compressor` or uncompressed
 
@@ -48,7 +48,7 @@ class EmbeddingTable:
     def layout(self) -> FlatLayout:
         """The chunks of the dense gradient, where that is compressed."""
         gradient = TensorGroup((0,), (self.shape,))
-        return flat_layout(gradient, (self.compressor,), self.limit, self.ranks, largest=self.largest)
+        return flat_layout(gradient, (self.compressor,), self.limit, self.ranks, on_gpu=self.on_gpu)
 
     @functools.cached_property
     def dense_bytes(self) -> int:

@@ -5,9 +5,8 @@ cache when the next kernel reads it. Memory of that size is also reused from ste
 to the operating system, which clears them. Measured on one core, residual + int8 over 25M elements took 163 ms in one
 chunk and 41 ms in 24. All chunks have the same size, so that each kernel is compiled once for the whole model.
 
-On a GPU, starting a kernel takes as long as a chunk of 25 MB. So chunks have up to 2**23 elements there, 32 MB: a
-bucket is one chunk. Measured with 86M elements, `hadamard` took 46 ms instead of 56, and its first step 9.4 s instead
-of 12.5.
+On a GPU, starting a kernel takes longer than its work on 25 MB. So chunks have up to 2**24 elements there, and a bucket
+is one chunk, or one for each rank that owns a part of it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Union
 
 from ..exchange import choice, volume
+from ..exchange.volume import BUCKET_BYTES as BUCKET_BYTES
 from ..exchange.volume import LARGEST as LARGEST
+from ..exchange.volume import LARGEST_ON_GPU
 from ..formats.quantize import BLOCK
 from .grouping import Shape, TensorGroup, runs
 
-# Defaults of `hvdc.DistributedOptimizer`.
-BUCKET_BYTES = 25 * 2**20
+# The default of `hvdc.DistributedOptimizer`.
 MIN_COMPRESS_SIZE = 1024
 
 # Small buckets do not make chunks smaller than this.
@@ -194,7 +194,7 @@ def bucket_limit(bucket_bytes: int, numel: int) -> int:
 
 
 def flat_layout(
-    tensors: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1, largest: int = LARGEST
+    tensors: TensorGroup, candidates: Sequence[Any], limit: int, ranks: int, workers: int = 1, on_gpu: bool = False
 ) -> FlatLayout:
     """The flat chunks of some gradients.
 
@@ -205,8 +205,9 @@ def flat_layout(
         limit: The largest size of a bucket, in bytes of float32.
         ranks: The world size.
         workers: The workers on each host if the exchange may be hierarchical, else 1.
-        largest: The largest size of a chunk in elements, before it is aligned.
+        on_gpu: Whether kernels run on a GPU.
     """
+    largest = LARGEST_ON_GPU if on_gpu else LARGEST
     alignment = math.lcm(*(candidate.alignment for candidate in candidates))
 
     def layout_for(owners: int, chunks_of_owner: int) -> FlatLayout:
@@ -214,7 +215,7 @@ def flat_layout(
         size = max(SMALLEST, min(largest, int(limit // 4 // (owners * chunks_of_owner) / (1 + _ADDED))))
         return FlatLayout(tensors, owners, alignment, size)
 
-    scattered = layout_for(ranks, _CHUNKS_OF_OWNER if ranks <= _FEW_RANKS else 1)
+    scattered = layout_for(ranks, 1 if on_gpu or ranks > _FEW_RANKS else _CHUNKS_OF_OWNER)
     full_bucket = scattered.shapes[: max(map(len, scattered.in_buckets(limit)))]
     share_of_worker = full_bucket[: len(full_bucket) // workers]
     exchanges = (full_bucket, ranks), (share_of_worker, ranks // workers)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..common import checks, devices
+from ..common import checks
 from ..common.names import path_of
 from ..compressors import Compressor, NoCompression
-from ..exchange.volume import LARGEST, LARGEST_ON_GPU
 from .embedding_table import EmbeddingTable
 from .grouping import Shape, TensorGroup, assign, positions
 from .layout import Layout, PerTensorLayout, bucket_limit, flat_layout, is_compressed
@@ -114,7 +113,6 @@ def model_layout(
             checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
     compressors = [settings.compressor_of(path) for path in paths]
     ranks = settings.process_set.size()
-    largest = LARGEST_ON_GPU if devices.has_gpu() else LARGEST
 
     def limit_of(numel: int) -> int:
         return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, numel)
@@ -126,7 +124,7 @@ def model_layout(
     def layout_of(tensors: TensorGroup, compressor: Compressor) -> Layout:
         if compressor.per_tensor:
             return PerTensorLayout(tensors)
-        return flat_layout(tensors, compressor.candidates, limit_of(tensors.numel), ranks, workers, largest)
+        return flat_layout(tensors, compressor.candidates, limit_of(tensors.numel), ranks, workers, settings.on_gpu)
 
     def table_of(i: int) -> EmbeddingTable:
         compressor = compressors[i].for_rows() if is_sent_compressed(i) else NoCompression()
@@ -134,7 +132,7 @@ def model_layout(
         given = gradients[i].indices.shape[0]
         max_rows = shapes[i][0] if given is None else min(shapes[i][0], given)
         limit = limit_of(math.prod(shapes[i]))
-        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit, largest, max_rows, automatic)
+        return EmbeddingTable(shapes[i], dtypes[i], compressor, ranks, limit, settings.on_gpu, max_rows, automatic)
 
     sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]

@@ -11,7 +11,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..common import checks
+from ..common import checks, devices
 from ..common.error_text import error_text
 from ..compressors import Compressor
 from ..exchange import hosts
@@ -286,6 +286,11 @@ class Settings:
         """The number of steps in an epoch or in training, if the user gives it; see `Traits.steps_per_count`."""
         steps = (c.steps_per_count for c in self.compressors if len(c.stages) > 1 and c.counts == count)
         return next((number for number in steps if number is not None), None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether gradients are compressed on a GPU."""
+        return devices.has_gpu() and "cpu" not in self.device_dense.lower()
 
     @property
     def op_name(self) -> str:

@@ -14,7 +14,9 @@ from ..formats.base import Shape, is_summed
 
 # Elements of a chunk at most; see `engine.layout` for the reasons.
 LARGEST = 2**20
-LARGEST_ON_GPU = 2**23
+LARGEST_ON_GPU = 2**24
+# The default of `hvdc.DistributedOptimizer`.
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)

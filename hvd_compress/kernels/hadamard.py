@@ -33,8 +33,8 @@ def to_blocks(tensor: tf.Tensor) -> tf.Tensor:
 def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
     """The first step: `scale` * 4 * Q x Q times each 16 values of `blocks`, whose result is [rows, 4, 16].
 
-    A processor's matrix product by TensorFlow is faster than XLA. A GPU's would round the values to 10 bits (TF32), so
-    that residuals would lack what was rounded off.
+    On a CPU, TensorFlow multiplies by thin matrices faster than XLA. On a GPU, it rounds the values to 10 bits (TF32),
+    and residuals would lack what was rounded off.
     """
     if devices.has_gpu():
         products = _sums_within(tf.reshape(blocks, [-1, 4, 4]), scale)
@@ -45,11 +45,11 @@ def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
 
 @compiled
 def _sums_within(blocks: tf.Tensor, scale: float) -> tf.Tensor:
-    """`within` for `blocks` [rows, 4, 4], without a matrix product."""
-    halfway = across(blocks)
+    """`within` for `blocks` [rows, 4, 4], without a matrix product. Scaled first: sums must not overflow."""
+    halfway = across(scale * blocks)
     a, b, c, d = (halfway[:, :, i] for i in range(4))
-    total = scale * ((a + b) + (c + d))
-    return total[:, :, None] - (2.0 * scale) * halfway
+    total = (a + b) + (c + d)
+    return total[:, :, None] - 2.0 * halfway
 
 
 def across(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:

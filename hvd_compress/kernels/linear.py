@@ -77,17 +77,19 @@ def quantize(
     """
     largest = float(2**bits - 1)
     position = values * tf.where(step > 0.0, 1.0 / step, tf.zeros_like(step))
-    lowest = base + _MAGIC
     if noise is None:
         # Round before subtracting the base, an integer of at most 2**22: both operations are exact.
+        lowest = base + _MAGIC
         shifted = tf.clip_by_value(position + _MAGIC, lowest, lowest + largest)
         decoded = (shifted - _MAGIC) * step
     else:
         # Noise stays below 1: 255 + u would round up to 256 in float32, and a zero would become a step.
         code = tf.clip_by_value(tf.floor((position - base) + noise * (1.0 - 2.0**-16)), 0.0, largest)
-        shifted, decoded = code + lowest, (code + base) * step
-    # A difference, not the lowest byte of `shifted`: where a GPU's kernel stores the byte of a float, ptxas 12.9
-    # converts the float's value instead, and all codes are 255.
+        decoded = (code + base) * step
+        # Not a constant, with which the compiler would store the lowest byte of the float `shifted`: ptxas 12.9 turns
+        # that into a conversion of the float's value, and all codes are 255 on a GPU.
+        lowest = tf.minimum(base, 0.0) + _MAGIC
+        shifted = code + lowest
     codes = tf.bitcast(shifted, tf.int32) - tf.bitcast(lowest, tf.int32)
     return tf.cast(codes, tf.uint8), decoded
 

@@ -20,7 +20,7 @@ EXAMPLE = "hvd-compress calibrate -np 2 -o link.json"
 @options.output("Where to write it.")
 @click.option("--rate", type=units.RATE, help="The link's nominal rate, such as 1gbit, to compare with.")
 @options.compressors
-@click.option("--elements", type=units.COUNT, help="Of a chunk of gradient.  [default: 1M, on a GPU 8M]")
+@click.option("--elements", type=units.COUNT, help="Of a chunk of gradient.  [default: 1M, on a GPU 6.55M]")
 @console.json_option
 @launch.workers
 def calibrate(

@@ -83,8 +83,6 @@ def test_kernels(compressor, rank, monkeypatch):
 
 
 def test_gpu_on_one_rank(rank, monkeypatch):
-    monkeypatch.setenv(native.VARIABLE, "xla")
-
     def step():
         with monkeypatch.context() as context:
             context.setattr(devices, "has_gpu", lambda: rank == 0)

@@ -225,7 +225,7 @@ def test_small_dense_gradients_cross_as_one(gather, rank, size):
 
 
 def test_chunks_of_a_gpu(rank, size, gather, monkeypatch):
-    """On a GPU a bucket is one chunk. Blocks of 256 elements are quantized alone, so nothing else changes."""
+    """On a GPU, a bucket of two ranks is one chunk. Blocks of 256 are quantized alone, so nothing else changes."""
     monkeypatch.setenv("HVD_COMPRESS_KERNELS", "xla")
     gradients = [np.random.default_rng([rank, i]).standard_normal((2048, 2048), np.float32) for i in range(2)]
     results = []

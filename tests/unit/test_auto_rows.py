@@ -19,7 +19,7 @@ PLAIN, CODED = 2 + 4 * COLUMNS, 2 + 8 + COLUMNS
 
 
 def table(automatic=True, max_rows=ROWS):
-    return EmbeddingTable((ROWS, COLUMNS), tf.float32, resolve("int8"), RANKS, 2**20, 2**20, max_rows, automatic)
+    return EmbeddingTable((ROWS, COLUMNS), tf.float32, resolve("int8"), RANKS, 2**20, False, max_rows, automatic)
 
 
 def seconds(rows, link=1.0):

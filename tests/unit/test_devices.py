@@ -6,7 +6,9 @@ import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.common import devices
-from hvd_compress.cost import defaults, measure_kernels
+from hvd_compress.compressors.resolve import resolve
+from hvd_compress.cost import calibrate, defaults, measure_kernels
+from hvd_compress.engine.settings import Settings
 from hvd_compress.tools import timed_exchange, timing
 
 
@@ -38,6 +40,29 @@ def test_default_costs(monkeypatch):
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     assert measure_kernels.default_costs() is defaults.GPU
     assert defaults.GPU.kernels.keys() == defaults.CPU.kernels.keys()
+
+
+def test_costs_of_chunks_on_a_gpu(monkeypatch):
+    """They take the same time whatever their size; on a core, the time grows with the bytes."""
+    compressor, sizes = resolve("int4"), (2**16, 2**23)
+    on_core = [calibrate._default_cost(compressor, elements, 2, speed=1.0) for elements in sizes]
+    assert on_core[0] == on_core[1]
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    small, large = (calibrate._default_cost(compressor, elements, 2, speed=1.0) for elements in sizes)
+    assert large == defaults.GPU.kernels["int4"]
+    assert small.call == large.call
+    assert small.encode * sizes[0] == pytest.approx(large.encode * sizes[1])
+    assert small.decode * sizes[0] == pytest.approx(large.decode * sizes[1])
+    per_tensor = resolve("powersgd:rank=2")
+    assert calibrate._default_cost(per_tensor, 2**16, 2, speed=1.0) == defaults.GPU.kernels["powersgd"]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "device_dense", "on_gpu"), [(True, "", True), (True, "/cpu:0", False), (False, "", False)]
+)
+def test_where_gradients_are_compressed(has_gpu, device_dense, on_gpu, monkeypatch):
+    monkeypatch.setattr(devices, "has_gpu", lambda: has_gpu)
+    assert Settings(resolve("int8"), device_dense=device_dense).on_gpu == on_gpu
 
 
 def test_what_bench_times(waits):

@@ -184,3 +184,13 @@ def test_shapes_that_are_alike_count_as_a_list_of_them_does():
     int8 = formats.parse("int8")
     assert volume.payload_bytes(int8, alike) == volume.payload_bytes(int8, listed)
     assert hash(alike[:3]) == hash(volume.Alike((8, 4), 3)) and alike[:3] == volume.Alike((8, 4), 3)
+
+
+@pytest.mark.parametrize(("spec", "ranks", "chunks"), [("int8", 2, 1), ("int8", 4, 4), ("randomk:ratio=0.01", 4, 1)])
+@pytest.mark.parametrize("limit", [25 * 2**20, 50 * 2**20])
+def test_a_bucket_on_a_gpu_has_one_chunk_for_each_owner(spec, ranks, chunks, limit):
+    tensors = TensorGroup((0,), ((500 * 2**20,),))
+    layout = geometry.flat_layout(tensors, (hvdc.Compression.parse(spec),), limit, ranks, on_gpu=True)
+    buckets = layout.in_buckets(limit)
+    assert {len(bucket) for bucket in buckets} == {chunks}
+    assert 0.95 * limit <= 4 * chunks * layout.size <= limit
