@@ -33,13 +33,12 @@ _FAST = 0.004
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
-# Of an estimate: these sizes, each so many times or for so many seconds.
-_ESTIMATE_SIZES, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = (2**12, 2**19, 2**21, 2**22), 3, 0.03
-# Seconds. The largest is left out if it would take longer: it is for fast links only, on which the time of the others
-# varies by more than they need for the bytes.
-_LARGEST_SECONDS = 0.02
-# A size that was not probed is timed once more if it took so many times as long as expected: TCP may have sent a packet
-# again.
+# Of an estimate: these sizes, and then the first of the larger ones that is expected to take no longer than the seconds
+# beside it. On a fast link, only a large one needs more time for its bytes than the times of the others vary by. A size
+# is timed up to so many times, or for so many seconds.
+_ESTIMATE_SIZES, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = (2**12, 2**19), 3, 0.03
+_ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
+# A size is timed once more if it took so many times as long as expected: TCP may have sent a packet again.
 _HELD_UP = 3.0
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
@@ -111,33 +110,33 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     sizes: list[int] = []
     seconds: list[float] = []
     pause = 0.0
-    for size in _ESTIMATE_SIZES:
-        expected = _expected(size, sizes, seconds)
-        if expected > (_PATIENCE if size < _ESTIMATE_SIZES[-1] else _LARGEST_SECONDS):
-            break
+    while (size := _size_to_estimate(sizes, seconds)) is not None:
         run = tf.function(new_run(name, size, group), autograph=False)
         run.get_concrete_function()
+        times = _times(run, everyone) if size <= _PROBED else np.zeros(0)
+        expected = float(times[0]) if size <= _PROBED else _expected(size, sizes, seconds)
         if size <= _PROBED:
-            times = _times(run, everyone)
-            expected = float(times[0])
             pause = _PAUSE if expected > _SLOW else 0.0
-            # The probe may have been held up. On a WAN, where each call takes long, only the smallest is timed again.
-            if not seconds or seconds[0] <= _SHORT:
-                repeats = _repeats(expected, 1 if expected > _SHORT else 2)
-                times = np.concatenate([times, _times(run, everyone, repeats, pause)])
-        else:
-            times = _times(run, everyone, _repeats(expected, 1), pause)
-            if times.min() > _HELD_UP * expected:
-                times = np.concatenate([times, _times(run, everyone, 1, pause)])
+        # On a WAN, where each call takes long, only the smallest is timed again.
+        if not (times.size and seconds and seconds[0] > _SHORT):
+            enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, 1e-9)))
+            again = _times(run, everyone, max(1, enough - times.size), pause)
+            if again.min() > _HELD_UP * expected:
+                again = np.concatenate([again, _times(run, everyone, 1, pause)])
+            times = again if pause else np.concatenate([times, again])  # the probe had a burst of its own
         sizes.append(size)
         # The faster half: of so few, more of the others waited.
         seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))
     return _ring_link(name, group.size, sizes, seconds)
 
 
-def _repeats(expected: float, least: int) -> int:
-    """How often an estimate times a size that takes about so many seconds."""
-    return max(least, min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, 1e-9))))
+def _size_to_estimate(sizes: Sequence[int], seconds: Sequence[float]) -> int | None:
+    """The size that an estimate times after these, which took so many seconds; None if these are enough."""
+    if len(sizes) < len(_ESTIMATE_SIZES):
+        return _ESTIMATE_SIZES[len(sizes)]
+    if len(sizes) > len(_ESTIMATE_SIZES):
+        return None
+    return next((size for size, most in _ESTIMATE_LARGER if _expected(size, sizes, seconds) <= most), None)
 
 
 def _expected(size: int, sizes: Sequence[int], seconds: Sequence[float]) -> float:

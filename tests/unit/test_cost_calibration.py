@@ -82,7 +82,7 @@ def test_an_estimate_finds_the_link(monkeypatch, rate, burst):
     assert seconds < (0.6 if rate > 1e7 else 1.4)
 
 
-@pytest.mark.parametrize("call", range(13))
+@pytest.mark.parametrize("call", range(8))
 def test_a_call_that_is_held_up_does_not_count(monkeypatch, call):
     """TCP waits for 200 ms until it sends a packet again."""
     emulated = EmulatedLink(monkeypatch, 1.25e8, held_up=[call])
