@@ -271,7 +271,7 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _probability(text: str) -> float:
+def probability(text: str) -> float:
     """A probability from 1% or 0.01."""
     number, percent = text.removesuffix("%"), text.endswith("%")
     try:
@@ -306,7 +306,7 @@ def main() -> int:
         default=0.0,
         help="that a packet takes from one host to another, such as 50ms; a round trip takes twice this (default: 0)",
     )
-    parser.add_argument("--loss", type=_probability, default=0.0, help="of packets, such as 1%% (default: 0)")
+    parser.add_argument("--loss", type=probability, default=0.0, help="of packets, such as 1%% (default: 0)")
     parser.add_argument("command", nargs="+", help="after --, what horovodrun starts on every host")
     args = parser.parse_args()
     if not 1 <= args.hosts <= 250 or min(args.workers_per_host, args.cores) < 1:

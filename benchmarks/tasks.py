@@ -127,10 +127,15 @@ def recommender(batch_size: int = 512) -> Task:
     """The network of examples/keras_recommender.py on the same text: an embedding of some 50,000 x 64."""
     content = ids.load()
     recall = keras_recommender.Recall(content)
-    dataset, _ = ids.dataset(content.train, keras_recommender.CONTEXT, batch_size, hvd.rank(), hvd.size())
+
+    def batches(random: np.random.Generator) -> Batches:
+        """Their order follows from TensorFlow's seed, which is set when this is called."""
+        dataset, _ = ids.dataset(content.train, keras_recommender.CONTEXT, batch_size, hvd.rank(), hvd.size())
+        return iter(dataset)
+
     return Task(
         build_model=lambda: keras_recommender.build_model(content.count),
-        batches=lambda random: iter(dataset),  # whose order follows from TensorFlow's seed
+        batches=batches,
         loss=keras_recommender.loss(),
         metric=lambda model: 100 * recall(model),
         metric_name="recall at ten, %",
@@ -169,18 +174,19 @@ def optimizer(task: str, kind: str, spec: str | None, options: str = "") -> Any:
         task: Name of the task.
         kind: "adam", "sgd", or "" for the task's usual one.
         spec: A compressor, "OneBitAdam", or None for an optimizer whose gradients Horovod's tape reduces.
-        options: More arguments of `hvdc.DistributedOptimizer`, such as "local_steps=30 outer=average".
+        options: More arguments of `hvdc.DistributedOptimizer`, such as "local_steps=30 outer=average", or of
+            `OneBitAdam`.
     """
     kind = kind or next(iter(RATES[task]))
     rate = RATES[task][kind]
+    arguments = dict(option.split("=", 1) for option in options.split())
+    values: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
+    values |= {name: text == "True" for name, text in arguments.items() if text in ("True", "False")}
     if spec == "OneBitAdam":
-        return hvdc.optimizers.OneBitAdam(rate)
+        return hvdc.optimizers.OneBitAdam(rate, **values)
     if kind == "adam":
         inner = keras.optimizers.Adam(rate)
     else:
         momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
         inner = keras.optimizers.SGD(rate, momentum=momentum)
-    arguments = dict(option.split("=", 1) for option in options.split())
-    values: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
-    values |= {name: text == "True" for name, text in arguments.items() if text in ("True", "False")}
     return hvdc.DistributedOptimizer(inner, compression=spec, **values) if spec else inner

@@ -25,16 +25,18 @@ SHOWN = [
     "horovod fp16", "none", "int8", "int4", "quantize:bits=2", "hadamard", "onebit", "hybrid:ratio=0.05,bits=4",
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=4", "auto",
 ]  # fmt: skip
+GAIN = "times as fast as Horovod"
 COLUMNS = [
-    "method", "seconds to the target", "times as fast as Horovod", "steps to the target", "MB to the target",
-    "ms per step", "first step, s", "metric after equal steps", "difference",
+    "method", "seconds to the target", GAIN, "steps to the target", "MB to the target", "ms per step", "first step, s",
+    "metric after equal steps", "difference",
 ]  # fmt: skip
 
 
 def methods_of(result: Result) -> dict[str, list[Result]]:
-    """The runs of each method."""
-    names = dict.fromkeys(run["method"] for run in result["runs"])
-    return {name: [run for run in result["runs"] if run["method"] == name] for name in names}
+    """The runs of each method, in the order of their seeds."""
+    runs = sorted(result["runs"], key=lambda run: run["seed"])
+    names = dict.fromkeys(run["method"] for run in runs)
+    return {name: [run for run in runs if run["method"] == name] for name in names}
 
 
 def median(runs: list[Result], key: str) -> float:
@@ -59,7 +61,7 @@ def table(result: Result) -> str:
     rows = []
     for name, runs in methods.items():
         seconds, steps = median(runs, "seconds"), [str(run["steps"] or "-") for run in runs]
-        gain = "" if horovod is None else f"{median(horovod, 'seconds') / seconds:.1f}"
+        gain = f"{median(horovod, 'seconds') / seconds:.1f}" if horovod and math.isfinite(seconds) else "-"
         plain = methods.get(baseline(name))
         difference = "" if plain is None else f"{median(runs, 'metric') - median(plain, 'metric'):+.2f}"
         rows.append([
@@ -67,7 +69,8 @@ def table(result: Result) -> str:
             number(median(runs, "bytes") / 1e6), number(median(runs, "step_ms"), 0),
             number(median(runs, "first_step")), number(median(runs, "metric"), 2), difference,
         ])  # fmt: skip
-    return page_tables.markdown(COLUMNS, rows)
+    shown = [i for i, column in enumerate(COLUMNS) if column != GAIN or horovod]
+    return page_tables.markdown([COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def title(result: Result) -> str:
@@ -146,7 +149,7 @@ def main() -> None:
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
-    steady = [result for result in results if not result.get("change")]
+    steady = [result for result in results if not result.get("change") and "horovod none" in methods_of(result)]
     if steady:
         overview(steady, args.out / "train_overview.png")
     page_tables.show({f"{result['task']} {link_of(result)}": table(result) for result in results}, args.page)

@@ -42,7 +42,7 @@ _CHUNKS_OF_OWNER = 3
 _FEW_RANKS = 16
 # A model has at least this many buckets, unless they would be smaller than this many bytes of float32.
 _BUCKETS = 4
-_SMALL_BUCKET = 2**20
+_SMALL_BUCKET = 2**18
 
 
 class Span(NamedTuple):

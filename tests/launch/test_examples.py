@@ -113,7 +113,8 @@ def test_keras_mnist_on_one_worker(python, tmp_path):
 
 
 def test_help_says_that_the_default_is_auto_and_a_wrong_compression_is_explained(python):
-    scripts = [f"examples/{name}.py" for name in ("custom_loop", "keras_gpt", "keras_mnist", "keras_resnet")]
+    names = ("custom_loop", "keras_gpt", "keras_mnist", "keras_recommender", "keras_resnet")
+    scripts = [f"examples/{name}.py" for name in names]
     commands = [[script, "--help"] for script in scripts]
     *helps, wrong = one_by_one(python, [*commands, [scripts[2], "--compression", "hybird:ratio=0.01"]])
     for status, out, _ in helps:

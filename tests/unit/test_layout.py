@@ -194,3 +194,11 @@ def test_a_bucket_on_a_gpu_has_one_chunk_for_each_owner(spec, ranks, chunks, lim
     buckets = layout.in_buckets(limit)
     assert {len(bucket) for bucket in buckets} == {chunks}
     assert 0.95 * limit <= 4 * chunks * layout.size <= limit
+
+
+@pytest.mark.parametrize(
+    "numel, limit", [(25_600_000, 2**24), (1_200_000, 1_230_000), (270_000, 276_750), (5000, 2**18)]
+)
+def test_small_models_have_four_buckets_too(numel, limit):
+    """Those of the last layers are sent during the backward pass."""
+    assert geometry.bucket_limit(2**24, numel) == limit
