@@ -85,18 +85,18 @@ def test_local_steps_are_predicted_where_they_are_named():
 
 def test_a_compressor_by_hand():
     # One matrix and one bias, which is not compressed and crosses before the last bucket.
-    work = Workload(((1024, 256), (256,)), backward=0.01)
+    work = Workload(((256, 256), (256,)), backward=0.01)
     found = prediction.forecast("int8", work, Network(1e9, 1e-4), 2)
-    assert found.chosen == ((1024, "none"), (2**20, "int8"))
-    payload = 2**18 + 2**18 // 256 * 8
+    assert found.chosen == ((1024, "none"), (2**18, "int8"))
+    payload = 2**16 + 2**16 // 256 * 8
     cost = CPU.kernels["quantize"]
     dense = 2 * 1e-4 + 1024 * 8e-9
     wire = 1e-4 + payload * 8e-9
-    encode = cost.call + 2**20 * cost.encode
-    decode = cost.call + 2**20 * (cost.decode + 2 * cost.decode_rank)
+    encode = cost.call + 2**18 * cost.encode
+    decode = cost.call + 2**18 * (cost.decode + 2 * cost.decode_rank)
     assert found.wire == pytest.approx(dense + wire)
     assert (found.encode, found.decode) == (pytest.approx(encode), pytest.approx(decode))
-    ready = [0.01 * 256 / (2**18 + 256), 0.01]  # byte by byte, the last layer first
+    ready = [0.01 * 256 / (2**16 + 256), 0.01]  # byte by byte, the last layer first
     assert found.step == pytest.approx(reference.queue(ready, [dense, encode + wire + decode]))
     assert found.sent == 1024 + payload // 64 * 64 + 64
 
