@@ -129,7 +129,7 @@ def recommender(batch_size: int = 512) -> Task:
     recall = keras_recommender.Recall(content)
 
     def batches(random: np.random.Generator) -> Batches:
-        """Their order follows from TensorFlow's seed, which is set when this is called."""
+        """Their order follows from TensorFlow's seed, which must have been set before."""
         dataset, _ = ids.dataset(content.train, keras_recommender.CONTEXT, batch_size, hvd.rank(), hvd.size())
         return iter(dataset)
 

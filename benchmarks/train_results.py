@@ -26,6 +26,7 @@ SHOWN = [
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=4", "auto",
 ]  # fmt: skip
 GAIN = "times as fast as Horovod"
+IN_OVERVIEW = ["digits", "gpt", "recommender"]  # not resnet20, where chance decides when the target is reached
 COLUMNS = [
     "method", "seconds to the target", GAIN, "steps to the target", "MB to the target", "ms per step", "first step, s",
     "metric after equal steps", "difference",
@@ -61,7 +62,8 @@ def table(result: Result) -> str:
     rows = []
     for name, runs in methods.items():
         seconds, steps = median(runs, "seconds"), [str(run["steps"] or "-") for run in runs]
-        gain = f"{median(horovod, 'seconds') / seconds:.1f}" if horovod and math.isfinite(seconds) else "-"
+        times = median(horovod, "seconds") / seconds if horovod else math.nan
+        gain = f"{times:.1f}" if math.isfinite(times) and times else "-"
         plain = methods.get(baseline(name))
         difference = "" if plain is None else f"{median(runs, 'metric') - median(plain, 'metric'):+.2f}"
         rows.append([
@@ -75,12 +77,18 @@ def table(result: Result) -> str:
 
 def title(result: Result) -> str:
     then = "{} after {} steps".format(*result["change"]) if result.get("change") else ""
-    return ", ".join(filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], then]))
+    return ", ".join(filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], *_faults(result), then]))
+
+
+def _faults(result: Result) -> list[str]:
+    """What else is to be known of the links: delay and loss of packets."""
+    delay, loss = result.get("delay"), result.get("loss")
+    return [*([f"{delay * 1e3:g}ms"] if delay else []), *([f"{loss:.1%} lost"] if loss else [])]
 
 
 def link_of(result: Result) -> str:
-    """The rate, and of a link that changes the other rate and the step."""
-    return "_".join([result["rate"], *map(str, result.get("change") or [])])
+    """The rate, delay and loss, and of a link that changes the other rate and the step."""
+    return "_".join([result["rate"], *_faults(result), *map(str, result.get("change") or [])]).replace(" ", "_")
 
 
 def curves(result: Result, path: Path) -> None:
@@ -149,7 +157,8 @@ def main() -> None:
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
-    steady = [result for result in results if not result.get("change") and "horovod none" in methods_of(result)]
+    steady = [r for r in results if r["task"] in IN_OVERVIEW and not (r.get("change") or _faults(r))]
+    steady = [r for r in steady if "horovod none" in methods_of(r)]
     if steady:
         overview(steady, args.out / "train_overview.png")
     page_tables.show({f"{result['task']} {link_of(result)}": table(result) for result in results}, args.page)

@@ -34,12 +34,13 @@ _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 _LARGEST_BURST = 2**20
 
 # Of an estimate: these sizes, and then the first of the larger ones that is expected to take no longer than the seconds
-# beside it. On a fast link, only a large one needs more time for its bytes than the times of the others vary by. A size
-# is timed up to so many times, or for so many seconds.
+# beside it. On a fast link, only a large message takes clearly longer than the times vary. A size is timed up to so
+# many times, or for so many seconds.
 _ESTIMATE_SIZES, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = (2**12, 2**19), 3, 0.03
 _ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
-# A size is timed once more if it took so many times as long as expected: TCP may have sent a packet again.
-_HELD_UP = 3.0
+# A size is timed once more if it took so many times as long as expected, or so many seconds longer: TCP may have sent a
+# packet again, after 0.2 s.
+_HELD_UP, _HELD_UP_SECONDS = 3.0, 0.15
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
@@ -104,7 +105,7 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
 
 
 def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
-    """As `measure_link`, in a few tenths of a second, or in as long as some megabytes need on a slow link."""
+    """As `measure_link`, in a few tenths of a second, or in as long as some messages of 0.5 MB need on a slow link."""
     if group.size == 1:
         return Link(0.0, 0.0), 0.0
     sizes: list[int] = []
@@ -113,17 +114,21 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     while (size := _size_to_estimate(sizes, seconds)) is not None:
         run = tf.function(new_run(name, size, group), autograph=False)
         run.get_concrete_function()
-        times = _times(run, everyone) if size <= _PROBED else np.zeros(0)
-        expected = float(times[0]) if size <= _PROBED else _expected(size, sizes, seconds)
-        if size <= _PROBED:
-            pause = _PAUSE if expected > _SLOW else 0.0
+        times = _times(run, everyone, 1, pause)
+        first, is_probe = float(times[0]), size <= _PROBED
+        expected = first if is_probe else seconds[0] + _expected(size, sizes, seconds)
+        if is_probe:
+            pause = _PAUSE if first > _SLOW else 0.0
         # On a WAN, where each call takes long, only the smallest is timed again.
-        if not (times.size and seconds and seconds[0] > _SHORT):
-            enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, 1e-9)))
-            again = _times(run, everyone, max(1, enough - times.size), pause)
-            if again.min() > _HELD_UP * expected:
-                again = np.concatenate([again, _times(run, everyone, 1, pause)])
-            times = again if pause else np.concatenate([times, again])  # the probe had a burst of its own
+        if not (is_probe and seconds and seconds[0] > _SHORT):
+            enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, first, 1e-9)))
+            again = max(enough - 1, 1 if is_probe else 0)
+            if again:
+                last = _times(run, everyone, again, pause)
+                # The first of the second size had a longer pause, and so perhaps a larger burst.
+                times = last if is_probe and seconds and pause else np.concatenate([times, last])
+            if times[-max(again, 1) :].min() > min(_HELD_UP * expected, expected + _HELD_UP_SECONDS):
+                times = np.concatenate([times, _times(run, everyone, 1, pause)])
         sizes.append(size)
         # The faster half: of so few, more of the others waited.
         seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))

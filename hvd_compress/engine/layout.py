@@ -40,9 +40,10 @@ SMALL = 1024
 # it is one chunk, since each bucket costs much latency.
 _CHUNKS_OF_OWNER = 3
 _FEW_RANKS = 16
-# A model has at least this many buckets, unless they would be smaller than this many bytes of float32.
+# A model has at least this many buckets, unless they would be smaller than so many bytes of float32. See
+# `smallest_bucket`.
 _BUCKETS = 4
-_SMALL_BUCKET = 2**18
+SMALL_BUCKET, _SMALLEST_BUCKET = 2**20, 2**18
 
 
 class Span(NamedTuple):
@@ -186,11 +187,19 @@ class FlatLayout:
 Layout = Union[FlatLayout, PerTensorLayout]
 
 
-def bucket_limit(bucket_bytes: int, numel: int) -> int:
+def bucket_limit(bucket_bytes: int, numel: int, smallest: int = SMALL_BUCKET) -> int:
     """The largest size of a bucket, in bytes of float32, for gradients of `numel` elements."""
     # Small models have several buckets, too, so that those of the last layers are exchanged during the backward pass.
     # A little more than a quarter, for the padding of chunks.
-    return min(bucket_bytes, max(_SMALL_BUCKET, math.ceil(4.1 * numel / _BUCKETS)))
+    return min(bucket_bytes, max(smallest, math.ceil(4.1 * numel / _BUCKETS)))
+
+
+def smallest_bucket(ranks: int) -> int:
+    """The argument `smallest` of `bucket_limit` for buckets that are exchanged during the backward pass on CPUs.
+
+    Between more than two ranks, each bucket costs more latency, and small ones are sent in an allgather.
+    """
+    return _SMALLEST_BUCKET if ranks <= 2 else SMALL_BUCKET
 
 
 def flat_layout(

@@ -21,7 +21,7 @@ from ..common.names import path_of
 from ..compressors import Compressor, NoCompression
 from .embedding_table import EmbeddingTable
 from .grouping import Shape, TensorGroup, assign, positions
-from .layout import Layout, PerTensorLayout, bucket_limit, flat_layout, is_compressed
+from .layout import SMALL_BUCKET, Layout, PerTensorLayout, bucket_limit, flat_layout, is_compressed, smallest_bucket
 from .settings import Settings
 
 
@@ -113,9 +113,11 @@ def model_layout(
             checks.reducible(f"the gradient of {path or 'a tensor'}", dtype)
     compressors = [settings.compressor_of(path) for path in paths]
     ranks = settings.process_set.size()
+    waits_for_gradients = not settings.delay and settings.local_steps is None
+    early = smallest_bucket(ranks) if waits_for_gradients and not settings.on_gpu else SMALL_BUCKET
 
-    def limit_of(numel: int) -> int:
-        return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, numel)
+    def limit_of(numel: int, smallest: int = SMALL_BUCKET) -> int:
+        return sys.maxsize if settings.groups is not None else bucket_limit(settings.bucket_bytes, numel, smallest)
 
     def is_sent_compressed(i: int) -> bool:
         may_be = dtypes[i].is_floating and not compressors[i].uncompressed
@@ -124,7 +126,8 @@ def model_layout(
     def layout_of(tensors: TensorGroup, compressor: Compressor) -> Layout:
         if compressor.per_tensor:
             return PerTensorLayout(tensors)
-        return flat_layout(tensors, compressor.candidates, limit_of(tensors.numel), ranks, workers, settings.on_gpu)
+        limit = limit_of(tensors.numel, early)
+        return flat_layout(tensors, compressor.candidates, limit, ranks, workers, settings.on_gpu)
 
     def table_of(i: int) -> EmbeddingTable:
         compressor = compressors[i].for_rows() if is_sent_compressed(i) else NoCompression()
@@ -152,11 +155,12 @@ def model_layout(
             param_groups.append(ParamGroup(compressor, layout_of(tensors, compressor)))
     buckets = []
     for g, group in enumerate(param_groups):
-        limit = sys.maxsize if group.compressor.model_wide else limit_of(group.layout.tensors.numel)
+        limit = sys.maxsize if group.compressor.model_wide else limit_of(group.layout.tensors.numel, early)
         buckets += [Bucket(g, chunks) for chunks in group.layout.in_buckets(limit)]
 
     rest = sorted(set(dense) - set(compressed))
-    limit = limit_of(sum(math.prod(shapes[i]) for i in rest))
+    # Beside compressed gradients, the others are sent before the last bucket.
+    limit = limit_of(sum(math.prod(shapes[i]) for i in rest), SMALL_BUCKET if compressed else early)
     uncompressed = assign(shapes, rest, limit, None if compressed else groups)
     tables = [table_of(i) for i in sparse]
     return ModelLayout(paths, shapes, dtypes, param_groups, buckets, uncompressed, sparse, tables, workers > 1)

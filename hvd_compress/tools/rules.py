@@ -41,7 +41,7 @@ _WORTH = 0.8
 _MILD = ("int8", "int4", "hadamard")
 _ELEMENTS = 2**20  # of a tensor that shows how many bytes they send
 _LEAST_PROGRESS = 0.02
-_SMALL_BUCKET = 256 * 1024  # bytes
+_SMALL_BUCKET = 128 * 1024  # bytes; the default of bucket_bytes makes none of these
 
 
 class Rule(NamedTuple):

@@ -67,11 +67,13 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
     """
     compress = not all(candidate.uncompressed for candidate in candidates)
     chosen = [i for i, shape in enumerate(work.shapes) if compress and geometry.is_compressed(shape, MIN_COMPRESS_SIZE)]
-    dense = _dense_buckets(work, sorted(set(range(len(work.shapes))).difference(chosen)))
+    smallest = geometry.smallest_bucket(ranks)
+    rest = sorted(set(range(len(work.shapes))).difference(chosen))
+    dense = _dense_buckets(work, rest, geometry.SMALL_BUCKET if chosen else smallest)
     if not chosen:
         return dense
     (gradients,) = grouping.assign(work.shapes, chosen, sys.maxsize)
-    limit = geometry.bucket_limit(work.bucket_bytes, gradients.numel)
+    limit = geometry.bucket_limit(work.bucket_bytes, gradients.numel, smallest)
     layout: geometry.Layout
     if candidates[0].per_tensor:
         layout = geometry.PerTensorLayout(gradients)
@@ -90,8 +92,8 @@ def buckets_of(work: Workload, candidates: tuple[Format, ...], ranks: int, worke
     return [*compressed[:-1], *dense, compressed[-1]]
 
 
-def _dense_buckets(work: Workload, members: list[int]) -> list[Bucket]:
-    limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members))
+def _dense_buckets(work: Workload, members: list[int], smallest: int) -> list[Bucket]:
+    limit = geometry.bucket_limit(work.bucket_bytes, sum(math.prod(work.shapes[i]) for i in members), smallest)
     return [
         Bucket(4 * group.numel, group.shapes, work.ready(min(group.members)), dense=True)
         for group in grouping.assign(work.shapes, members, limit)

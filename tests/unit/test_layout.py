@@ -197,8 +197,11 @@ def test_a_bucket_on_a_gpu_has_one_chunk_for_each_owner(spec, ranks, chunks, lim
 
 
 @pytest.mark.parametrize(
-    "numel, limit", [(25_600_000, 2**24), (1_200_000, 1_230_000), (270_000, 276_750), (5000, 2**18)]
+    "numel, ranks, count",
+    [(25_600_000, 2, 8), (1_200_000, 2, 4), (270_000, 2, 4), (100_000, 2, 2), (5000, 2, 1), (270_000, 8, 3)],
 )
-def test_small_models_have_four_buckets_too(numel, limit):
+def test_small_models_have_four_buckets_too(numel, ranks, count):
     """Those of the last layers are sent during the backward pass."""
-    assert geometry.bucket_limit(2**24, numel) == limit
+    limit = geometry.bucket_limit(2**24, numel, geometry.smallest_bucket(ranks))
+    layout = geometry.flat_layout(TensorGroup((0,), ((numel,),)), [formats.parse("int8")], limit, ranks)
+    assert len(layout.in_buckets(limit)) == count
