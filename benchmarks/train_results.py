@@ -77,18 +77,20 @@ def table(result: Result) -> str:
 
 def title(result: Result) -> str:
     then = "{} after {} steps".format(*result["change"]) if result.get("change") else ""
-    return ", ".join(filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], *_faults(result), then]))
+    return ", ".join(
+        filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], *_delay_and_loss(result), then])
+    )
 
 
-def _faults(result: Result) -> list[str]:
-    """What else is to be known of the links: delay and loss of packets."""
+def _delay_and_loss(result: Result) -> list[str]:
+    """Those of packets, where there are any."""
     delay, loss = result.get("delay"), result.get("loss")
     return [*([f"{delay * 1e3:g}ms"] if delay else []), *([f"{loss:.1%} lost"] if loss else [])]
 
 
 def link_of(result: Result) -> str:
     """The rate, delay and loss, and of a link that changes the other rate and the step."""
-    return "_".join([result["rate"], *_faults(result), *map(str, result.get("change") or [])]).replace(" ", "_")
+    return "_".join([result["rate"], *_delay_and_loss(result), *map(str, result.get("change") or [])]).replace(" ", "_")
 
 
 def curves(result: Result, path: Path) -> None:
@@ -157,7 +159,7 @@ def main() -> None:
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
-    steady = [r for r in results if r["task"] in IN_OVERVIEW and not (r.get("change") or _faults(r))]
+    steady = [r for r in results if r["task"] in IN_OVERVIEW and not (r.get("change") or _delay_and_loss(r))]
     steady = [r for r in steady if "horovod none" in methods_of(r)]
     if steady:
         overview(steady, args.out / "train_overview.png")

@@ -114,25 +114,32 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     while (size := _size_to_estimate(sizes, seconds)) is not None:
         run = tf.function(new_run(name, size, group), autograph=False)
         run.get_concrete_function()
-        times = _times(run, everyone, 1, pause)
-        first, is_probe = float(times[0]), size <= _PROBED
+        first, is_probe = float(_times(run, everyone, 1, pause)[0]), size <= _PROBED
         expected = first if is_probe else seconds[0] + _expected(size, sizes, seconds)
         if is_probe:
             pause = _PAUSE if first > _SLOW else 0.0
         # On a WAN, where each call takes long, only the smallest is timed again.
-        if not (is_probe and seconds and seconds[0] > _SHORT):
-            enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, first, 1e-9)))
-            again = max(enough - 1, 1 if is_probe else 0)
-            if again:
-                last = _times(run, everyone, again, pause)
-                # The first of the second size had a longer pause, and so perhaps a larger burst.
-                times = last if is_probe and seconds and pause else np.concatenate([times, last])
-            if times[-max(again, 1) :].min() > min(_HELD_UP * expected, expected + _HELD_UP_SECONDS):
-                times = np.concatenate([times, _times(run, everyone, 1, pause)])
+        is_enough = is_probe and bool(seconds) and seconds[0] > _SHORT
+        times = np.zeros(0) if is_enough else _more_times(run, everyone, first, expected, int(is_probe), pause)
+        # The first of the second size had a longer pause, and so perhaps a larger burst.
+        if is_enough or not (is_probe and seconds and pause):
+            times = np.append(first, times)
         sizes.append(size)
         # The faster half: of so few, more of the others waited.
         seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))
     return _ring_link(name, group.size, sizes, seconds)
+
+
+def _more_times(
+    run: Callable[[], Any], everyone: Group, first: float, expected: float, least: int, pause: float
+) -> np.ndarray:
+    """Seconds of more calls, at least so many, after one that took `first` seconds; of one more if TCP held them up."""
+    enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, first, 1e-9)))
+    repeats = max(enough - 1, least)
+    times = _times(run, everyone, repeats, pause) if repeats else np.zeros(0)
+    if float(times.min() if repeats else first) > min(_HELD_UP * expected, expected + _HELD_UP_SECONDS):
+        times = np.append(times, _times(run, everyone, 1, pause))
+    return times
 
 
 def _size_to_estimate(sizes: Sequence[int], seconds: Sequence[float]) -> int | None:
