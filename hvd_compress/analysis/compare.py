@@ -26,11 +26,17 @@ from ..exchange import coding
 from ..exchange.local_input import LocalInput
 from ..exchange.one_rank import OneRank
 from ..exchange.volume import payload_bytes
-from ..formats.registry import example_specs
 from ..kernels import noise
 from .comparison import ComparedCompressor, Comparison
 from .named_steps import named_steps
 
+# What is compared by default: usual settings of all built-in compressors.
+SPECS = (
+    "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "quantize:bits=2", "hadamard", "onebit",
+    "topk:ratio=0.01", "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=32", "randomk:ratio=0.01",
+    "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4",
+    "dgc:ratio=0.01,warmup_epochs=0", "powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1",
+)  # fmt: skip
 # Each is timed so often, after one call that compiles; less often after so many seconds, but twice.
 _REPEATS, _SECONDS = 5, 1.0
 _IN_CACHE = 2**16  # elements
@@ -74,7 +80,7 @@ def compare(
         gradients: The gradients of one step: arrays or tensors of floating point numbers, a list or a dict of them.
             Or a list of steps, each of which is such a list or dict. Or the path of a file that `CompressionMonitor`,
             `hvdc.profile`, `hvdc.record_gradients` or `numpy.savez` wrote. All steps have the same arrays.
-        specs: Compressors as in `hvdc.DistributedOptimizer`, except `auto`. None: all built-in ones.
+        specs: Compressors as in `hvdc.DistributedOptimizer`, except `auto`. None: usual settings of all built-in ones.
         steps: The number of steps of `error_with_residual`. If there are fewer, they are repeated from the first on.
             None: as many as are given; 8 if it is only one.
         min_compress_size: As in `hvdc.DistributedOptimizer`: arrays of one dimension or of fewer elements are not
@@ -119,8 +125,7 @@ def compare(
 
 
 def _compressors(specs: Any) -> list[Compressor]:
-    if specs is None:
-        specs = example_specs()
+    specs = SPECS if specs is None else specs
     given = specs if isinstance(specs, (list, tuple)) else [specs]
     if not given:
         raise ValueError("compare: specs is an empty list: name at least one compressor")

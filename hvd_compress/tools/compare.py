@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from ..engine.layout import MIN_COMPRESS_SIZE
-from ..formats.registry import example_specs
 from . import console, options, plots, units
 
 
@@ -45,9 +44,10 @@ def compare(
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with console.working("loading"):
+        from ..analysis.compare import SPECS
         from ..analysis.compare import compare as measure
 
-    names = list(dict.fromkeys(specs or example_specs()))
+    names = list(dict.fromkeys(specs or SPECS))
     with console.Steps("measuring", len(names)) as progress, console.usage("FILE"):
         result = measure(file, names, steps, min_compress_size=min_compress_size, watch=progress.step)
     if output is not None:

@@ -20,6 +20,17 @@ def test_pages_run_on_two_ranks(horovodrun, tmp_path):
         ran = re.findall(rf"^\[{rank}\]<stdout>:ran \d+ blocks of (\S+)", result.stdout, re.MULTILINE)
         assert ran == pages
 
+    # The script of the guide goes on where its newest checkpoint was made.
+    guide = tmp_path / "keras-script"
+    saved = sorted(path.name for path in (guide / "checkpoints").iterdir())
+    assert len(saved) == 8
+    (guide / "checkpoints" / saved[-1]).unlink()
+    result = horovodrun(2, ["tests/doc_blocks.py", str(tmp_path), "docs/keras-script.md"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert re.findall(r"Epoch (\d+)/8", result.stdout) == ["8"]
+    assert not re.search("residuals.*(zero|not found)", result.stdout + result.stderr)
+    assert sorted(path.name for path in (guide / "checkpoints").iterdir()) == saved
+
 
 @pytest.mark.timeout(320)
 @pytest.mark.slow

@@ -102,6 +102,22 @@ def wait_for_any(folder, pattern, alive, seconds=150):
         time.sleep(0.05)
 
 
+def watched(run):
+    """The numbers and the times of the steps that the first two ranks have recorded so far."""
+    for rank in range(2):
+        with open(run / f"rank-{rank}.csv", encoding="utf-8") as file:
+            rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # the last may be incomplete
+        yield [int(row["step"]) for row in rows], [float(row["time"]) for row in rows]
+
+
+def wait_for_step(run, after, seconds=60):
+    """Waits until one of the first two ranks has recorded a step that ended after this time."""
+    deadline = time.time() + seconds
+    while max((time for _, times in watched(run) for time in times[-1:]), default=0.0) <= after:
+        assert time.time() < deadline, "no step is recorded"
+        time.sleep(0.05)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "spec, package, ending",
@@ -137,6 +153,10 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
         # Not for horovodrun to end: a worker that has lost another one may wait for Horovod when it exits.
         for rank in range(2):
             wait_for_any(tmp_path, f"ended-{rank}", job.alive)
+        # One of the first two was there all the time: it is watched also after both resets. It writes the last steps
+        # when its script has ended, which it may not have yet.
+        changed = max(path.stat().st_mtime for path in tmp_path.glob("size-3-*"))
+        wait_for_step(tmp_path / "run", changed)
     finally:
         result = job.end()
         print(result.stdout[-6000:], result.stderr[-6000:])
@@ -151,15 +171,8 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     assert {end[1] for end in ends} == {"2"}
     assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
     assert all(float(end[4]) < 10 for end in ends), ends
-    # One of the first two was there all the time: it is watched also after both resets.
-    last = []
-    for rank in range(2):
-        with open(tmp_path / "run" / f"rank-{rank}.csv", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        numbers = [int(row["step"]) for row in rows]
+    for numbers, _ in watched(tmp_path / "run"):
         assert numbers == sorted(set(numbers))
-        last.append(float(rows[-1]["time"]))
-    assert max(last) > max(path.stat().st_mtime for path in tmp_path.glob("size-3-*"))
 
 
 LOST = """

@@ -1,10 +1,12 @@
 """The pages of the documentation: their code runs, and what they name exists."""
 
 import ast
+import json
 import os
 import pkgutil
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +122,43 @@ def test_sizes_in_the_readme():
             assert found == pytest.approx(size, rel=0.03), spec
             checked += 1
     assert checked >= 11
+
+
+def trainings():
+    """The results of benchmarks/train.py, by task, link and change."""
+    found = (json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob("train_*.json"))
+    return {(result["task"], result["rate"], *result.get("change", [])): result for result in found}
+
+
+def test_tables_of_trainings_are_those_of_the_measured_results():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from train_results import table
+
+    found = trainings()
+    assert {(task, rate) for task in ("gpt", "digits") for rate in ("100mbit", "1gbit", "10gbit")} <= set(found)
+    for key, result in found.items():
+        assert table(result) in TEXTS["docs/results.md"], key
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_numbers_that_open_a_page(page):
+    text = TEXTS[page].replace("\n", " ")
+
+    def median(rate, method, key):
+        return statistics.median(run[key] for run in trainings()["gpt", rate]["runs"] if run["method"] == method)
+
+    def ratio(method, other, key, rate="100mbit"):
+        return median(rate, method, key) / median(rate, other, key)
+
+    for shown, value in [
+        ("**{:.1f} times as fast** as with Horovod", ratio("horovod none", "auto", "seconds")),
+        ("Horovod's fp16: {:.1f} times", ratio("horovod none", "horovod fp16", "seconds")),
+        ("**{:.0f} times fewer bytes**", ratio("horovod none", "auto", "bytes")),
+        ("**{:.1f}% higher** than with Horovod", 100 * ratio("auto", "horovod none", "metric") - 100),
+        ("{:.1f}% higher than with this package's `none`", 100 * ratio("auto", "none", "metric") - 100),
+        ("At 1 Gbit/s it is {:.1f} times as fast", ratio("horovod none", "auto", "seconds", "1gbit")),
+    ]:
+        assert shown.format(value) in text, shown.format(value)
 
 
 def test_plain_pages_run(tmp_path):
