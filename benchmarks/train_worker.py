@@ -75,11 +75,12 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
             reached = {"seconds": round(seconds, 3), "steps": steps, "bytes": int(sent)}
         if steps >= num_steps and (reached["seconds"] is not None or not np.isfinite(metric)):
             break
-    last, second = curve[-1], curve[1]
+    # Up to the first evaluation, steps are still slower; but a short training has no others.
+    last, begin = curve[-1], curve[1] if len(curve) > 2 else [1, first_step]
     return {
         **reached,
         "first_step": round(first_step, 3),
-        "step_ms": round((last[1] - second[1]) / (last[0] - second[0]) * 1e3, 2),
+        "step_ms": round((last[1] - begin[1]) / (last[0] - begin[0]) * 1e3, 2),
         "metric": next((point[3] for point in curve if point[0] >= num_steps), curve[-1][3]),
         "metric_name": task.metric_name,
         "chosen": chosen(optimizer) if spec == "auto" else "",
