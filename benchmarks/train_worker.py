@@ -75,7 +75,7 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
             reached = {"seconds": round(seconds, 3), "steps": steps, "bytes": int(sent)}
         if steps >= num_steps and (reached["seconds"] is not None or not np.isfinite(metric)):
             break
-    # Up to the first evaluation, steps are still slower; but a short training has no others.
+    # Steps up to the first evaluation are slower, and do not count; in the shortest trainings there are no others.
     last, begin = curve[-1], curve[1] if len(curve) > 2 else [1, first_step]
     return {
         **reached,

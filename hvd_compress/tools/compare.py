@@ -18,7 +18,9 @@ Examples:
   hvd-compress compare gradients.npz -c int8 -c int4 -c topk:ratio=0.01 --max-error 0.1"""
 )
 @click.argument("file", type=click.Path())
-@click.option("--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of all; may be repeated.")
+@click.option(
+    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of usual settings of all; may be repeated."
+)
 @click.option("--steps", type=click.IntRange(1), help="Of the error with residual.  [default: those of FILE, or 8]")
 @click.option("--max-error", type=click.FloatRange(0.0), help="Name the compressor with the fewest bytes within this.")
 @click.option(

@@ -113,7 +113,7 @@ def watched(run):
 def wait_for_step(run, after, seconds=60):
     """Waits until one of the first two ranks has recorded a step that ended after this time."""
     deadline = time.time() + seconds
-    while max((time for _, times in watched(run) for time in times[-1:]), default=0.0) <= after:
+    while max((end for _, times in watched(run) for end in times[-1:]), default=0.0) <= after:
         assert time.time() < deadline, "no step is recorded"
         time.sleep(0.05)
 

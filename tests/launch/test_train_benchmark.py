@@ -25,14 +25,13 @@ def test_a_training_is_measured_once(tmp_path):
     (run,) = found["runs"]
     assert (run["method"], run["seed"], run["metric_name"]) == ("int4", 0, "test accuracy, %")
     steps, seconds, sent, metric = zip(*run["curve"])
-    assert steps == tuple(range(0, 22 * len(steps), 22)) and len(steps) > 1
+    assert steps == (0, 22)  # the accuracy is about 90% then
     assert seconds[0] == sent[0] == 0 and list(seconds) == sorted(seconds)
     assert 0 < run["first_step"] < seconds[1]
-    # The same batches and seeds: the target is reached when the curve does.
-    reached = next(i for i, value in enumerate(metric) if value >= 30)
-    assert (run["steps"], run["seconds"], run["bytes"]) == (steps[reached], seconds[reached], sent[reached])
+    assert metric[1] >= 30 and (run["steps"], run["seconds"], run["bytes"]) == (22, seconds[1], sent[1])
+    assert run["step_ms"] == pytest.approx((seconds[1] - run["first_step"]) / 21 * 1e3, abs=0.1)
     parameters = 1_199_882
-    assert 0.5 < sent[1] / (22 * parameters / 2) < 1.1  # half a byte for each, what is not compressed aside
+    assert 1.0 < sent[1] / (22 * parameters / 2) < 1.1  # half a byte for each, scales and biases aside
 
     before = path.read_bytes()
     again = train(path, "--target", "30", "--methods", "int4")
