@@ -19,8 +19,9 @@ Examples:
 )
 @click.argument("file", type=click.Path())
 @click.option(
-    "--compressor", "-c", "specs", type=units.SPEC, multiple=True, help="Instead of usual settings of all; may be repeated."
-)
+    "--compressor", "-c", "specs", type=units.SPEC, multiple=True,
+    help="Instead of usual settings of all; may be repeated.",
+)  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Of the error with residual.  [default: those of FILE, or 8]")
 @click.option("--max-error", type=click.FloatRange(0.0), help="Name the compressor with the fewest bytes within this.")
 @click.option(
