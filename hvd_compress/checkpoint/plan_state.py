@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ..common.error_text import error_text
 from ..common.names import without_counters
 from ..engine.grouping import TensorGroup
 from ..engine.layout import Layout, PerTensorLayout
@@ -99,6 +100,9 @@ class PlanState:
 
     def check(self) -> None:
         """Raises ValueError if a tensor does not belong to its member, or a value cannot be of a training."""
+        for member in self.members:
+            if not isinstance(member.path, str):
+                raise ValueError(f"{error_text(member.path)} is not the path of a variable")
         for field, tensors in self.tensors.items():
             for i, tensor in tensors.items():
                 if not 0 <= i < len(self.members) or tensor.shape != self.members[i].shape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -41,6 +42,11 @@ def summary(run: Run) -> str:
     return f"{run.path}: {compression}, {ranks}, {run.num_steps} steps{compiled}"
 
 
+def _without_unknown(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields for JSON: None in place of a number that is not finite, as of an empty cell of a damaged file."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
+
+
 @click.command(epilog="Examples: hvd-compress doctor logs/run-1; horovodrun -np 2 hvd-compress doctor --env")
 @click.argument("run_dir", required=False)
 @click.option("--env", is_flag=True, help="Look at hosts, network and versions before the first job, at no run.")
@@ -67,7 +73,7 @@ def doctor(run_dir: str | None, env: bool, hosts: str, as_json: bool) -> None:
             "healthy": not findings,
             "too_short": is_short(run),
             "saved": savings.sentences(run),
-            "auto": [one._asdict() for one in savings.of_auto(run)],
+            "auto": [_without_unknown(one._asdict()) for one in savings.of_auto(run)],
             "findings": [finding._asdict() for finding in findings],
         })  # fmt: skip
     else:

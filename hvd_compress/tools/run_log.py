@@ -15,6 +15,8 @@ from typing import Any
 import click
 import numpy as np
 
+from ..common.error_text import error_text
+
 FORMAT = 1
 Columns = dict[str, np.ndarray]
 STEP_COLUMNS = (
@@ -165,7 +167,8 @@ def _meta(file: Path) -> dict[str, Any]:
         raise NoRun(f"{file} is not of hvd_compress: it has no format; give the log_dir of CompressionMonitor")
     if meta["format"] != FORMAT:
         raise NoRun(
-            f"{file} has format {meta['format']!r}, this version reads {FORMAT}: use the hvd_compress that wrote it"
+            f"{file} has format {error_text(meta['format'])}, this version reads {FORMAT}: use the hvd_compress that "
+            "wrote it"
         )
     # The fields that are used; others are only shown.
     buckets, link = meta.get("buckets", []), meta.get("link") or {"latency_ms": 0, "ns_per_byte": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +84,7 @@ def sentences(run: Run) -> list[str]:
     elif sent > 0.0:
         saved = "compression saved next to nothing" if plain > sent else "nothing was compressed"
         lines.append(f"Rank {run.first.number} sent {units.show_bytes(sent)}: {saved}.")
-    gained = {one.compressor: one.seconds for one in of_auto(run)}
+    gained = {one.compressor: one.seconds for one in of_auto(run) if math.isfinite(one.seconds)}
     gained.pop("auto", None)
     if gained:
         best = min(gained, key=lambda name: (name == "fp16", gained[name]))  # fp16 is Horovod's, no candidate

@@ -275,6 +275,13 @@ def variables(*specs):
     return [tf.Variable(tf.zeros(shape), name=name) for name, shape in specs]
 
 
+def test_a_gradient_without_a_path_is_refused(directory):
+    one = state(0)
+    one.members[0] = one.members[0]._replace(path=None)
+    save(directory, 7, [one])
+    refused("cannot be used: None is not the path of a variable", load, directory, 1)
+
+
 def test_another_model_is_refused(directory):
     save(directory, 7, [state(0)])
     own = ("m_3/dense_1/kernel", (3, 2)), ("m_3/dense_1/bias", (2,)), ("m_3/dense_2/kernel", (4,))

@@ -311,6 +311,17 @@ def test_json():
     assert json.loads(call("doctor", RUNS / "healthy", "--json").output)["findings"] == []
 
 
+def test_unknown_numbers_of_auto_are_null(tmp_path):
+    directory = copy("healthy_auto", tmp_path)
+    whole = json.loads(call("doctor", directory, "--json").output)["auto"]
+    rewrite(directory / "auto.csv", "progress", lambda i, cell: "" if i == 0 else cell)  # that of the first choice
+    result = call("doctor", directory, "--json")
+    damaged = json.loads(result.output)["auto"]
+    assert [one["compressor"] for one in damaged] == [one["compressor"] for one in whole]
+    assert {one["seconds"] for one in damaged} == {None}
+    assert "nan" not in call("doctor", directory).output.partition("predicted")[0]
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -320,6 +331,10 @@ def test_json():
         (
             lambda d: (d / "run.json").write_text('{"format": 99, "ranks": 2}'),
             "has format 99, this version reads 1",
+        ),
+        (
+            lambda d: (d / "run.json").write_text(json.dumps({"format": ["x" * 90] * 9})),
+            "..., this version reads 1: use the hvd_compress that wrote it",
         ),
         (lambda d: [(d / f"rank-{r}.csv").unlink() for r in (0, 1)], "holds no steps"),
         (lambda d: (d / "rank-0.csv").write_text("a,b\n1,2\n"), "is damaged: it has no column 'step'"),
@@ -347,7 +362,7 @@ def test_what_cannot_be_read_is_one_line_and_status_2(damage, message, tmp_path)
         result = call(*command, directory)
         assert result.exit_code == 2
         (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
-        assert message in line
+        assert message in line and len(line) < 400
         assert not (tmp_path / "x.html").exists()
 
 
