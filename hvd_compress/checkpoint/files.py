@@ -104,6 +104,8 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: entries are missing")
     types = {"save": str, "step": int, "ranks": int, "settings": dict}
     wrong = [name for name, of_type in types.items() if not isinstance(manifest[name], of_type)]
+    limits = {"step": (0, 2**63), "ranks": (1, 2**31)}
+    wrong += [name for name, (low, high) in limits.items() if name not in wrong and not low <= manifest[name] < high]
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]} is {error_text(manifest[wrong[0]])}")
     return manifest

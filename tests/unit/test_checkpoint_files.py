@@ -275,6 +275,15 @@ def variables(*specs):
     return [tf.Variable(tf.zeros(shape), name=name) for name, shape in specs]
 
 
+@pytest.mark.parametrize("entry", [{"ranks": 10**300}, {"ranks": 0}, {"step": -1}, {"step": 10**300}])
+def test_a_manifest_with_numbers_of_no_training_is_refused(directory, entry):
+    save(directory, 7, [state(0)])
+    path = Path(files.save_path(directory, 1)) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))
+    (name,) = entry
+    refused(f"manifest.json is damaged: {name} is ", files.read_manifest, directory, 1)
+
+
 def test_a_gradient_without_a_path_is_refused(directory):
     one = state(0)
     one.members[0] = one.members[0]._replace(path=None)
