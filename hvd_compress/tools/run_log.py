@@ -177,8 +177,7 @@ def _meta(file: Path) -> dict[str, Any]:
         "settings": isinstance(meta.get("settings", {}), dict),
         "buckets": isinstance(buckets, list) and all(map(_is_bucket, buckets)),
         "link": isinstance(link, dict) and all(_is_number(link.get(key)) for key in ("latency_ms", "ns_per_byte")),
-        "memory_total_mb": _is_number(meta.get("memory_total_mb") or 0),
-        "first_step_seconds": _is_number(meta.get("first_step_seconds") or 0),
+        **{key: meta.get(key) is None or _is_number(meta[key]) for key in ("memory_total_mb", "first_step_seconds")},
     }
     for key, valid in is_valid.items():
         if not valid:

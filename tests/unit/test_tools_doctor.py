@@ -350,6 +350,8 @@ def test_unknown_numbers_of_auto_are_null(tmp_path):
         (lambda d: meta(d, settings=[]), "run.json is damaged: 'settings' is []"),
         (lambda d: meta(d, buckets=[{"name": ["0"], "nbytes": 1}]), "run.json is damaged: 'buckets' is"),
         (lambda d: meta(d, first_step_seconds=10**400), "run.json is damaged: 'first_step_seconds' is"),
+        (lambda d: meta(d, first_step_seconds=[]), "run.json is damaged: 'first_step_seconds' is []"),
+        (lambda d: meta(d, memory_total_mb=""), "run.json is damaged: 'memory_total_mb' is \"\""),
         (lambda d: (d / "run.json").write_text("[" * 100_000), "run.json cannot be read"),
         (lambda d: rename_column(d / "rank-0.csv", "loss", "ratio"), "is damaged: a column stands twice"),
         (lambda d: loop(d / "rank-0.csv"), "cannot be read"),
