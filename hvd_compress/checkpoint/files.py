@@ -102,12 +102,16 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
     manifest = _checked(manifest, path)
     if not {"save", "step", "ranks", "settings"} <= set(manifest):
         raise ValueError(f"{path} is damaged: entries are missing")
-    types = {"save": str, "step": int, "ranks": int, "settings": dict}
-    wrong = [name for name, of_type in types.items() if not isinstance(manifest[name], of_type)]
-    limits = {"step": (0, 2**63), "ranks": (1, 2**31)}
-    wrong += [name for name, (low, high) in limits.items() if name not in wrong and not low <= manifest[name] < high]
-    if wrong:
-        raise ValueError(f"{path} is damaged: {wrong[0]} is {error_text(manifest[wrong[0]])}")
+    step, ranks = manifest["step"], manifest["ranks"]
+    is_valid = {
+        "save": isinstance(manifest["save"], str),
+        "step": isinstance(step, int) and 0 <= step < 2**63,
+        "ranks": isinstance(ranks, int) and 1 <= ranks < 2**31,
+        "settings": isinstance(manifest["settings"], dict),
+    }
+    for name, valid in is_valid.items():
+        if not valid:
+            raise ValueError(f"{path} is damaged: {name} is {error_text(manifest[name])}")
     return manifest
 
 

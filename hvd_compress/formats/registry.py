@@ -60,10 +60,6 @@ class Registry(Generic[T]):
             raise ValueError(f"compressor {name!r} needs {', '.join(missing)}: for example '{name}:{example}'")
         return self.classes[name](**arguments)
 
-    def example_specs(self) -> list[str]:
-        """The `examples` of all classes."""
-        return [spec for cls in self.classes.values() for spec in cls.examples]
-
     def _unknown(self, name: str) -> str:
         known = sorted({*self.classes, *self.instances})
         word = re.split(r"[^a-z0-9_]", name[:_LONGEST_NAME].lower())[0]  # "topk(0.01)" is close to "topk", too
@@ -75,4 +71,3 @@ class Registry(Generic[T]):
 FORMATS: Registry[Format] = Registry()
 register = FORMATS.register
 parse = FORMATS.parse
-example_specs = FORMATS.example_specs

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specs import ALL
+from specs import ALL, EXAMPLES
 
 import hvd_compress as hvdc
 from hvd_compress.compressors import registry
 from hvd_compress.compressors.resolve import resolve
-from hvd_compress.formats.registry import FORMATS, example_specs
+from hvd_compress.formats.registry import FORMATS
 
 Compression = hvdc.Compression
 parse = Compression.parse
@@ -233,11 +233,11 @@ def test_compressors_do_not_change():
 
 
 def test_every_format_has_examples_and_a_compressor():
-    assert {FORMATS.parse(spec).name for spec in example_specs()} == set(FORMATS.classes)
+    assert {FORMATS.parse(spec).name for spec in EXAMPLES} == set(FORMATS.classes)
     assert set(registry.COMPRESSORS.classes) == {*FORMATS.classes, "auto", "schedule"}
 
 
-@pytest.mark.parametrize("spec", example_specs())
+@pytest.mark.parametrize("spec", EXAMPLES)
 def test_examples_are_canonical(spec):
     assert FORMATS.parse(spec).spec == parse(spec).spec == spec
 
