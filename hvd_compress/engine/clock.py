@@ -47,12 +47,22 @@ def stamp(tensors: Sequence[tf.Tensor], after: tf.Tensor | None = None) -> tf.Te
     return now
 
 
-def timestamps_of(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def waited_for(timestamps: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The timestamps that operations of the step may wait for.
+
+    On a CPU, all: otherwise TensorFlow may read the clock when it has already begun with what follows. On a GPU, none:
+    the kernels of a bucket would be started only when the host knows that its gradients are ready, behind those of the
+    rest of the backward pass.
+    """
+    return [] if devices.has_gpu() else list(timestamps)
+
+
+def timestamps_of(reduction: Reduction, ready: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The times when a bucket was encoded, received and decoded.
 
     Encoding between two exchanges counts as if it had happened before the first one.
     """
-    last = encoded = stamp([reduction.outgoing])
+    last = encoded = stamp([reduction.outgoing], ready)
     if reduction.second_exchange is not None:
         first_received = stamp([reduction.second_exchange[0]], encoded)
         last = stamp([reduction.second_exchange[1]], first_received)

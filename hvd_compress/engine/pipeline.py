@@ -106,7 +106,7 @@ def reduce_bucket(
     if bucket.timed:
         with tf.control_dependencies(after):
             ready = [clock.stamp([gradients[bucket.layout.reaching_into(bucket.chunks)[-1]]])]
-    with tf.control_dependencies([*after, *ready]):
+    with tf.control_dependencies([*after, *clock.waited_for(ready)]):
         pieces = packing.pieces(bucket.layout, gradients, bucket.chunks)
         chunks = [concat(of_chunk) for of_chunk in pieces]  # pruned from the graph where the pieces are read
 
@@ -153,7 +153,7 @@ def reduce_bucket(
         )
 
         # 6. Measure
-        times = clock.timestamps_of(reduction) if bucket.timed else ()
+        times = clock.timestamps_of(reduction, *ready) if bucket.timed else ()
         gradient_pieces = local.velocities or [piece for of_chunk in pieces for piece in of_chunk]
         measured = bucket.measure(compressor, gradient_pieces, sent, new_residuals if keep else None)
         start_signal = _start_signal(reduction, times)
@@ -172,6 +172,7 @@ def reduce_bucket(
 
 def _start_signal(reduction: Reduction, times: Sequence[tf.Tensor]) -> tf.Tensor:
     """Ready when this bucket is encoded, and its timestamp taken: then the next one may be encoded."""
+    times = clock.waited_for(times)
     if tf.executing_eagerly():
         return reduction.outgoing  # operations run one after the other
     if reduction.next_can_start is not None:

@@ -278,10 +278,10 @@ class Step:
                 continue
             tensors = [self._gradients[i] for i in members]
             ready = clock.stamp(tensors[-1:])
-            with tf.control_dependencies([ready]):  # or TensorFlow may read the clock after the exchange
+            with tf.control_dependencies(clock.waited_for([ready])):  # or TensorFlow may read the clock too late
                 tensors = [tf.identity(tensor) for tensor in tensors]
             result = self._allreduce(tensors, f"plain_{b}")
-            received = clock.stamp(result.incoming)
+            received = clock.stamp(result.incoming, ready)
             timestamps[b] = clock.Timestamps(ready, ready, received, received)
             gradients |= dict(zip(members, result.tensors))
             sums += result.incoming

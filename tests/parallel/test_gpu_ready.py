@@ -15,6 +15,8 @@ from marks import slow
 from specs import ALL, SCATTERED
 from tensorflow.python.framework import op_def_registry
 
+from hvd_compress.common import devices
+
 pytestmark = pytest.mark.usefixtures("fixed_costs", "xla_kernels")
 
 KERNELS = json.loads((Path(__file__).parent / "gpu_kernels.json").read_text())
@@ -129,10 +131,19 @@ def test_watched(spec):
     graph = traced(spec, watched=True)
     check(graph, "ResourceScatterNdUpdate", python=int(spec == "auto"))
     # Clocks wait for what they time, and not for each other.
-    clocks = [
-        op for op in graph.get_operations() if op.type == "PartitionedCall" and "_timestamp" in op.get_attr("f").name
-    ]
-    assert clocks and not any(c in clocks for op in clocks for c in op.control_inputs)
+    clocks = [op for op in graph.get_operations() if is_clock(op)]
+    assert clocks and not any(is_clock(before) for op in clocks for before in op.control_inputs)
+
+
+def is_clock(op):
+    return op.type == "PartitionedCall" and "_timestamp" in op.get_attr("f").name
+
+
+def test_on_a_gpu_nothing_waits_for_a_timestamp(monkeypatch):
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    ops = list(operations(traced("auto:candidates=(none|int8)", watched=True)))
+    assert any(map(is_clock, ops))
+    assert not [op for op in ops if any(map(is_clock, op.control_inputs))]
 
 
 def test_momentum_correction_and_short_residuals():

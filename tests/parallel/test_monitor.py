@@ -17,7 +17,7 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.auto import comparisons, policy
-from hvd_compress.common import gradient_file
+from hvd_compress.common import devices, gradient_file
 from hvd_compress.engine.reducer import watch_all
 from hvd_compress.frontends.keras import compression_monitor
 from hvd_compress.monitor import chrome_trace, clocks
@@ -224,8 +224,9 @@ def test_the_callback_writes_what_happened(kind, rank, size, tmp_path, capfd):
             raise OSError("the service is gone")
 
     weights, history, _ = fit([hvdc.callbacks.CompressionMonitor(directory, update_freq=2, log=log)])
+    rounding = 1e-4 if devices.has_gpu() else 0  # a GPU rounds otherwise in each training
     for a, b in zip(plain, weights):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rounding)
     assert set(history) == {"loss", "ratio", "comm_ms"}
     assert all(ratio > 3 for ratio in history["ratio"]) and all(ms > 0 for ms in history["comm_ms"])
 

@@ -1,4 +1,4 @@
-"""GPUs compute after a call has returned: whoever takes times waits for them. There is no GPU here: it is pretended."""
+"""GPUs compute after a call has returned: whoever takes times waits for them. No test needs one: it is pretended."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,12 @@ def waits(monkeypatch):
     return times
 
 
-def test_without_a_gpu_nothing_waits(monkeypatch):
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [])
+
+
+def test_without_a_gpu_nothing_waits(no_gpu, monkeypatch):
     monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: pytest.fail("waited"))
     assert not devices.has_gpu()
     devices.wait()
@@ -35,14 +40,14 @@ def test_kernels(waits):
     assert len(waits) == 1 + measure_kernels._REPEATS
 
 
-def test_default_costs(monkeypatch):
+def test_default_costs(no_gpu, monkeypatch):
     assert measure_kernels.default_costs() is defaults.CPU
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     assert measure_kernels.default_costs() is defaults.GPU
     assert defaults.GPU.kernels.keys() == defaults.CPU.kernels.keys()
 
 
-def test_costs_of_chunks_on_a_gpu(monkeypatch):
+def test_costs_of_chunks_on_a_gpu(no_gpu, monkeypatch):
     """They take the same time whatever their size; on a core, the time grows with the bytes."""
     compressor, sizes = resolve("int4"), (2**16, 2**23)
     on_core = [calibrate._default_cost(compressor, elements, 2, speed=1.0) for elements in sizes]
