@@ -171,6 +171,8 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     assert {end[1] for end in ends} == {"2"}
     assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
     assert all(float(end[4]) < 10 for end in ends), ends
+    if ending == "killed":
+        assert "a worker was lost, or its host did not answer for HOROVOD_GLOO_TIMEOUT_SECONDS" in result.stderr
     for numbers, _ in watched(tmp_path / "run"):
         assert numbers == sorted(set(numbers))
 

@@ -1,20 +1,22 @@
 """Elastic state without other ranks: who takes over what, which errors are Horovod's, callbacks, going back."""
 
+import gc
 import pickle
 import socket
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.checkpoint.plan_state import Member, PlanState
 from hvd_compress.exchange import connections
-from hvd_compress.frontends.elastic import takeover
+from hvd_compress.frontends.elastic import failures, takeover
 from hvd_compress.frontends.elastic.failures import horovod_errors
 
 KERASES = {"keras": keras}
@@ -149,6 +151,48 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as info, horovod_errors():
         raise error
     assert info.value is error
+
+
+class Held:
+    """Says which thread frees it."""
+
+    def __init__(self, freed):
+        self.freed, self.itself = freed, self  # only a garbage collection frees it
+
+    def __del__(self):
+        self.freed.append(threading.current_thread())
+
+
+@pytest.mark.parametrize("cause", [tf.errors.UnknownError(None, None, "gloo: lost"), HostsUpdatedInterrupt(False)])
+def test_what_a_failed_call_held_is_freed_in_another_thread(cause, monkeypatch):
+    """Destroying a dataset's iterator may take a minute."""
+    freed, caught = [], []
+
+    def run_fn(function, reset):
+        def wrapper(state):
+            try:
+                function(state)
+            except (HorovodInternalError, HostsUpdatedInterrupt) as error:
+                caught.append(type(error))
+
+        return wrapper
+
+    def training(state):
+        held = Held(freed)
+        if held is not state:
+            raise cause
+
+    monkeypatch.setattr(failures, "run_fn", run_fn)
+    gc.disable()  # it would also free what another thread is about to free
+    try:
+        failures.run(training)(None)
+        for thread in threading.enumerate():
+            if thread.name == "hvd_compress release":
+                thread.join(60)
+    finally:
+        gc.enable()
+    assert caught == [HostsUpdatedInterrupt if isinstance(cause, HostsUpdatedInterrupt) else HorovodInternalError]
+    assert [thread.name for thread in freed] == ["hvd_compress release"]
 
 
 class State:
