@@ -114,6 +114,8 @@ def of_buckets(known: Known, step: int) -> list[BucketReport]:
 
 def _why(auto: Auto, value: policy.Value, c: int, chosen: int, own: float, now: float, of_what: str, step: int) -> str:
     """Why candidate `c`, which takes `own` seconds, was not chosen; the chosen one takes `now` seconds."""
+    if auto.warmup and step < auto.warmup_steps:
+        return f"the warm-up lasts until step {auto.warmup_steps}"
     through, target, times = 1.0 - float(value.lost[c]), auto.target_at(step), f"{milliseconds(own)}{of_what}"
     gained, least = float(value.progress[c]), auto.min_progress
     if auto.objective == "step":
@@ -140,7 +142,14 @@ def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np
             f"bucket {b} ({nbytes[b] / 1e6:.1f} MB): {auto.candidates[c].spec}, predicted "
             f"{milliseconds(predicted)}{of_what}"
         )
-    say(f"auto begins with {'; '.join(parts)}")
+    until_when = f", until step {auto.warmup_steps}" if auto.warmup else ""
+    say(f"auto begins with {'; '.join(parts)}{until_when}")
+
+
+def log_end_of_warmup(auto: Auto, choice: np.ndarray) -> None:
+    """Prints that the warm-up is over, and the choice that follows it, int [B]."""
+    specs = ", ".join(dict.fromkeys(auto.candidates[c].spec for c in choice))
+    say(f"auto: the warm-up with {auto.warmup[0].spec} is over; now {specs}")
 
 
 def log_trace(names: Sequence[str]) -> None:

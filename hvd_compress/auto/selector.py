@@ -73,11 +73,14 @@ class AutoSelector(ModelSelector):
             self.auto, predictions, self._format, self.state, compresses_rows, plan.state.step, self._rank == 0
         )
         self._before_hold: tuple[list[int], tf.Tensor] | None = None  # what was traced and chosen, while it is held
+        self._first_choice, self._steps = choice, plan.state.step
+        self._warms_up, self._of_warmup = False, self.auto.warmup_position or 0
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
         self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
         self._sample: ProgressSample | None = None  # of the traced candidates, if there are several
         self._renew_sample()
+        self._follow_warmup(int(self._steps))
 
     @property
     def compresses_rows(self) -> bool:
@@ -110,7 +113,7 @@ class AutoSelector(ModelSelector):
     def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
         self.traces.add_running_functions()
-        if self._sample is None:
+        if self._sample is None or self._warms_up:
             return tf.zeros([ROWS, len(self.auto.candidates)])
         # The mean over the ranks varies less than the numbers of one of them.
         variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
@@ -150,23 +153,58 @@ class AutoSelector(ModelSelector):
             else:
                 return
             self.traces.hold(traced, candidate is not None)
-            self._sample = None  # it would go on with gradients of long ago
-            self._renew_sample()
-            for variable in (self.state.choice, self.state.now, self.state.before):
-                variable.assign(choice)
-            # The next trace is not a part of a step, and nothing is known of the step before.
-            self._numbers.assign(tf.zeros_like(self._numbers))
-            self._timer.restart()
+            self._use(choice, before=choice)  # no residuals are left
+            self._follow_warmup(int(self._steps))
+
+    def _use(self, choice: tf.Tensor, before: tf.Tensor) -> None:
+        """Sets the choice for steps that are traced anew, and that of the step before. Nothing else is known of it."""
+        self._sample = None  # it would go on with gradients of long ago
+        self._renew_sample()
+        for variable, value in zip((self.state.choice, self.state.now, self.state.before), (choice, choice, before)):
+            variable.assign(value)
+        self._numbers.assign(tf.zeros_like(self._numbers))
+        self._timer.restart()  # a trace is not a part of a step
+
+    def _is_warmup(self, steps: int) -> bool:
+        """Whether the next step, after so many, has the compressor of the warm-up."""
+        return bool(self.auto.warmup) and steps < self.auto.warmup_steps
+
+    def _follow_warmup(self, steps: int) -> None:
+        """Begins or ends the warm-up, as it should be after so many steps; not while a candidate is held."""
+        if self._is_warmup(steps) == self._warms_up or self._before_hold is not None:
+            return
+        with tf.init_scope(), tf.device("CPU"):
+            self._warms_up = not self._warms_up
+            of_warmup = tf.fill([len(self.nbytes)], self._of_warmup)
+            choice = of_warmup if self._warms_up else self._first_choice
+            traced = set(choice.numpy().tolist())
+            is_plain = all(self._uncompressed[c] for c in traced)
+            # If nothing is compressed from now on, the next step sends what the warm-up has left.
+            self.traces.retrace(traced | {self._of_warmup} if is_plain else traced)
+            self._use(choice, before=of_warmup if is_plain else choice)
 
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
-        with tf.init_scope():  # also called while a step is traced
-            used = {c for variable in (self.state.choice, self.state.now, self.state.before) for c in variable.numpy()}
+        with tf.init_scope(), tf.device("CPU"):  # also called while a step is traced
+            state, warmed_up = self.state, self._warms_up
+            if not choice and warmed_up:
+                for variable in (state.choice, state.now, state.before):
+                    variable.assign(self._first_choice)
+            if self._before_hold is None:
+                self._warms_up = self._is_warmup(int(self._steps))
+            if self._warms_up:
+                for variable in (state.choice, state.now):
+                    variable.assign(tf.fill([len(self.nbytes)], self._of_warmup))
+            used = {c for variable in (state.choice, state.now, state.before) for c in variable.numpy().tolist()}
             if not choice and all(self._uncompressed[c] for c in used) and not all(self._uncompressed):
                 # As if the residuals came from the step before: the next one sends them.
                 before = self._uncompressed.index(False)
-                self.state.before.assign(tf.fill([len(self.nbytes)], before))
+                state.before.assign(tf.fill([len(self.nbytes)], before))
                 used.add(before)
+            if self._warms_up and not self._uncompressed[self._of_warmup]:
+                used = {self._of_warmup}  # which sends what others left
+            if self._warms_up or warmed_up:
+                self.traces.retrace(used)
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
             self._timer.restart()  # the next step may be traced, and connects the ranks
             self.traces.restore(used)
@@ -200,9 +238,10 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             numbers = measurement.agreed if self._averages else measurement.agreed / self._ranks
             choice, tried = self.state.choice.read_value(), tf.constant(-1)
-            if len(self.traces.candidates) > 1:
+            if len(self.traces.candidates) > 1 and not self._warms_up:
                 choice, tried = self._propose(measurement, numbers)
-            watched = tuple(self.traces.candidates) if self.traces.may_grow else ()
+            may_grow = self.traces.may_grow and not self._warms_up
+            watched = tuple(self.traces.candidates) if may_grow else ()
             counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
             buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
             own = tf.numpy_function(
@@ -257,6 +296,11 @@ class AutoSelector(ModelSelector):
         """
         times = self._timer.measure(timestamps)
         self.traces.set_first_exchange(float(timestamps[0, 0]))
+        if self._warms_up:
+            self._follow_warmup(int(step) + 1)
+            if not self._warms_up and self._rank == 0:
+                report.log_end_of_warmup(self.auto, self._first_choice.numpy())
+            return np.zeros(self._format.size, np.float32)
         if watched:
             wanted = self.traces.watch(watched, int(step), agreed, counts, self._timer.restart)
             self._renew_sample()

@@ -51,6 +51,8 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     """
     layout, group = plan.layout, plan.settings.process_set
     auto: Auto = layout.auto
+    if auto.warmup and not tracing.can_forget_traces():
+        raise ValueError("auto: warmup needs a version of TensorFlow whose functions can be traced again: leave it out")
     own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])
     own_seconds, nbytes, rules = sum(own_costs), _nbytes(layout), _rules(auto)
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
@@ -80,7 +82,9 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         )
         chosen = AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
     if group.rank() == 0:
-        report.log_start(auto, nbytes, own_seconds, np.array(choice, int))
+        first = np.array(choice, int)
+        in_use = first if auto.warmup_position is None else np.full_like(first, auto.warmup_position)
+        report.log_start(auto, nbytes, own_seconds, in_use)
     return chosen
 
 
@@ -99,7 +103,8 @@ def _first_choice(
     buckets = len(nbytes)
     sizes, waits = np.array(nbytes, np.float32), np.zeros(buckets, np.float32)
     value = policy.Value(_of_each(assumed, auto, lost), np.array(lost, np.float32))
-    allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(0))
+    begin = auto.warmup_steps if auto.warmup else 0
+    allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(begin))
 
     def cost_of(picks: np.ndarray) -> np.ndarray:
         return np.asarray(policy.cost_by_rules(np, rules, picks, waits, seconds, sizes, policy.FIRST_REST, value))

@@ -48,7 +48,10 @@ class Auto(BuiltinCompressor):
         target: With objective="step", the share of the energy ||x||^2, x = gradient + residual, that a candidate must
             let through to be chosen, 0 to 1. The current choice is kept down to half of it, because the residual that
             builds up reduces this share.
-        warmup_steps: The number of first steps that have the target 0.95 (or `target` if higher).
+        warmup: A compressor for the first `warmup_steps` steps, in which nothing is chosen: `auto:warmup=int8`. It is
+            one of the candidates, or is added to them. Empty: `auto` chooses from the first step on.
+        warmup_steps: The number of steps with `warmup`. Without it, with objective="step": the number of first steps
+            that have the target 0.95 (or `target` if higher).
         phases: Other targets from later steps on: pairs of step and target, in a spec string
             `auto:phases=(1000:0.1|5000:0.02)`.
         max_slowdown: By how much, as a share, a step may take longer if all of the gradient then gets through.
@@ -72,6 +75,7 @@ class Auto(BuiltinCompressor):
     budget: Any = 0.0
     link: Any = None
     target: float = TARGET
+    warmup: Any = ()
     warmup_steps: int = 0
     phases: Sequence[Any] = ()
     max_slowdown: float = MAX_SLOWDOWN
@@ -86,15 +90,17 @@ class Auto(BuiltinCompressor):
         if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
             names = " or ".join(map(repr, OBJECTIVES))
             raise ValueError(f"auto: objective must be {names}, got {error_text(self.objective)}")
+        warmup = _warmup(self.warmup)
         candidates: list[Compressor] = []
-        for compressor in map(resolve, checks.items("auto: candidates", given)):
+        for compressor in (*map(resolve, checks.items("auto: candidates", given)), *warmup):
             if compressor not in candidates:  # not a set: a user's compressor may have no hash
                 candidates.append(compressor)
         if not candidates:
             raise ValueError("auto: candidates must name at least one compressor, such as 'int8'")
         for compressor in candidates:
             if compressor.automatic:
-                raise ValueError("auto: candidates must be compressors, and auto itself is none")
+                where = "warmup" if compressor in warmup else "candidates"
+                raise ValueError(f"auto: {where} must be compressors, and auto itself is none")
             if compressor.momentum_settings is not None:
                 raise ValueError(
                     f"auto: {compressor.spec} brings momentum, and the others do not: name topk among candidates in "
@@ -111,6 +117,7 @@ class Auto(BuiltinCompressor):
                 )
         self._set(
             candidates=tuple(candidates),
+            warmup=warmup,
             min_progress=checks.number("auto: min_progress", self.min_progress, 0, 1),
             budget=_seconds("auto: budget", self.budget),
             link=_link(self.link),
@@ -133,13 +140,17 @@ class Auto(BuiltinCompressor):
         steps = [step for step, _ in self.phases]
         if steps != sorted(set(steps)):
             raise ValueError(f"auto: the steps of phases must increase, got {steps}")
-        for name, default in (("target", TARGET), ("warmup_steps", 0), ("phases", ())):
+        if self.warmup and not self.warmup_steps:
+            raise ValueError("auto: warmup needs warmup_steps, the number of steps that use it, such as 1000")
+        only_for_step = [("target", TARGET), ("phases", ()), *([] if self.warmup else [("warmup_steps", 0)])]
+        for name, default in only_for_step:
             if self.objective == "progress" and getattr(self, name) != default:
-                raise ValueError(f"auto: {name} needs objective='step': leave it out, or pass objective='step'")
+                more = ", or name a compressor as warmup" if name == "warmup_steps" else ""
+                raise ValueError(f"auto: {name} needs objective='step': leave it out, or pass objective='step'{more}")
 
     def _check_one_candidate(self, name: str) -> None:
         # What only acts on a choice that is made again and again.
-        for other in ("objective", "budget", "max_slowdown", "probe_every"):
+        for other in ("objective", "budget", "warmup", "max_slowdown", "probe_every"):
             value = getattr(self, other)
             if value != getattr(Auto, other):
                 given = f"{other}={value!r}" if isinstance(value, str) else other
@@ -168,15 +179,20 @@ class Auto(BuiltinCompressor):
         return min(good, key=lambda rows: rows.value_bits, default=most_precise_rows(self.candidates))
 
     @property
+    def warmup_position(self) -> int | None:
+        """The position of `warmup` among the candidates; None without one."""
+        return self.candidates.index(self.warmup[0]) if self.warmup else None
+
+    @property
     def known_link(self) -> Link | None:
         """The link that the user knows."""
         return None if self.link is None else Link.of_rate(*parse_link(self.link))
 
     def targets(self) -> list[tuple[int, float]]:
         """Pairs of a step and the target that holds from it on."""
-        warmup = [(0, max(WARMUP_TARGET, self.target))] if self.warmup_steps else []
-        later = [phase for phase in self.phases if phase[0] >= self.warmup_steps]
-        return [*warmup, (self.warmup_steps, self.target), *later]
+        warmup = [(0, max(WARMUP_TARGET, self.target))] if self.warmup_steps and not self.warmup else []
+        first = self.warmup_steps if warmup else 0
+        return [*warmup, (first, self.target), *(phase for phase in self.phases if phase[0] >= first)]
 
     def target_at(self, step: int) -> float:
         """The target that holds in a step."""
@@ -212,6 +228,15 @@ def _phase(phase: Any) -> tuple[int, float]:
         checks.integer("auto: the step of a phase", step, 0),
         checks.number("auto: the target of a phase", target, 0, 1),
     )
+
+
+def _warmup(value: Any) -> tuple[Compressor, ...]:
+    """The one compressor of the warm-up, or none; "none" in a spec string is None."""
+    given: Any = "none" if value is None else value
+    compressors = (given,) if isinstance(given, (str, Compressor)) else checks.items("auto: warmup", given)
+    if len(compressors) > 1:
+        raise ValueError(f"auto: warmup must be one compressor, such as 'int8', got {error_text(value)}")
+    return tuple(map(resolve, compressors))
 
 
 def _whole_numbers(name: str, value: Any, low: int, high: float = math.inf) -> tuple[int, ...]:

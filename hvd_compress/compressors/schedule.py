@@ -231,7 +231,10 @@ def _check_stage(compressor: Compressor, first: Compressor) -> None:
     """Raises a ValueError if a schedule with this first compressor cannot have `compressor`."""
     reason = ""
     if compressor.automatic:
-        reason = "it changes by itself: use it alone, or in policy for other variables"
+        reason = (
+            "it changes by itself: use it alone, or in policy for other variables; for a beginning with another "
+            "compressor, write auto:warmup=int8,warmup_steps=1000"
+        )
     elif compressor.momentum_settings is not None:
         reason = "it brings momentum, and the others do not: name topk in its place, or use dgc alone"
     elif len(compressor.stages) > 1:

@@ -1,6 +1,7 @@
 """`compression="auto"`: all ranks choose alike, switching loses nothing, and the choice is explained."""
 
 import functools
+import re
 
 import introspect
 import numpy as np
@@ -10,8 +11,8 @@ from reducer_training import ReducerTraining
 from tensorflow import keras
 
 import hvd_compress as hvdc
-from hvd_compress.auto import start
-from hvd_compress.common import determinism
+from hvd_compress.auto import comparisons, start
+from hvd_compress.common import determinism, tracing
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import COLLECTIVES
 from hvd_compress.engine.compression_report import CompressionReport
@@ -274,6 +275,115 @@ def test_restored_residuals_are_sent_though_nothing_is_compressed(rank, size, ga
         mean = np.mean([gradients(r, first.steps)[i] for r in range(size)], 0)
         np.testing.assert_allclose(reduced, mean + left[i], atol=1e-4)
     assert all(np.abs(r).max() == 0 for r in second.residuals())
+
+
+HYBRID = "hybrid:ratio=0.05,bits=4"
+WARMUP = f"auto:candidates=(none|int8),warmup=({HYBRID}),warmup_steps=6"
+
+
+def chosen(training):
+    return {bucket.chosen for bucket in introspect.bucket_reports(training.plan)}
+
+
+@pytest.fixture
+def begins_with(monkeypatch):
+    """Sets what `auto` chooses first, after the warm-up if there is one; then it compares nothing."""
+    introspect.trace_all_candidates(monkeypatch, False)
+    monkeypatch.setattr(comparisons.Comparisons, "add", lambda *arguments: False)
+
+    def begin(candidate):
+        monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), candidate))
+
+    begin(0)
+    return begin
+
+
+def test_a_warm_up_has_its_own_compressor_and_leaves_no_residual(begins_with, rank, size, gather, capfd):
+    training = new_training(rank, WARMUP)
+    for step in range(6):
+        reduced = training.step()
+        assert np.count_nonzero(reduced[2]) <= 0.11 * reduced[2].size  # 5% of each rank
+        assert step == 5 or chosen(training) == {HYBRID}
+    assert training.traces == 1
+    left = [gather(r).mean(0) for r in training.residuals()]
+    assert np.abs(left[0]).max() > 0
+    for i, reduced in enumerate(training.step()):
+        mean = np.mean([gradients(r, 6)[i] for r in range(size)], 0)
+        np.testing.assert_allclose(reduced, mean + left[i], atol=1e-4)
+    assert chosen(training) == {"none"}
+    assert all(np.abs(r).max() == 0 for r in training.residuals())
+    training.step()
+    assert introspect.nothing_is_compressed(training.plan) and training.traces == 2
+    err = capfd.readouterr().err
+    if rank == 0:
+        assert re.search(rf"auto begins with bucket 0 .*{re.escape(HYBRID)}, .*, until step 6\n", err)
+        assert f"auto: the warm-up with {HYBRID} is over; now none\n" in err
+
+
+@pytest.mark.parametrize("warmup", ["none", HYBRID, "powersgd:rank=1"])
+def test_what_follows_a_warm_up_takes_over_its_residuals(begins_with, warmup, rank, gather):
+    begins_with(1)
+    training = new_training(rank, f"auto:candidates=(none|int8),warmup=({warmup}),warmup_steps=3")
+    before = [np.zeros(shape) for shape in SHAPES]
+    for step in range(5):
+        reduced = training.step()
+        left = [gather(r).mean(0) for r in training.residuals()]
+        for i, (out, old, new) in enumerate(zip(reduced, before, left)):
+            given = np.mean([gradients(r, step)[i] for r in range(2)], 0)
+            np.testing.assert_allclose(out + new, given + old, atol=1e-4)
+        before = left
+        assert chosen(training) == ({warmup} if step < 2 else {"int8"})
+    assert introspect.traced_candidates(training.plan) == [1]
+    assert set(training.selector.before.numpy()) == {1}
+
+
+@pytest.mark.parametrize("steps", [2, 6, 8])
+def test_a_warm_up_goes_on_in_a_run_that_resumes(begins_with, steps, rank):
+    first = new_training(rank, WARMUP)
+    for _ in range(steps):
+        first.step()
+    second = new_training(rank, WARMUP)
+    introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])
+    second.steps = first.steps
+    for _ in range(6):
+        for mine, theirs in zip(second.step(), first.step()):
+            np.testing.assert_array_equal(mine, theirs)
+        assert chosen(first) == chosen(second) == ({HYBRID} if first.steps < 6 else {"none"})
+        if first.steps < 6:
+            assert introspect.traced_candidates(second.plan) == [2]
+
+
+def test_a_run_that_goes_back_warms_up_again(begins_with, rank):
+    training, second = new_training(rank, WARMUP), new_training(rank, WARMUP)
+    for _ in range(2):
+        training.step()
+    saved, steps = introspect.saved_state(training.plan), training.steps
+    expected = [training.step() for _ in range(6)]
+    second.steps = 0
+    for _ in range(8):
+        second.step()
+    introspect.restore(second.reducer, [saved])
+    second.steps = steps
+    for results in expected:
+        for mine, theirs in zip(second.step(), results):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_guard_comes_before_a_warm_up(begins_with, rank):
+    training = new_training(rank, WARMUP)
+    training.step()
+
+    def hold(candidate):
+        training.plan.auto.hold(candidate)
+        tracing.forget_traces([training._step])
+
+    for held, steps, then in ((1, 2, "int8"), (None, 1, HYBRID), (1, 4, "int8"), (None, 2, "none")):
+        hold(held)
+        for _ in range(steps):
+            training.step()
+            assert chosen(training) == {then}, training.steps
+    training.step()
+    assert introspect.nothing_is_compressed(training.plan)
 
 
 def test_a_target_that_nothing_reaches_means_no_compression(rank):

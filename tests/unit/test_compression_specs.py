@@ -177,6 +177,14 @@ RATIO_TAKERS = [
 ]
 
 
+@pytest.mark.timeout(30)  # it took a minute where each comma was looked at again for each other one
+@pytest.mark.parametrize("spec", ["topk:" + "," * 200_000, "auto:candidates=(" * 50_000, "int8" * 100_000])
+def test_long_specs_are_refused_in_one_short_line(spec):
+    with pytest.raises(ValueError) as info:
+        hvdc.Compression.parse(spec)
+    assert len(str(info.value)) < 1000 and "\n" not in str(info.value)
+
+
 @pytest.mark.parametrize("make", RATIO_TAKERS)
 @pytest.mark.parametrize("ratio", [0, 0.0, 1.5, -1, math.nan, math.inf, True, False, "0.1", None])
 def test_ratios_that_are_none(make, ratio):
@@ -347,6 +355,12 @@ def test_the_budget_of_auto_has_a_unit_or_is_seconds(text, seconds):
     [
         ("auto:budget=fast", "auto: budget must be seconds, such as 0.05 or '50ms', got 'fast'"),
         ("auto:budget=-1", "auto: budget must be a number from 0"),
+        ("auto:warmup=int8", "auto: warmup needs warmup_steps, the number of steps that use it, such as 1000"),
+        ("auto:warmup=auto,warmup_steps=9", "auto: warmup must be compressors, and auto itself is none"),
+        ("auto:warmup_steps=9", "pass objective='step', or name a compressor as warmup"),
+        ("auto:warmup=(int8|int4),warmup_steps=9", "auto: warmup must be one compressor, such as 'int8', got"),
+        ("auto:warmup=best,warmup_steps=9", "unknown compressor 'best'"),
+        ("auto:warmup=int8,warmup_steps=9,delay=1", "auto: delay and warmup cannot go together"),
         ("auto:min_progress=2", "auto: min_progress must be a number from 0 to 1"),
         ("auto:link=fast", "auto: link must be a rate and a latency, such as '1gbit+50us', or a hvdc.Link, got 'fast'"),
         ("auto:link=1000", "auto: link must be a rate and a latency, such as '1gbit+50us', or a hvdc.Link, got 1000"),
@@ -365,6 +379,17 @@ def test_what_auto_cannot_look_for(spec, message):
 
 
 links = st.builds(hvdc.Link.of_rate, st.floats(1.0, 1e18), st.floats(0.0, 86400.0))
+
+
+@pytest.mark.parametrize("warmup", ["none", "int8", "(hybrid:ratio=0.05,bits=4)", "fp16"])
+def test_the_warm_up_of_auto_is_a_candidate(warmup):
+    auto = Compression.parse(f"auto:candidates=(none|int8),warmup={warmup},warmup_steps=100")
+    compressor = Compression.parse(warmup.strip("()"))
+    assert auto.candidates[auto.warmup_position] == compressor
+    assert [c.spec for c in auto.candidates] == ["none", "int8", *({compressor.spec} - {"none", "int8"})]
+    assert Compression.parse(auto.spec) == auto
+    assert Compression.auto(("none", "int8"), warmup=compressor, warmup_steps=100) == auto
+    assert auto.target_at(0) == auto.target_at(100)  # that of objective="step", which has another warm-up
 
 
 @pytest.mark.parametrize("number", [np.float32, np.float64])
