@@ -72,6 +72,7 @@ def arguments() -> argparse.Namespace:
     add("--undisturbed", nargs="+", type=Path, metavar="FILE",
         help="results of --faults 0 with other --training-seed (default: such trainings run now)")  # fmt: skip
     add("--references", type=int, default=3, help="how many of them run now (default: %(default)s)")
+    add("--reference-steps", type=int, metavar="N", help="at most; their loss is compared (default: all)")
     add("--logs", type=Path, metavar="DIR", help="keep the workers' events and output there")
     add("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args()
@@ -262,7 +263,9 @@ def main() -> int:
     try:
         training = soak(args, plan, args.steps if not plan else 0, args.training_seed)
         others = (
-            undisturbed(args, training["progress"]["steps"]) if plan and (args.undisturbed or args.references) else []
+            undisturbed(args, min(training["progress"]["steps"], args.reference_steps or sys.maxsize))
+            if plan and (args.undisturbed or args.references)
+            else []
         )
     except NetlabError as error:
         print(f"chaos: {error}", file=sys.stderr)
@@ -277,6 +280,7 @@ def main() -> int:
     show(args, training, goodputs)
     common.save(args.json, {
         "benchmark": "chaos", "settings": settings(args), "seed": args.seed, "mtbf": args.mtbf, "kinds": args.kinds,
+        "reference_steps": args.reference_steps,
         "plan": [chaos_plan.to_json(fault) for fault in plan], "training": training, "goodput": goodputs,
         "undisturbed": [{key: o[key] for key in ("training_seed", "progress", "curve", "violations")} for o in others],
     })  # fmt: skip

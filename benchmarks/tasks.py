@@ -159,34 +159,37 @@ def begin(name: str, seed: int) -> tuple[Task, keras.Model, Batches]:
 
 # Learning rates for two workers. The first kind of optimizer is the usual one for the task.
 RATES = {
-    "digits": {"adam": 2e-3, "sgd": 0.05},
+    "digits": {"adam": 2e-3, "sgd": 0.05, "adamw": 2e-3, "lamb": 1e-2},
     "resnet20": {"sgd": 0.1, "adam": 2e-3},
-    "gpt": {"adam": 1e-3, "sgd": 0.2},
+    "gpt": {"adam": 1e-3, "sgd": 0.2, "adamw": 1e-3, "lamb": 1e-2},
     "gpt2": {"adam": 3e-4},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 
 
-def optimizer(task: str, kind: str, spec: str | None, options: str = "") -> Any:
+def optimizer(task: str, kind: str, spec: str | None, options: str = "", decay_steps: int = 0) -> Any:
     """The optimizer of one training.
 
     Args:
         task: Name of the task.
-        kind: "adam", "sgd", or "" for the task's usual one.
+        kind: "adam", "adamw", "lamb", "sgd", or "" for the task's usual one.
         spec: A compressor, "OneBitAdam", or None for an optimizer whose gradients Horovod's tape reduces.
         options: More arguments of `hvdc.DistributedOptimizer`, such as "local_steps=30 outer=average", or of
             `OneBitAdam`.
+        decay_steps: The learning rate falls to 0 along a cosine in so many steps; 0 keeps it.
     """
     kind = kind or next(iter(RATES[task]))
-    rate = RATES[task][kind]
+    rate: Any = RATES[task][kind]
+    if decay_steps:
+        rate = keras.optimizers.schedules.CosineDecay(rate, decay_steps)
     arguments = dict(option.split("=", 1) for option in options.split())
     values: dict[str, Any] = {name: int(text) if text.isdecimal() else text for name, text in arguments.items()}
     values |= {name: text == "True" for name, text in arguments.items() if text in ("True", "False")}
     if spec == "OneBitAdam":
         return hvdc.optimizers.OneBitAdam(rate, **values)
-    if kind == "adam":
-        inner = keras.optimizers.Adam(rate)
-    else:
+    if kind == "sgd":
         momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
         inner = keras.optimizers.SGD(rate, momentum=momentum)
+    else:
+        inner = getattr(keras.optimizers, {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}[kind])(rate)
     return hvdc.DistributedOptimizer(inner, compression=spec, **values) if spec else inner

@@ -12,6 +12,9 @@ the first one: set TF_FORCE_GPU_ALLOW_GROWTH=true.
 A method may name more arguments of the optimizer: "int4 + local_steps=30 outer=average", "OneBitAdam + freeze_step=60".
 With local steps, the weights of the last exchange are evaluated.
 
+With `--decay`, the learning rate falls to 0 along a cosine until `--steps`. A method may also name the kind of
+optimizer: "adamw int4" (benchmarks/tasks.py has the kinds of each task).
+
 With `--change 100mbit@140`, the links get another rate after 140 steps. Then, an oracle is shown, too: before and after
 the change, it takes as long as the fastest of the fixed methods that reach the target in no more steps than `auto`.
 
@@ -73,7 +76,7 @@ METHODS = [
 ]  # fmt: skip
 
 
-OLDER = {"delay": 0.0, "loss": 0.0, "change": [], "cores": 1}  # settings that older files do not name
+OLDER = {"delay": 0.0, "loss": 0.0, "change": [], "cores": 1, "decay": False}  # settings that older files do not name
 
 
 def arguments() -> argparse.Namespace:
@@ -89,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--target", type=float, help="metric to reach (default: that of the task)")
     parser.add_argument("--steps", type=int, help="after which metrics are compared (default: that of the task)")
+    parser.add_argument("--decay", action="store_true", help="lower the learning rate to 0 along a cosine")
     parser.add_argument("--timeout", type=int, default=1200, help="seconds for one training (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, after each training")
     args = parser.parse_args()
@@ -146,6 +150,7 @@ def train(lab: Netlab, method: str, seed: int, args: argparse.Namespace) -> dict
     """Runs one training and returns what its first worker wrote."""
     every = TASKS[args.task].every
     command = [sys.executable, str(WORKER), args.task, method, str(seed), str(args.target), str(args.steps), str(every)]
+    command += [str(args.decay)]
     root = str(WORKER.parent.parent)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
     with changed_rate(lab, args.change) as more:
@@ -199,7 +204,7 @@ def main() -> int:
     args = arguments()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     settings = {key: vars(args)[key] for key in ("task", "hosts", "cores", "rate", "delay", "loss", "target", "steps")}
-    settings["change"] = list(args.change or [])
+    settings |= {"change": list(args.change or []), "decay": args.decay}
     runs: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))

@@ -21,12 +21,14 @@ HOROVOD = {"horovod none": "none", "horovod fp16": "fp16"}
 PATIENCE = 3  # times the steps of a training without compression, then the target counts as not reached
 
 
-def train(task_name: str, method: str, seed: int, target: float, num_steps: int, every: int) -> dict[str, Any]:
+def train(
+    task_name: str, method: str, seed: int, target: float, num_steps: int, every: int, decays: bool
+) -> dict[str, Any]:
     """Trains until the target is reached and `num_steps` are done, and returns times, bytes and metrics."""
     task, model, batches = tasks.begin(task_name, seed)
     named, _, options = method.partition(" + ")
     kind, _, spec = ("", "", None) if method in HOROVOD else named.rpartition(" ")
-    optimizer = tasks.optimizer(task_name, kind, spec, options)
+    optimizer = tasks.optimizer(task_name, kind, spec, options, num_steps if decays else 0)
     optimizer.build(model.trainable_variables)
     variables = model.trainable_variables
 
@@ -55,7 +57,8 @@ def train(task_name: str, method: str, seed: int, target: float, num_steps: int,
     seconds = sent = first_step = 0.0
     curve = [[0, 0.0, 0, round(metric_of_all(), 5)]]
     reached: dict[str, Any] = {"seconds": None, "steps": None, "bytes": None}
-    for steps in range(every, PATIENCE * num_steps + 1, every):
+    most_steps = num_steps if decays else PATIENCE * num_steps
+    for steps in range(every, most_steps + 1, every):
         chunk = [next(batches) for _ in range(every)]
         barrier()
         start = time.perf_counter()
@@ -115,11 +118,11 @@ def chosen(optimizer: Any) -> str:
 
 
 def main() -> None:
-    task, method, seed, target, steps, every = sys.argv[1:]
+    task, method, seed, target, steps, every, decays = sys.argv[1:]
     cores = len(os.sched_getaffinity(0))
     tf.config.threading.set_intra_op_parallelism_threads(cores)
     hvd.init()
-    result = train(task, method, int(seed), float(target), int(steps), int(every))
+    result = train(task, method, int(seed), float(target), int(steps), int(every), decays == "True")
     if hvd.rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     barrier()
