@@ -42,9 +42,8 @@ INLINE float float_of(int32_t bits) {
 // need not be read before, and what is needed soon stays there.
 INLINE void write_back(const float* x, int64_t count, float* out) {
 #if defined(__x86_64__)
-  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-    for (; count >= 4; count -= 4, x += 4, out += 4) _mm_stream_ps(out, _mm_loadu_ps(x));
-  }
+  for (; count > 0 && reinterpret_cast<uintptr_t>(out) % 16 != 0; --count) *out++ = *x++;
+  for (; count >= 4; count -= 4, x += 4, out += 4) _mm_stream_ps(out, _mm_loadu_ps(x));
 #endif
   std::memcpy(out, x, count * sizeof(float));
 }

@@ -46,6 +46,7 @@ CLONED bool select(const Source& source, int64_t k, int32_t* selected, float* va
   const int32_t row_mask = static_cast<int32_t>(mask), of_magnitude = kMagnitude & ~row_mask;
   bool finite = true;
   int32_t largest[kTile];
+  float of_largest[kTile];
   for (int64_t first = 0; first < k; first += kTile) {
     const int64_t columns = k - first < kTile ? k - first : kTile;
     for (int64_t j = 0; j < columns; ++j) largest[j] = INT32_MIN;
@@ -54,21 +55,21 @@ CLONED bool select(const Source& source, int64_t k, int32_t* selected, float* va
       const int64_t last = row * k + first + columns < n ? columns : n - row * k - first;
       for (int64_t column = 0; column < last; column += kRead) {
         const int64_t begin = row * k + first + column, count = last - column < kRead ? last - column : kRead;
-        float own[kRead];
-        float* x = residual ? residual + begin : own;
+        float x[kRead];
         read(source, begin, count, x);
         for (int64_t j = 0; j < count; ++j) {
           const int32_t key = (bits_of(x[j]) & of_magnitude) | code;
-          largest[column + j] = key > largest[column + j] ? key : largest[column + j];
+          const bool is_larger = key > largest[column + j];
+          largest[column + j] = is_larger ? key : largest[column + j];
+          of_largest[column + j] = is_larger ? x[j] : of_largest[column + j];
         }
+        if (residual) write_back(x, count, residual + begin);
       }
     }
     for (int64_t j = 0; j < columns; ++j) {
       finite &= largest[j] < kInfinity;
-      const int32_t row = row_mask - (largest[j] & row_mask);
-      selected[first + j] = row;
-      const int64_t at = row * k + first + j;
-      values[first + j] = residual ? residual[at] : source.at(at);
+      selected[first + j] = row_mask - (largest[j] & row_mask);
+      values[first + j] = of_largest[j];
     }
   }
   return finite;
@@ -85,14 +86,14 @@ inline bool encode(const Source& source, const Encoding& how, uint8_t* payload, 
   if (how.bits == 0) {
     std::memcpy(payload, values.data(), 4 * k);
     if (residual)
-      for (int64_t j = 0; j < k; ++j) residual[selected[j] * k + j] -= values[j];
+      for (int64_t j = 0; j < k; ++j) residual[selected[j] * k + j] = values[j] - values[j];
     return finite;
   }
   std::vector<float> lost(residual ? k : 0);
   const Source of_values{{{values.data(), 0, k}}, nullptr, 1.0f, k};
   quantize::encode(of_values, how, payload + k * size, residual ? lost.data() : nullptr);
   if (residual)
-    for (int64_t j = 0; j < k; ++j) residual[selected[j] * k + j] -= values[j] - lost[j];
+    for (int64_t j = 0; j < k; ++j) residual[selected[j] * k + j] = values[j] - (values[j] - lost[j]);
   return finite;
 }
 
