@@ -84,9 +84,9 @@ def _release_in_background(error: BaseException) -> None:
     """Frees what the failed call of the training function held, in another thread.
 
     To destroy an iterator of a tf.data dataset may take up to a minute: it waits for the thread that tunes the dataset,
-    which sleeps longer and longer, and may miss that it is cancelled (seen with TensorFlow 2.21, where
-    `CancellationManager` calls back before it says that it is cancelled). TensorFlow does not hold the interpreter's
-    lock meanwhile, so that training continues.
+    which sleeps longer and longer, and may miss that it is cancelled (seen with TensorFlow 2.21; `CancellationManager`
+    probably calls back before it notes that it is cancelled). TensorFlow does not hold the interpreter's lock
+    meanwhile, so that training continues.
     """
     tracebacks = []
     seen: BaseException | None = error
