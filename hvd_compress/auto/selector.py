@@ -29,7 +29,7 @@ from .predictions import Predictions
 from .progress import ROWS, ProgressSample
 from .step_numbers import StepNumbers
 from .step_times import StepTimer, StepTimes
-from .traces import Traces
+from .traces import Traces, traces_all
 
 _NAME = "hvdc_auto"  # of variables
 
@@ -180,8 +180,13 @@ class AutoSelector(ModelSelector):
             traced = set(choice.numpy().tolist())
             is_plain = all(self._uncompressed[c] for c in traced)
             # If nothing is compressed from now on, the next step sends what the warm-up has left.
-            self.traces.retrace(traced | {self._of_warmup} if is_plain else traced)
+            self._retrace(traced | {self._of_warmup} if is_plain else traced)
             self._use(choice, before=of_warmup if is_plain else choice)
+
+    def _retrace(self, candidates: set[int]) -> None:
+        """Lets the next step be traced again: with these, or with all if they cannot be added later."""
+        traces_everything = traces_all(self.auto) and not self._warms_up
+        self.traces.retrace(range(len(self.auto.candidates)) if traces_everything else sorted(candidates))
 
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
@@ -204,7 +209,7 @@ class AutoSelector(ModelSelector):
             if self._warms_up and not self._uncompressed[self._of_warmup]:
                 used = {self._of_warmup}  # which sends what others left
             if self._warms_up or warmed_up:
-                self.traces.retrace(used)
+                self._retrace(used)
             self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
             self._timer.restart()  # the next step may be traced, and connects the ranks
             self.traces.restore(used)

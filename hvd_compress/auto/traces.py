@@ -154,9 +154,9 @@ class Traces:
         self._follows = len(self.candidates) == 1
         self._comparisons.take()
 
-    def retrace(self, candidates: Iterable[int]) -> None:
-        """Lets the next step be traced again, with these candidates, or with all if others cannot be added later."""
-        self.hold(range(len(self._auto.candidates)) if traces_all(self._auto) else sorted(candidates), False)
+    def retrace(self, candidates: Sequence[int]) -> None:
+        """Lets the next step be traced again, with these candidates."""
+        self.hold(candidates, False)
         if self._functions:  # otherwise the first trace is not yet made, or is just being made
             tracing.forget_traces(tracing.running_functions() | set(self._functions))
 

@@ -369,6 +369,17 @@ def test_a_run_that_goes_back_warms_up_again(begins_with, rank):
             np.testing.assert_array_equal(mine, theirs)
 
 
+def test_a_warm_up_before_the_shortest_step_is_looked_for(begins_with, rank):
+    spec = f"auto:objective=step,candidates=(int8|{HYBRID}),warmup=int8,warmup_steps=3"
+    training = new_training(rank, spec)
+    traced = []
+    for _ in range(5):
+        training.step()
+        traced.append(introspect.traced_candidates(training.plan))
+    assert traced == [[0], [0], [0, 1], [0, 1], [0, 1]]
+    assert training.traces == 2
+
+
 def test_a_guard_comes_before_a_warm_up(begins_with, rank):
     training = new_training(rank, WARMUP)
     training.step()
