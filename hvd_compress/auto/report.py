@@ -114,7 +114,7 @@ def of_buckets(known: Known, step: int) -> list[BucketReport]:
 
 def _why(auto: Auto, value: policy.Value, c: int, chosen: int, own: float, now: float, of_what: str, step: int) -> str:
     """Why candidate `c`, which takes `own` seconds, was not chosen; the chosen one takes `now` seconds."""
-    if auto.warmup and step < auto.warmup_steps:
+    if auto.warms_up(step):
         return f"the warm-up lasts until step {auto.warmup_steps}"
     through, target, times = 1.0 - float(value.lost[c]), auto.target_at(step), f"{milliseconds(own)}{of_what}"
     gained, least = float(value.progress[c]), auto.min_progress

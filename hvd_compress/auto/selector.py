@@ -78,9 +78,9 @@ class AutoSelector(ModelSelector):
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
         self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
-        self._sample: ProgressSample | None = None  # of the traced candidates, if there are several
-        self._renew_sample()
+        self._sample: ProgressSample | None = None  # of the traced candidates, if there are several to choose from
         self._follow_warmup(int(self._steps))
+        self._renew_sample()
 
     @property
     def compresses_rows(self) -> bool:
@@ -113,7 +113,7 @@ class AutoSelector(ModelSelector):
     def probe(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates the candidates on a sample of the gradients; see `ProgressSample.measure`."""
         self.traces.add_running_functions()
-        if self._sample is None or self._warms_up:
+        if self._sample is None:
             return tf.zeros([ROWS, len(self.auto.candidates)])
         # The mean over the ranks varies less than the numbers of one of them.
         variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
@@ -165,13 +165,9 @@ class AutoSelector(ModelSelector):
         self._numbers.assign(tf.zeros_like(self._numbers))
         self._timer.restart()  # a trace is not a part of a step
 
-    def _is_warmup(self, steps: int) -> bool:
-        """Whether the next step, after so many, has the compressor of the warm-up."""
-        return bool(self.auto.warmup) and steps < self.auto.warmup_steps
-
     def _follow_warmup(self, steps: int) -> None:
         """Begins or ends the warm-up, as it should be after so many steps; not while a candidate is held."""
-        if self._is_warmup(steps) == self._warms_up or self._before_hold is not None:
+        if self.auto.warms_up(steps) == self._warms_up or self._before_hold is not None:
             return
         with tf.init_scope(), tf.device("CPU"):
             self._warms_up = not self._warms_up
@@ -196,7 +192,7 @@ class AutoSelector(ModelSelector):
                 for variable in (state.choice, state.now, state.before):
                     variable.assign(self._first_choice)
             if self._before_hold is None:
-                self._warms_up = self._is_warmup(int(self._steps))
+                self._warms_up = self.auto.warms_up(int(self._steps))
             if self._warms_up:
                 for variable in (state.choice, state.now):
                     variable.assign(tf.fill([len(self.nbytes)], self._of_warmup))
@@ -243,7 +239,7 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             numbers = measurement.agreed if self._averages else measurement.agreed / self._ranks
             choice, tried = self.state.choice.read_value(), tf.constant(-1)
-            if len(self.traces.candidates) > 1 and not self._warms_up:
+            if self._sample is not None:
                 choice, tried = self._propose(measurement, numbers)
             may_grow = self.traces.may_grow and not self._warms_up
             watched = tuple(self.traces.candidates) if may_grow else ()
@@ -321,7 +317,7 @@ class AutoSelector(ModelSelector):
         That trace cannot make its variables: a tf.function creates variables in its first trace only.
         """
         traced = self.traces.candidates
-        if len(traced) == 1:
+        if len(traced) == 1 or self._warms_up:
             self._sample = None
         elif self._sample is None or self._sample.columns != traced:
             with tf.init_scope():

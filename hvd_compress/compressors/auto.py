@@ -183,6 +183,10 @@ class Auto(BuiltinCompressor):
         """The position of `warmup` among the candidates; None without one."""
         return self.candidates.index(self.warmup[0]) if self.warmup else None
 
+    def warms_up(self, steps: int) -> bool:
+        """Whether the next step, after so many, uses `warmup`."""
+        return bool(self.warmup) and steps < self.warmup_steps
+
     @property
     def known_link(self) -> Link | None:
         """The link that the user knows."""
