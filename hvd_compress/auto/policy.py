@@ -22,8 +22,6 @@ from . import choices, link_tracker, progress, trials
 _NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
 FIRST_REST = 0.03
-# In each step that is measured, the sums of what was measured before decay by this factor.
-_KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)  # a variance by the square
 
 makespan = functools.partial(choices.makespan, tnp)
 
@@ -228,11 +226,10 @@ def follow(state: State, step: Measured, costs: Costs) -> State:
     ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
     new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
-    is_sampled = tf.reduce_max(step.progress[4]) > 0.0
     return state._replace(
         link_moments=link_moments,
         link=link,
-        progress=state.progress * tf.where(is_sampled, _KEPT, np.ones_like(_KEPT)) + step.progress,
+        progress=progress.add(tnp, state.progress, step.progress),
         rest=average(state.rest, step.rest, step.rest > 0.0),
         waits=waits,
         bias=new_bias,
@@ -250,7 +247,7 @@ def average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
 
 def value_of(state: State, prior: Value) -> Value:
     """What the candidates are worth; `prior` before they were measured."""
-    return Value(progress.rates(state.progress, prior.progress), progress.lost_shares(state.progress, prior.lost))
+    return Value(progress.rates(tnp, state.progress, prior.progress), progress.lost_shares(state.progress, prior.lost))
 
 
 def propose(

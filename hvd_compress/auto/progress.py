@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
@@ -40,6 +41,8 @@ _LONGEST_MEAN = 1000.0  # steps that v averages over at most
 _SMALLEST = 1e-8
 # The rows of `ProgressSample.measure`.
 ROWS = 5
+# In each step that is measured, the sums of what was measured before decay by this factor; a variance by its square.
+_KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)
 
 
 class ProgressSample:
@@ -187,17 +190,28 @@ class _Simulation:
         return tf.where(mean > least, tf.math.rsqrt(tf.maximum(mean, least)), 0.0)
 
 
-def rates(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
-    """The relative progress of the candidates, [C], from 0.02 to 1.
+def rates(xp: Any, measured: Any, prior: Any) -> Any:
+    """The relative progress of candidates, from 0.02 to 1, like `prior`.
 
-    What is known before, `prior` [C], counts as much as two standard deviations of what was measured. `measured`,
-    [ROWS, C], is the sum of what `ProgressSample.measure` returned; see `policy.follow`.
+    What is known before counts as much as two standard deviations of what was measured.
+
+    Args:
+        xp: The array module, `numpy` or `tf.experimental.numpy`.
+        measured: [ROWS, C] or, for one candidate, [ROWS]: the sum of what `ProgressSample.measure` returned; see
+            `policy.follow`.
+        prior: [C] or a scalar, the progress that is known before.
     """
     gained, whole, variance = measured[0], measured[1], measured[2]
-    doubt = 2.0 * tf.sqrt(variance)
-    known = tf.nn.relu(whole)
-    estimate = tf.math.divide_no_nan(tf.where(whole > 0.0, gained, 0.0) + doubt * prior, known + doubt)
-    return tf.clip_by_value(tf.where(known + doubt > 0.0, estimate, prior), 0.02, 1.0)
+    doubt = 2.0 * xp.sqrt(variance)
+    known = xp.maximum(whole, 0.0)
+    weight = known + doubt
+    estimate = (xp.where(whole > 0.0, gained, 0.0) + doubt * prior) / xp.where(weight > 0.0, weight, 1.0)
+    return xp.clip(xp.where(weight > 0.0, estimate, prior), 0.02, 1.0)
+
+
+def add(xp: Any, sums: Any, measured: Any) -> Any:
+    """The sums, [ROWS, C], after a step in which `ProgressSample.measure` returned `measured`; see `rates`."""
+    return sums * xp.where(xp.max(measured[-1]) > 0.0, _KEPT, np.ones_like(_KEPT)) + measured
 
 
 def lost_shares(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:

@@ -32,6 +32,8 @@ from .step_times import StepTimer, StepTimes
 from .traces import Traces, traces_all
 
 _NAME = "hvdc_auto"  # of variables
+# A candidate makes about as much progress as no compression if it loses less than this share of white noise.
+_LOSES_LITTLE = 0.02
 
 
 class AutoSelector(ModelSelector):
@@ -78,7 +80,7 @@ class AutoSelector(ModelSelector):
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
         self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
-        self._sample: ProgressSample | None = None  # of the traced candidates, if there are several to choose from
+        self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is in doubt
         self._follow_warmup(int(self._steps))
         self._renew_sample()
 
@@ -239,7 +241,7 @@ class AutoSelector(ModelSelector):
         with tf.device("CPU"):
             numbers = measurement.agreed if self._averages else measurement.agreed / self._ranks
             choice, tried = self.state.choice.read_value(), tf.constant(-1)
-            if self._sample is not None:
+            if len(self.traces.candidates) > 1:
                 choice, tried = self._propose(measurement, numbers)
             may_grow = self.traces.may_grow and not self._warms_up
             watched = tuple(self.traces.candidates) if may_grow else ()
@@ -317,7 +319,8 @@ class AutoSelector(ModelSelector):
         That trace cannot make its variables: a tf.function creates variables in its first trace only.
         """
         traced = self.traces.candidates
-        if len(traced) == 1 or self._warms_up:
+        lost = max(float(self._predictions.prior.lost[c]) for c in traced)
+        if self._warms_up or (len(traced) == 1 and lost < _LOSES_LITTLE):
             self._sample = None
         elif self._sample is None or self._sample.columns != traced:
             with tf.init_scope():

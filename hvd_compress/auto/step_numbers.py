@@ -39,6 +39,7 @@ class StepNumbers:
         }  # fmt: skip
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         self.size = sum(self._sizes)
+        self._progress_at, self._progress_shape = buckets + 1, (ROWS, candidates)
         self._rest_at = -3 - candidates
 
     def pack(
@@ -75,6 +76,11 @@ class StepNumbers:
         # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
         fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
         return choice, trial, policy.Measured(**fields)
+
+    def progress(self, mean: np.ndarray) -> np.ndarray:
+        """The field `progress` of `policy.Measured`, float32 [ROWS, C]."""
+        rows, candidates = self._progress_shape
+        return mean[self._progress_at : self._progress_at + rows * candidates].reshape(self._progress_shape)
 
     def times_and_wanted(self, mean: np.ndarray) -> tuple[float, float, Sequence[float]]:
         """The seconds `rest` and `span` of `policy.Measured`, and what rank 0 wants to be traced.

@@ -18,7 +18,7 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto
-from . import policy, report
+from . import policy, progress, report
 from .comparisons import Comparisons
 from .predictions import Predictions
 from .step_numbers import StepNumbers
@@ -65,9 +65,10 @@ class Traces:
         self.compresses_rows, self._is_held = compresses_rows, False
         with tf.device("CPU"):
             self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
-        # What a second of a step with each candidate is worth at least, in seconds without compression.
-        progress = np.maximum(predictions.prior.progress.numpy(), predictions.usual)
-        self._worth = ((1.0 + auto.max_slowdown * predictions.prior.lost.numpy()) / progress).tolist()
+        self._simulated = state.progress.numpy()  # `State.progress`, while `watch` follows the measurements
+        self._least_progress, lost = predictions.prior.progress.numpy(), predictions.prior.lost.numpy()
+        self._hoped = np.maximum(self._least_progress, predictions.usual).tolist()  # the progress, until it is measured
+        self._slowdown = (1.0 + auto.max_slowdown * lost).tolist()
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
         self._time_per_byte = 1.0  # the factor in `state.link`, as `watch` knows it
@@ -119,6 +120,8 @@ class Traces:
         """
         # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
+        if self._follows and (simulated := self._format.progress(numbers))[-1].any():
+            self._simulated = progress.add(np, self._simulated, simulated)
         mask = self.mask()
         rest, span, wanted = self._format.times_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
@@ -153,6 +156,7 @@ class Traces:
         self.candidates, self._is_held = list(candidates), is_held
         self._follows = len(self.candidates) == 1
         self._comparisons.take()
+        self._simulated = self._state.progress.numpy()
 
     def retrace(self, candidates: Sequence[int]) -> None:
         """Lets the next step be traced again, with these candidates."""
@@ -167,6 +171,7 @@ class Traces:
         self.rows.assign(self.compresses_rows)
         self._time_per_byte = float(self._state.link[1])
         self._comparisons.take()
+        self._simulated = self._state.progress.numpy()
         self._trace([*used, *compressed_rows])
 
     def _trace(self, more: Iterable[int]) -> None:
@@ -195,7 +200,8 @@ class Traces:
         for one in numbers if self._follows else ():
             _, _, measured = self._format.unpack(tf.constant(one))
             state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._predictions.costs)
-        return state
+        # `numbers` are those of the last steps only.
+        return state._replace(progress=tf.constant(self._simulated)) if self._follows else state
 
     def _most_saved(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
         """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
@@ -206,15 +212,21 @@ class Traces:
         if not self.compresses_rows:
             link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
             rows = self._predictions.row_savings.now(counts, link)
+        gained = self._hoped[now]
+        if self._is_simulated(now):
+            gained = float(progress.rates(np, self._simulated[:, now], self._least_progress[now]))
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
-        return max((rest + span) * self._worth[now] - rest, rows)
+        return max((rest + span) * self._slowdown[now] / gained - rest, rows)
+
+    def _is_simulated(self, candidate: int) -> bool:
+        return bool(self._simulated[-1, candidate] > 0.0)
 
     def _worth_tracing(
         self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
     ) -> frozenset[int]:
         """Positions in `mask` of what might save most beyond the trace that it takes, in as many steps as so far."""
         predictions = self._predictions
-        measured = running if len(running) > 1 else []
+        measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
         value = policy.value_of(state, predictions.prior)
         picks, saved = policy.possible_saving(
             predictions.rules, state, predictions.costs, value, predictions.sizes, predictions.usual, measured

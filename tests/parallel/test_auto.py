@@ -174,6 +174,25 @@ def test_fast_steps_with_little_progress_are_left(rank):
     assert "% of the progress" in hybrid.why
 
 
+def test_a_first_choice_that_costs_progress_is_left(rank, monkeypatch):
+    """What is traced alone is simulated, too. The usual progress, here that of no compression, would keep it."""
+    introspect.trace_all_candidates(monkeypatch, False)
+    monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), 1))
+    monkeypatch.setattr(start, "usual", lambda lost, name: 1.0)
+    training = new_training(rank, spec="auto:candidates=(int8|hybrid:ratio=0.01,bits=4)")
+    steady = [np.random.default_rng(1).standard_normal(shape).astype(np.float32) for shape in SHAPES]
+    for step in range(40):
+        training.step([s + 0.2 * x for s, x in zip(steady, gradients(rank, step))])
+        introspect.selector_state(training.plan).rest.assign(10.0)
+        introspect.expect_quick_traces(training.plan)
+        if step == 5:
+            assert introspect.traced_candidates(training.plan) == [1]
+            _, hybrid = introspect.bucket_reports(training.plan)[0].candidates
+            assert hybrid.progress < 0.9
+    assert introspect.traced_candidates(training.plan) == [0, 1] and training.traces == 2
+    assert chosen(training) == {"int8"}
+
+
 def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypatch):
     introspect.trace_all_candidates(monkeypatch, False)
     training = new_training(rank)
