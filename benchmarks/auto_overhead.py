@@ -17,7 +17,6 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tasks
 import tensorflow as tf
-from custom_loop import tf_variables
 
 from hvd_compress.tools.timed_exchange import barrier
 
@@ -29,18 +28,10 @@ def new_training(task_name: str, spec: str) -> tuple[Callable[[int], float], Any
     """A function that trains some steps and returns the ms of each; and the optimizer."""
     task, model, batches = tasks.begin(task_name, 0)
     optimizer = tasks.optimizer(task_name, "", spec)
-    variables = model.trainable_variables
-    optimizer.build(variables)
-
-    @tf.function
-    def step(x: Any, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = task.loss(y, model(x, training=True))
-        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
-        return loss
+    step = tasks.training_step(task, model, optimizer)
 
     def train(steps: int) -> float:
-        chunk = [tf.nest.map_structure(tf.convert_to_tensor, next(batches)) for _ in range(steps)]
+        chunk = [tasks.tensors(next(batches)) for _ in range(steps)]
         barrier()
         start = time.perf_counter()
         for x, y in chunk:

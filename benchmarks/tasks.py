@@ -23,6 +23,7 @@ import keras_mnist
 import keras_recommender
 import resnet
 import text
+from custom_loop import tf_variables
 
 Arrays = tuple[np.ndarray, np.ndarray]
 Batches = Iterator[tuple[Any, Any]]  # inputs and labels, arrays or tensors
@@ -193,3 +194,23 @@ def optimizer(task: str, kind: str, spec: str | None, options: str = "", decay_s
     else:
         inner = getattr(keras.optimizers, {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}[kind])(rate)
     return hvdc.DistributedOptimizer(inner, compression=spec, **values) if spec else inner
+
+
+def training_step(task: Task, model: keras.Model, optimizer: Any) -> Callable[[Any, tf.Tensor], tf.Tensor]:
+    """A function that trains the model on a batch and returns its loss."""
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    @tf.function
+    def step(x: Any, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = task.loss(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, tf_variables(variables)), variables))
+        return loss
+
+    return step
+
+
+def tensors(batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A batch of arrays or tensors as tensors."""
+    return tf.nest.map_structure(tf.convert_to_tensor, batch)
