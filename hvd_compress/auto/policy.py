@@ -247,7 +247,8 @@ def average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
 
 def value_of(state: State, prior: Value) -> Value:
     """What the candidates are worth; `prior` before they were measured."""
-    return Value(progress.rates(tnp, state.progress, prior.progress), progress.lost_shares(state.progress, prior.lost))
+    rates = progress.rates(tnp, state.progress, prior.progress, state.choice)
+    return Value(rates, progress.lost_shares(state.progress, prior.lost))
 
 
 def propose(

@@ -10,7 +10,8 @@ P is the metric of the optimizer: 1 / sqrt(v) for optimizers that divide by the 
 such as Adam, and 1 for SGD. What is sent late is partly out of date, and this ratio says how much of it still helps.
 
 The c(t) of all candidates are simulated on a sample of this rank's gradients, whichever candidate is in use. v is the
-mean square of the same sample, never compressed. C candidates, K elements.
+mean square of the same sample, never compressed. In its own training, a candidate with less progress than the one in
+use makes more of it: see `at_own_speed`. C candidates, K elements.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ FIRST_STEPS, BURST = 48, 24
 _LONGEST_MEAN = 1000.0  # steps that v averages over at most
 # v is at least this share of its mean. An element whose gradients were all 0 so far says nothing.
 _SMALLEST = 1e-8
+_LEAST = 0.02  # progress
 # The rows of `ProgressSample.measure`.
 ROWS = 5
 # In each step that is measured, the sums of what was measured before decay by this factor; a variance by its square.
@@ -190,23 +192,39 @@ class _Simulation:
         return tf.where(mean > least, tf.math.rsqrt(tf.maximum(mean, least)), 0.0)
 
 
-def rates(xp: Any, measured: Any, prior: Any) -> Any:
-    """The relative progress of candidates, from 0.02 to 1, like `prior`.
+def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
+    """The relative progress of the candidates, [C], from 0.02 to 1.
 
     What is known before counts as much as two standard deviations of what was measured.
 
     Args:
         xp: The array module, `numpy` or `tf.experimental.numpy`.
-        measured: [ROWS, C] or, for one candidate, [ROWS]: the sum of what `ProgressSample.measure` returned; see
-            `policy.follow`.
-        prior: [C] or a scalar, the progress that is known before.
+        measured: [ROWS, C], the sum of what `ProgressSample.measure` returned; see `policy.follow`.
+        prior: [C], the progress that is known before.
+        choice: int32 [B], the candidates in use.
     """
     gained, whole, variance = measured[0], measured[1], measured[2]
-    doubt = 2.0 * xp.sqrt(variance)
-    known = xp.maximum(whole, 0.0)
+    doubt, known = 2.0 * xp.sqrt(variance), xp.maximum(whole, 0.0)
     weight = known + doubt
-    estimate = (xp.where(whole > 0.0, gained, 0.0) + doubt * prior) / xp.where(weight > 0.0, weight, 1.0)
-    return xp.clip(xp.where(weight > 0.0, estimate, prior), 0.02, 1.0)
+    gained = xp.where(whole > 0.0, gained, 0.0)
+    ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), _LEAST, 1.0)
+    speed = xp.mean(xp.take(xp.where(weight > 0.0, ratio, 1.0), choice))
+    return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), _LEAST, 1.0)
+
+
+def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
+    """The progress in trainings with the candidates, [C], from those of their simulations beside another one.
+
+    Where weights move slower, what is sent late is less out of date. If a candidate makes progress 1 / (1 + late * v)
+    while weights move at speed v, it makes p = 1 / (1 + late * p) in its own training.
+
+    Args:
+        xp: The array module.
+        ratio: [C], the progress while training with others.
+        speed: The progress of those. The speed of an uncompressed training is 1.
+    """
+    late = (1.0 / ratio - 1.0) / speed
+    return 2.0 / (1.0 + xp.sqrt(1.0 + 4.0 * late))
 
 
 def add(xp: Any, sums: Any, measured: Any) -> Any:

@@ -214,7 +214,7 @@ class Traces:
             rows = self._predictions.row_savings.now(counts, link)
         gained = self._hoped[now]
         if self._is_simulated(now):
-            gained = float(progress.rates(np, self._simulated[:, now], self._least_progress[now]))
+            gained = float(progress.rates(np, self._simulated, self._least_progress, [now])[now])
         # No exchange takes less than no time, and no candidate makes more progress than no compression.
         return max((rest + span) * self._slowdown[now] / gained - rest, rows)
 

@@ -199,7 +199,7 @@ def test_what_is_measured_replaces_the_prior():
     np.testing.assert_allclose(value.progress, [1.0, (0.75 + 0.1) / 2], rtol=1e-5)
     # What points the wrong way counts as nothing: the prior, and with little noise the least.
     wrong = noisy * np.array([[-1], [1], [1e-9], [1], [1]])
-    np.testing.assert_allclose(policy.progress.rates(np, wrong, prior.progress), [0.02, 0.02], rtol=1e-3)
+    np.testing.assert_allclose(policy.progress.rates(np, wrong, prior.progress, [1]), [0.02, 0.02], rtol=1e-3)
 
 
 def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):

@@ -75,8 +75,24 @@ def test_noise_makes_no_progress():
     auto = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1)
     found = run(sample_of(auto), gradients_of(40, signal=0.0)).sum(0)
     assert abs(found[1, 1]) < 3 * np.sqrt(found[2, 1])
-    rate = progress.rates(np, found, np.float32([1.0, 0.3]))
+    rate = progress.rates(np, found, np.float32([1.0, 0.3]), [0])
     assert rate[1] < 0.8
+
+
+def test_in_its_own_training_a_candidate_is_as_late_as_the_weights_are_slow():
+    """Progress 1 / (1 + late * v) at speed v: whatever v it is simulated at, its own speed follows."""
+    own, late = np.array([1.0, 0.8, 0.5, 0.1]), np.array([0.0, 0.25 / 0.8, 1.0 / 0.5, 9.0 / 0.1])
+    np.testing.assert_allclose(1.0 / (1.0 + late * own), own)
+    for speed in (1.0, 0.8, 0.3):
+        np.testing.assert_allclose(progress.at_own_speed(np, 1.0 / (1.0 + late * speed), speed), own)
+
+
+def test_what_is_in_use_makes_the_progress_that_is_measured():
+    sums = np.array([[8.0, 6.0, 2.0], [8.0] * 3, [0.0] * 3, [0.0] * 3, [8.0] * 3])
+    for choice, expected in (([0], [1.0, 2 / (1 + np.sqrt(1 + 4 / 3))]), ([1, 1], [1.0, 0.75])):
+        rates = progress.rates(np, sums, np.ones(3), choice)
+        np.testing.assert_allclose(rates[:2], expected, rtol=1e-6)
+    assert progress.rates(np, sums, np.ones(3), [2])[2] == pytest.approx(0.25)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

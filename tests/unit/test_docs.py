@@ -139,6 +139,16 @@ def test_tables_of_trainings_are_those_of_the_measured_results():
     assert dict(shown) == measured
 
 
+def test_the_table_of_progress_is_what_was_measured():
+    results = [json.loads((ROOT / f"docs/results/progress_{task}.json").read_text()) for task in ("gpt", "digits")]
+    cells: dict[str, list[str]] = {}
+    for row in (row for result in results for row in result["rows"]):
+        estimates = [statistics.mean(row[when]) for when in ("after 49", "after 275")]
+        cells.setdefault(row["compressor"], []).extend(f"{value:.2f}" for value in (*estimates, row["true"]))
+    for compressor, numbers in cells.items():
+        assert f"| `{compressor}` | {' | '.join(numbers)} |\n" in TEXTS["docs/auto.md"]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_numbers_that_open_a_page(page):
     text = TEXTS[page].replace("\n", " ")
