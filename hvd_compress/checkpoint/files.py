@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO
 
@@ -130,7 +131,10 @@ def read_rank(
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             metadata = _checked(json.loads(saved[_METADATA].tobytes()), path)
             expected = names(metadata)
-            arrays = {name: saved[name] for name in expected if name in saved.files}  # also checks the CRC
+            names_there = [name for name in expected if name in saved.files]
+            if any(saved.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED for name in names_there):
+                raise ValueError("compressed, as no file of ours is, and may fill the memory")
+            arrays = {name: saved[name] for name in names_there}  # also checks the CRC
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except PermissionError:

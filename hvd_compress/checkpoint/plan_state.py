@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from ..common.error_text import error_text
-from ..common.names import without_counters
+from ..common.names import renumbered
+from ..engine import agreement
 from ..engine.grouping import TensorGroup
 from ..engine.layout import Layout, PerTensorLayout
 from ..engine.packing import pack, unpack
@@ -29,11 +30,6 @@ class Member(NamedTuple):
     path: str  # of its variable, including the counters that Keras puts into names
     shape: tuple[int, ...]  # () if the gradient is None
     kind: str  # "dense", "sparse" (IndexedSlices), "none", or "own" if it is a variable and not a gradient
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...], str]:
-        """Equal for the same gradient in another run. Counters are left out: they depend on the models built before."""
-        return without_counters(self.path), self.shape, self.kind
 
 
 @dataclasses.dataclass
@@ -90,29 +86,32 @@ class PlanState:
     @property
     def summary(self) -> Any:
         """What must be equal on all ranks, or they would exchange different things."""
-        fields = {field: sorted(tensors) for field, tensors in self.tensors.items()}
-        values = {
-            name: _summary(array)
-            for name, array in self.replicated_state.items()
-            if not name.startswith(_MEASURED) or (array.dtype.kind in "iub" and name != _PROPOSED)
-        }
-        return [member.key for member in self.members], fields, values
+        fields = {f: sorted((i, t.dtype.name) for i, t in tensors.items()) for f, tensors in self.tensors.items()}
+        padding = {f: [(part.shape, part.dtype.name) for part in parts] for f, parts in self.padding.items()}
+        values = {name: _summary(name, array) for name, array in self.replicated_state.items()}
+        return _keys(self.members), fields, padding, self.chunk_layouts, values
 
     def check(self) -> None:
-        """Raises ValueError if a tensor does not belong to its member, or a value cannot be of a training."""
+        """Raises ValueError if a tensor does not belong to its member, or a value cannot be of a training.
+
+        What waits under a delay may hold values that are not finite: the next step then finds them.
+        """
         for member in self.members:
             if not isinstance(member.path, str):
                 raise ValueError(f"{error_text(member.path)} is not the path of a variable")
+        for name, array in (self.replicated_state | self.waiting).items():
+            _check_numeric(name, array)
+        for field, parts in self.padding.items():
+            for part in parts:
+                if part.ndim != 1:
+                    raise ValueError(f"the padding of {field} has the shape {part.shape}, and must have one dimension")
+                _check_finite(f"the padding of {field}", part)
         for field, tensors in self.tensors.items():
             for i, tensor in tensors.items():
                 if not 0 <= i < len(self.members) or tensor.shape != self.members[i].shape:
                     raise ValueError(f"{field} {i} has the shape {tensor.shape}, which is not its gradient's")
-                if self.members[i].kind == "own":
-                    continue
-                if not tf.as_dtype(tensor.dtype).is_floating:
-                    raise ValueError(f"{field} of {self.members[i].path} is of type {tensor.dtype}")
-                if not np.isfinite(tensor.astype(np.float32)).all():
-                    raise ValueError(f"{field} of {self.members[i].path} is not finite: resume from an earlier step")
+                check = _check_numeric if self.members[i].kind == "own" else _check_finite
+                check(f"{field} of {self.members[i].path}", tensor)
         step = self.replicated_state.get("step", np.array(0))
         if step.shape != () or step.dtype.kind not in "iu" or step < 0:
             raise ValueError(f"the number of steps is {step.tolist()!r}")
@@ -167,8 +166,11 @@ def state_of(plan: Plan) -> PlanState:
     return PlanState(_members(plan), tensors, padding, chunk_layouts, named, waiting)
 
 
-def restore(plan: Plan, state: PlanState) -> None:
+def restore(plan: Plan, state: PlanState) -> bool:
     """Restores a state into a plan with the same members.
+
+    Returns:
+        Whether what waits was restored, too. All ranks must do the same: else their weights would part.
 
     Raises:
         ValueError: The plan does not keep the same fields as the state.
@@ -198,7 +200,8 @@ def restore(plan: Plan, state: PlanState) -> None:
             variable.assign(True)
         waiting = _waiting(plan)
         kinds = [{name: (tuple(v.shape), v.dtype) for name, v in own.items()} for own in (waiting, state.waiting)]
-        if same_chunks and kinds[0] == kinds[1]:
+        goes_on = same_chunks and kinds[0] == kinds[1]
+        if goes_on:
             for name, variable in waiting.items():
                 variable.assign(state.waiting[name])
         else:
@@ -213,6 +216,7 @@ def restore(plan: Plan, state: PlanState) -> None:
         plan.auto.restored("auto_choice" not in not_restored)
     if plan.delay_selector is not None:
         plan.delay_selector.restored()
+    return goes_on
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:
@@ -256,14 +260,36 @@ _MEASURED = ("auto_", "delay_", "round_")
 _PROPOSED = "auto_trial"
 
 
-def _summary(array: np.ndarray) -> Any:
-    """The values; of many values, a checksum."""
-    return array.tolist() if array.size < 1000 else zlib.crc32(np.ascontiguousarray(array).tobytes())
+def _summary(name: str, array: np.ndarray) -> Any:
+    """Shape, dtype, and the values; of many values, a checksum. Of what is measured, whether the values are finite."""
+    if name.startswith(_MEASURED) and (array.dtype.kind not in "iub" or name == _PROPOSED):
+        values: Any = bool(np.isfinite(array).all())
+    else:
+        values = array.tolist() if array.size < 1000 else zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return array.shape, array.dtype.name, values
 
 
-def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
-    """Restores states into the plans of a reducer. The others are restored when the reducer makes their plans."""
+def _check_numeric(name: str, array: np.ndarray) -> None:
+    dtype = tf.as_dtype(array.dtype)
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex):
+        raise ValueError(f"{name} is of type {array.dtype}")
+
+
+def _check_finite(name: str, array: np.ndarray) -> None:
+    if not tf.as_dtype(array.dtype).is_floating:
+        raise ValueError(f"{name} is of type {array.dtype}")
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f"{name} is not finite: resume from an earlier step")
+
+
+def put(reducer: Reducer, states: Sequence[PlanState]) -> list[bool]:
+    """Restores states into the plans of a reducer. The others are restored when the reducer makes their plans.
+
+    Returns:
+        For each state that is restored now, what `restore` returned.
+    """
     plans = list(reducer.plans.values())
+    go_on = []
     reducer.pending = []
     for state in states:
         plan = next((plan for plan in plans if _fits(state, plan)), None)
@@ -271,28 +297,51 @@ def put(reducer: Reducer, states: Sequence[PlanState]) -> None:
             reducer.pending.append(state)
         else:
             plans.remove(plan)
-            restore(plan, state)
+            go_on.append(restore(plan, state))
+    return go_on
 
 
 def take_pending(reducer: Reducer, plan: Plan) -> None:
-    """Restores the pending state of a new plan, if any state is pending.
+    """Restores the pending state of a new plan, if any state is pending: then on all ranks, which all have one.
 
     Raises:
-        ValueError: All pending states belong to other gradients.
+        ValueError: On all ranks: all pending states of a rank belong to other gradients, or do not fit the plan.
     """
     if not reducer.pending:
         return
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            restore_on_all(plan.settings.process_set, lambda: _take(reducer, plan))
+        else:  # graphs of TensorFlow 1
+            _take(reducer, plan)
+
+
+def restore_on_all(group: Any, action: Callable[[], object]) -> None:
+    """Runs on all ranks together what restores states, and returns what `restore` or `put` returned, if any.
+
+    Raises:
+        ValueError: On all ranks: it failed on a rank, or what waits was restored on some ranks only.
+    """
+    if len(set(map(repr, agreement.on_all(group, "hvdc_residuals", "residual checkpoint", action)))) > 1:
+        raise ValueError(
+            "residual checkpoint: what waits for the next step (delay=1) fits this run on some ranks only: the files "
+            "of the ranks do not belong to the same training, start without residuals (resume=False)"
+        )
+
+
+def _take(reducer: Reducer, plan: Plan) -> bool:
     state = next((state for state in reducer.pending if _fits(state, plan)), None)
     if state is None:
         old, new = reducer.pending[0].members, _members(plan)
-        pairs = zip(old, new)
-        differing = next((f": {a.path} {a.shape}, {b.path} {b.shape}" for a, b in pairs if a.key != b.key), "")
+        pairs = (pair for pair, a, b in zip(zip(old, new), _keys(old), _keys(new)) if a != b)
+        differing = next((f": {a.path} {a.shape}, {b.path} {b.shape}" for a, b in pairs), "")
         raise ValueError(
             f"the residuals that were loaded belong to other gradients ({len(old)}) than those of this step "
             f"({len(new)}){differing}: train the variables that were trained, or start without residuals"
         )
-    restore(plan, state)
+    goes_on = restore(plan, state)
     reducer.pending.remove(state)
+    return goes_on
 
 
 def _stateful_groups(plan: Plan) -> list[tuple[Layout, GroupState]]:
@@ -328,7 +377,16 @@ def _members(plan: Plan) -> list[Member]:
 
 
 def _fits(state: PlanState, plan: Plan) -> bool:
-    return [member.key for member in state.members] == [member.key for member in _members(plan)]
+    return _keys(state.members) == _keys(_members(plan))
+
+
+def _keys(members: Sequence[Member]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Equal for the same gradients in another run, which may number layers differently.
+
+    Of a path, only the names of layer and variable count, see `without_counters`.
+    """
+    names = renumbered(["/".join(member.path.split("/")[-2:]) for member in members])
+    return [(name, member.shape, member.kind) for name, member in zip(names, members)]
 
 
 def _chunk_layouts(plan: Plan) -> list[Any]:

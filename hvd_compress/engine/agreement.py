@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..common import determinism, verbosity
-from ..common.names import path_of
+from ..common.names import path_of, renumbered
 from ..kernels import native
 from ..version import __version__
 from .grouping import positions
@@ -35,8 +34,6 @@ _LENGTH_BYTES = 4
 _PATIENCE, _LONGEST = 60.0, 600.0  # seconds
 _WATCHED = "whether somebody watches"
 _GRADIENT = "gradient "
-# A part of a variable's path, or a word: its stem and its number, if it ends with one.
-_NUMBERED = re.compile(r"([^\s/]+?)(?:_(\d+))?(?=[\s/]|$)")
 # Settings that are not compared as text: devices may differ from rank to rank, process sets cannot, and the others are
 # compared by their specs or positions.
 _NOT_COMPARED = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
@@ -101,23 +98,9 @@ def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
 
 
 def _renumbered(facts: Facts) -> Facts:
-    """The facts with new numbers in the names of variables: 0, 1, ... in the order of the old ones.
-
-    Keras numbers the layers of one class from the first one that the process has made, and ranks may have made other
-    models before. But the order of two layers must be the same on all ranks. A name without a number has number 0.
-    """
+    """The facts with numbers in the names of variables that do not depend on what a rank has made before."""
     texts = {key: text for key, text in facts.items() if key.startswith(_GRADIENT)}
-    numbers: dict[str, set[int]] = {}
-    for text in texts.values():
-        for stem, number in _NUMBERED.findall(text):
-            numbers.setdefault(stem, set()).add(int(number or 0))
-    places = {stem: {number: place for place, number in enumerate(sorted(some))} for stem, some in numbers.items()}
-
-    def renumbered(match: re.Match[str]) -> str:
-        stem, number = match.groups()
-        return f"{stem}_{places[stem][int(number or 0)]}"
-
-    return facts | {key: _NUMBERED.sub(renumbered, text) for key, text in texts.items()}
+    return facts | dict(zip(texts, renumbered(list(texts.values()))))
 
 
 def on_all(group: Any, name: str, what: str, action: Callable[[], T], error: type[Exception] = ValueError) -> list[T]:

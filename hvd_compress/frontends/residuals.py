@@ -168,7 +168,7 @@ def load_residuals(
     if len(set(_on_all(group, read))) > 1:
         path = files.save_path(directory, number)
         raise ValueError(f"residual checkpoint {path}: the files of the ranks do not belong to the same training")
-    put(*kept[:3], states, kept.own)
+    plan_state.restore_on_all(group, lambda: put(*kept[:3], states, kept.own))
     return int(manifest["step"])
 
 
@@ -205,15 +205,15 @@ def put(
     rounds: Rounds | None,
     states: Sequence[PlanState],
     own: Sequence[tf.Variable] = (),
-) -> None:
-    """Restores what `states_of` returned."""
+) -> list[bool]:
+    """Restores what `states_of` returned; returns what `plan_state.put` does."""
     if aggregation is not None and states:
         aggregation.restore(states[0])
         states = states[1:]
     if rounds is not None and states:
         rounds.restore(states[0], own)
         states = states[1:]
-    plan_state.put(reducer, states)
+    return plan_state.put(reducer, states)
 
 
 class Owner(NamedTuple):

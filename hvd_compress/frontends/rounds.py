@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..auto.round_length import RoundLength
-from ..checkpoint.plan_state import Member, PlanState
+from ..checkpoint.plan_state import Member, PlanState, restore_on_all
 from ..common import tracing
 from ..common.names import path_of
 from ..engine import nonfinite
@@ -112,7 +112,8 @@ class Rounds:
                 zeros = tf.zeros([longest], tf.float64 if wide else tf.float32)
                 self._movement = tracing.variable(zeros, "movement")
         if self._pending is not None:
-            self.restore(self._pending)
+            with tf.init_scope():
+                restore_on_all(self.settings.process_set, functools.partial(self.restore, self._pending))
 
     def _fragment(self, parts: Sequence[Rows]) -> Fragment:
         pieces = [Piece(self.variables[rows.variable], rows) for rows in parts]

@@ -310,6 +310,9 @@ def read_rank(path):
     return files.read_rank(path, lambda metadata: plan_state.PlanState.names(metadata["plans"]))
 
 
+PADDING = "0.padding.residuals.0"
+
+
 def rewrite(path, change):
     metadata, arrays = read_rank(path)
     tensor = next(name for name in arrays if ".residuals." in name and "padding" not in name)
@@ -327,6 +330,18 @@ def rewrite(path, change):
         (lambda _, arrays, name: arrays.update({"0.named.step": np.array(-3)}), "the number of steps is -3"),
         (lambda _, arrays, name: arrays.update({"0.named.step": np.array([1, 2])}), r"number of steps is \[1, 2\]"),
         (lambda metadata, arrays, name: arrays.pop(name), "its entries do not fit together"),
+        (lambda _, arrays, name: arrays.update({"0.named.step": np.array("3")}), "step is of type <U1"),
+        (
+            lambda _, arrays, name: arrays.update({PADDING: arrays[PADDING] * np.nan}),
+            "padding of residuals is not finite",
+        ),
+        (
+            lambda _, arrays, name: arrays.update({PADDING: arrays[PADDING].astype(str)}),
+            "padding of residuals is of type",
+        ),
+        (lambda _, arrays, name: arrays.update({PADDING: arrays[PADDING][:, None]}), "must have one dimension"),
+        (lambda _, arrays, name: arrays.update({PADDING: arrays[PADDING][:-1]}), "do not belong to the same training"),
+        (lambda metadata, *_: metadata["plans"][0]["pieces"][0].reverse(), "do not belong to the same training"),
         (lambda metadata, arrays, name: metadata.update(plans=[]), "do not belong to the same training"),
         (lambda _, arrays, name: arrays.update({"0.named.step": np.array(99)}), "do not belong to the same training"),
     ],
@@ -335,6 +350,59 @@ def test_a_wrong_value_in_the_file_of_one_rank_is_found_by_all(change, message, 
     model, directory = copied
     only_on_rank_0(rank, rewrite, files.rank_path(directory, 1, 1, 2), change)
     fails(model, directory, rank, message)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["new plan", "old plan"])
+def test_what_does_not_fit_one_rank_is_found_by_all_as_it_is_restored(made, rank, shared):
+    """Files that agree with each other, and what waits of one rank has another shape than its bucket."""
+    options = CONFIGURATIONS["delay"]
+    first = Loop(**options)
+    first.train(rank, range(STEPS))
+    hvdc.save_residuals(first.optimizer, shared)
+
+    def shorten(_, arrays, name):
+        waiting = next(name for name in arrays if ".waiting." in name and arrays[name].ndim)
+        arrays[waiting] = arrays[waiting][:-1]
+
+    only_on_rank_0(rank, rewrite, files.rank_path(shared, 1, 1, 2), shorten)
+    second = first.restarted(**options)
+    if made:
+        second.train(rank, range(STEPS, STEPS + 1))
+        second.optimizer.iterations.assign(STEPS)
+
+    def resume():
+        hvdc.load_residuals(second.optimizer, shared, second.weights)
+        assert not made
+        second.train(rank, range(STEPS, STEPS + 1))
+
+    with pytest.raises(ValueError, match="what waits for the next step .* fits this run on some ranks only") as error:
+        resume()
+    one_line(error)
+
+
+@pytest.mark.parametrize("names", [("tower_1", "tower_2"), ("tower_2", "tower_1")])
+def test_layers_in_another_order_do_not_swap_their_residuals(names, rank, shared):
+    keras, options = KERASES["keras"], CONFIGURATIONS["int8"]
+
+    def towers(*names):
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((24,)), *[keras.layers.Dense(24, name=name) for name in names]])
+        model.add(keras.layers.Dense(4))
+        model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02), **options), loss="mse")
+        return model
+
+    fit(towers("tower_5", "tower_10"), rank, 1, callbacks=[hvdc.callbacks.ResidualCheckpoint(shared)])
+    resumed = towers(*names)
+    resumed.optimizer.build(resumed.trainable_variables)
+    resumed.optimizer.iterations.assign(STEPS)
+    assert hvdc.load_residuals(resumed.optimizer, shared) == STEPS
+    if names == ("tower_1", "tower_2"):  # Keras has counted from another number, and that is all
+        fit(resumed, rank, 2, 1)
+        assert not introspect.pending_states(resumed.optimizer)
+    else:
+        with pytest.raises(ValueError, match="belong to other gradients") as error:
+            fit(resumed, rank, 2, 1)
+        one_line(error)
 
 
 def test_another_model_or_other_settings_are_found_by_all(saved, shared, rank):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hvd_compress.checkpoint import files, resume
 from hvd_compress.checkpoint.plan_state import Member, PlanState
-from hvd_compress.common.names import without_counters
+from hvd_compress.common.names import renumbered, without_counters
 
 BFLOAT16 = tf.bfloat16.as_numpy_dtype
 SETTINGS = {"compression": "int8", "momentum_correction": 0.9}
@@ -291,6 +291,69 @@ def test_a_gradient_without_a_path_is_refused(directory):
     refused("cannot be used: None is not the path of a variable", load, directory, 1)
 
 
+def broken(change):
+    one = state(0)
+    one.waiting = {"0-of-1-bucket-0-0": np.zeros(3, np.uint8)}
+    change(one)
+    return one
+
+
+def with_padding(value):
+    return broken(lambda one: one.padding.update(residuals=[np.asarray(value)]))
+
+
+@pytest.mark.parametrize(
+    ("one", "match"),
+    [
+        (with_padding([np.nan, 0.0]), "the padding of residuals is not finite: resume from an earlier step"),
+        (with_padding(["a", "b"]), "the padding of residuals is of type <U1"),
+        (with_padding([1, 2]), "the padding of residuals is of type int64"),
+        (with_padding([[1.0, 2.0]]), r"the padding of residuals has the shape \(1, 2\), and must have one dimension"),
+        (broken(lambda one: one.replicated_state.update(auto_link=np.array("a"))), "auto_link is of type <U1"),
+        (broken(lambda one: one.waiting.update(more=np.array(b"a"))), "more is of type"),
+    ],
+)
+def test_values_of_no_training_are_refused(one, match, directory):
+    save(directory, 7, [one])
+    refused(f"rank-0-of-1.npz cannot be used: {match}", load, directory, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.padding.update(residuals=[np.zeros(1, np.float32)]),
+        lambda one: one.padding.update(residuals=[np.zeros(2, np.float64)]),
+        lambda one: one.tensors["residuals"].update({0: np.zeros((3, 2), np.float64)}),
+        lambda one: one.chunk_layouts[0].reverse(),
+        lambda one: one.replicated_state.update(step=np.asarray(0, np.int32)),
+        lambda one: one.replicated_state.update(auto_link=np.float32([1, np.nan])),
+        lambda one: one.replicated_state.update(auto_link=np.float32([1])),
+    ],
+)
+def test_what_must_be_equal_on_all_ranks_is_in_the_summary(change):
+    def with_link():
+        one = state(0)
+        one.replicated_state["auto_link"] = np.float32([1, 1])
+        return one
+
+    changed = with_link()
+    change(changed)
+    assert changed.summary != with_link().summary
+    other = with_link()
+    other.tensors["residuals"][0] += 1
+    assert other.summary == with_link().summary
+
+
+def test_a_compressed_member_is_refused(directory):
+    """A file of few bytes could fill the memory."""
+    save(directory, 7, [state(0)])
+    path = files.rank_path(directory, 1, 0, 1)
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez_compressed(path, **arrays)
+    refused("rank-0-of-1.npz is damaged", load, directory, 1)
+
+
 def test_another_model_is_refused(directory):
     save(directory, 7, [state(0)])
     own = ("m_3/dense_1/kernel", (3, 2)), ("m_3/dense_1/bias", (2,)), ("m_3/dense_2/kernel", (4,))
@@ -419,3 +482,13 @@ def test_prune_leaves_what_is_not_its_own(directory):
 )  # fmt: skip
 def test_counters_and_outer_names_do_not_tell_models_apart(path, expected):
     assert without_counters(path) == expected
+
+
+def test_new_numbers_keep_the_order_of_layers():
+    assert renumbered(["tower_9/kernel", "tower_10/kernel", "head"]) == [
+        "tower_0/kernel_0",
+        "tower_1/kernel_0",
+        "head_0",
+    ]
+    assert renumbered(["tower/kernel", "tower_1/kernel"]) == renumbered(["tower_3/kernel", "tower_5/kernel"])
+    assert renumbered(["tower_2/kernel", "tower_1/kernel"]) != renumbered(["tower_1/kernel", "tower_2/kernel"])
