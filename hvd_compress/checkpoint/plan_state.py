@@ -170,7 +170,7 @@ def restore(plan: Plan, state: PlanState) -> bool:
     """Restores a state into a plan with the same members.
 
     Returns:
-        Whether what waits was restored, too. All ranks must do the same: else their weights would part.
+        Whether what waits was restored, too, if anything may wait. All ranks must do the same, or weights would part.
 
     Raises:
         ValueError: The plan does not keep the same fields as the state.
@@ -200,7 +200,7 @@ def restore(plan: Plan, state: PlanState) -> bool:
             variable.assign(True)
         waiting = _waiting(plan)
         kinds = [{name: (tuple(v.shape), v.dtype) for name, v in own.items()} for own in (waiting, state.waiting)]
-        goes_on = same_chunks and kinds[0] == kinds[1]
+        goes_on = not waiting or (same_chunks and kinds[0] == kinds[1])
         if goes_on:
             for name, variable in waiting.items():
                 variable.assign(state.waiting[name])
