@@ -63,6 +63,7 @@ class Reducer:
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
         self.guard: Guard | None = None  # of all plans, see `guarding`
         self.round_log: RoundLog | None = None  # with local steps
+        self.local_counts: tf.Variable | None = None  # which grow with each local step
         self.round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it
         self.continues = False  # whether it continues the training of an elastic job after a reset
         self._warned = False  # that this rank exchanges nothing
@@ -216,6 +217,16 @@ class Reducer:
     def forget_functions(self) -> None:
         """Lets steps outside of the user's functions be traced again."""
         self._functions.clear()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has exchanged anything, or has begun local steps."""
+        return bool(self.plans) or self.local_counts is not None
+
+    def steps_made(self) -> int:
+        """A number that grows with each step, also with local ones. It waits for the device; not for use in a graph."""
+        local = 0 if self.local_counts is None else int(self.local_counts.numpy().sum())
+        return local + sum(int(plan.state.step.numpy()) for plan in self.plans.values())
 
     def report(self) -> CompressionReport:
         """The compressor of each bucket of the plan that was made last, and the reason for it."""

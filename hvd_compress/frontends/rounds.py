@@ -77,7 +77,7 @@ class Rounds:
         self._shows_synchronized = False
         with tf.device("CPU"), tf.init_scope():
             # Calls, steps, and steps before the last one after which all weights were synchronized.
-            self._counts = tracing.variable(tf.zeros([3], tf.int64), "local_steps")
+            self._counts = reducer.local_counts = tracing.variable(tf.zeros([3], tf.int64), "local_steps")
 
     # State
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvd_compress
 from hvd_compress import DistributedOptimizer
 from hvd_compress import callbacks as hvdc
-from hvd_compress.frontends.keras import callbacks
 
 KERASES = [default_keras]
 try:
@@ -212,20 +212,62 @@ def test_broadcast_takes_bfloat16_and_a_model_without_optimizer(keras, rank, siz
 
 
 @each_keras
-def test_a_plain_optimizer_is_warned_of_once(keras, rank, recwarn, monkeypatch):
-    monkeypatch.setattr(callbacks, "alive", list)  # trainings before this one
+@pytest.mark.parametrize("before", [None, "gradients", "local steps"])
+def test_a_plain_optimizer_is_warned_of_once(keras, before, rank, recwarn):
+    """Also after a model that was trained on all ranks was copied or loaded: its optimizer is plain then."""
+    callback = hvdc.BroadcastGlobalVariablesCallback(0)
     model = linear(keras, keras.optimizers.SGD(0.1))
-    fit(model, *data(rank), [hvdc.BroadcastGlobalVariablesCallback(0)], epochs=2)
-    texts = [str(w.message) for w in recwarn if "trains alone" in str(w.message)]
+    if before is not None:
+        distributed = DistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_steps=2 if before == "local steps" else None, compression="none"
+        )
+        model = linear(keras, distributed)
+        fit(model, *data(rank), [callback])
+        assert not alone(recwarn)
+        model.compile(keras.optimizers.get({"class_name": "SGD", "config": distributed.get_config()}), "mse")
+    fit(model, *data(rank), [callback], epochs=2)
+    fit(model, *data(rank), [callback])
+    texts = alone(recwarn)
     assert len(texts) == (rank == 0)
     assert all(text.startswith("the model's optimizer SGD is not distributed: ") for text in texts)
 
 
+def alone(recwarn):
+    return [str(w.message) for w in recwarn if "trains alone" in str(w.message)]
+
+
+def averaging(keras, way):
+    """A model with a plain optimizer that averages its gradients, or the movements of its weights, by itself."""
+
+    class Averaging(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - tf.cast(y, tf.float32)) ** 2)
+            if way == "tape":
+                tape = hvd_compress.DistributedGradientTape(tape, compression="none")
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            if way == "local steps":
+                local()
+            return {"loss": loss}
+
+    model = Averaging([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1))
+    local = hvd_compress.LocalSteps(model, local_steps=2 * STEPS) if way == "local steps" else None
+    return model
+
+
+@pytest.mark.parametrize("way", ["optimizer", "tape", "local steps"])
 @each_keras
-def test_a_distributed_optimizer_is_not_warned_of(keras, rank, recwarn):
-    model = linear(keras, DistributedOptimizer(keras.optimizers.SGD(0.1), compression="none"))
-    fit(model, *data(rank), [hvdc.BroadcastGlobalVariablesCallback(0)])
-    assert not any("trains alone" in str(w.message) for w in recwarn)
+def test_who_averages_is_not_warned_of(keras, way, rank, recwarn):
+    if way == "optimizer":
+        model = linear(keras, DistributedOptimizer(keras.optimizers.SGD(0.1), compression="none"))
+    else:
+        model = averaging(keras, way)
+    for _ in range(2):
+        fit(model, *data(rank), [hvdc.BroadcastGlobalVariablesCallback(0)])
+    assert not alone(recwarn)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -1,5 +1,7 @@
 """Loss scaling: one rank overflows, all ranks skip the step, and nobody waits for ever."""
 
+import copy
+
 import horovod.tensorflow as hvd
 import introspect
 import numpy as np
@@ -106,6 +108,28 @@ def test_compile_may_wrap(mixed_float16, rank, size, gather):
     history = model.fit(x, y, batch_size=16, epochs=4, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
     assert opt.bytes_sent()[1] > 0
+
+
+@keras3
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_distributed_too(way, copied, rank, size):
+    keras = KERASES["keras"]
+    scaler = keras.optimizers.LossScaleOptimizer
+    optimizer, _ = scaled(way, scaler, keras.optimizers.SGD(1.0), {"initial_scale": 4.0}, compression="int8")
+    weights = [keras.Variable(np.zeros((40, 50), np.float32)) for _ in range(3)]
+
+    def step(one, weight):
+        one.apply([tf.fill([40, 50], 4.0 * rank)], [weight])
+        return np.array(weight)
+
+    early, _ = copied(optimizer), step(optimizer, weights[0])
+    for one, weight in zip((early, copied(optimizer)), weights[1:]):
+        one.build([weight])
+        np.testing.assert_allclose(step(one, weight), -(size - 1) / 2, atol=0.02)
+    np.testing.assert_allclose(step(optimizer, weights[0]), -(size - 1), atol=0.02)
+    plain = copied(scaler(keras.optimizers.SGD(1.0)))
+    assert type(plain) is scaler and type(plain.inner_optimizer) is keras.optimizers.SGD
 
 
 @keras3

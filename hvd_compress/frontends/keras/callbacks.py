@@ -141,7 +141,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
-        self.broadcast_done = self._has_trained = False
+        self.broadcast_done = self._has_warned = False
+        # If this rank may train alone in this `fit`: the steps that each reducer had made before it.
+        self._steps_before: weakref.WeakKeyDictionary[Any, int] | None = None
         self._local: set[Any] = set()
         if isinstance(optimizer_state.tf_variable(local_variables), tf.Variable):
             local_variables = [local_variables]
@@ -172,14 +174,14 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             self._broadcast(stepped=False)
         elif self._rounds is not None:
             self._start_rounds()
+        self._watch_if_alone()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Broadcasts after the first step, if a model was not built before."""
         if not self.broadcast_done:
             self._broadcast(stepped=True)
-        if not self._has_trained:
-            self._has_trained = True
-            self._warn_if_alone()
+        if self._steps_before is not None and not any(reducer.has_begun for reducer in alive()):
+            self._warn_if_alone()  # otherwise after an epoch
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""
@@ -191,6 +193,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         """Tells the optimizer that the epoch has ended, and passes the metrics to `hvd-compress tune` if it runs."""
         super().on_epoch_end(epoch, logs)
         tuning.metrics(logs)
+        self._warn_if_alone()
 
     def _start_rounds(self) -> None:
         """All ranks begin with the root's weights. Optimizers stay as they are."""
@@ -198,16 +201,23 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         optimizer_state.broadcast(variables, self.root_rank, "hvdc.broadcast.rounds")
         self._rounds.adopt()
 
+    def _watch_if_alone(self) -> None:
+        """Rank 0 looks whether gradients are reduced if the optimizer does not do so: a tape or LocalSteps may."""
+        is_plain = self._reducer is None and not checks.is_horovods(getattr(self.model, "optimizer", None))
+        watches = is_plain and hvd.size() > 1 and hvd.rank() == 0 and not self._has_warned
+        self._steps_before = (
+            weakref.WeakKeyDictionary((reducer, reducer.steps_made()) for reducer in alive()) if watches else None
+        )
+
     def _warn_if_alone(self) -> None:
-        """Rank 0 warns if nothing is known to reduce gradients, as after a saved model was loaded."""
-        optimizer = getattr(self.model, "optimizer", None)
-        if hvd.size() == 1 or hvd.rank() or self._reducer is not None or checks.is_horovods(optimizer):
-            return
-        if not any(reducer.plans for reducer in alive()):  # of a tape
+        """Warns if nothing is known to have reduced gradients in this `fit`, as after a saved model was loaded."""
+        before, self._steps_before = self._steps_before, None
+        if before is not None and not any(reducer.steps_made() > before.get(reducer, 0) for reducer in alive()):
+            self._has_warned = True
             warnings.warn(
-                f"the model's optimizer {type(optimizer).__name__} is not distributed: each rank trains alone, unless "
-                "the model averages its gradients itself. Compile it with hvdc.DistributedOptimizer(optimizer), also "
-                "after loading a saved model",
+                f"the model's optimizer {type(self.model.optimizer).__name__} is not distributed: each rank trains "
+                "alone, unless the model averages its gradients itself. Compile it with "
+                "hvdc.DistributedOptimizer(optimizer), also after loading or copying a model",
                 stacklevel=2,
             )
 

@@ -129,7 +129,7 @@ def reduce_before_check(scaler: type) -> None:
     """Makes Keras's LossScaleOptimizer, the class `scaler`, reduce gradients before it checks them.
 
     Under mixed_float16, `compile` wraps the optimizer in one by itself. So this replaces the class's public method
-    `apply`, once. It changes nothing if the inner optimizer is not distributed.
+    `apply`, once, and how it is copied. It changes nothing if the inner optimizer is not distributed.
     """
     original: Callable[..., None] = scaler.apply  # type: ignore[attr-defined]
     if hasattr(original, "_hvdc_original"):
@@ -150,6 +150,20 @@ def reduce_before_check(scaler: type) -> None:
 
     apply._hvdc_original = original  # type: ignore[attr-defined]
     scaler.apply = apply  # type: ignore[attr-defined]
+    scaler.__copy__ = _copied  # type: ignore[attr-defined]
+    scaler.__deepcopy__ = lambda self, memo: _copied(self)  # type: ignore[attr-defined]
+
+
+def _copied(scaler: Any) -> Any:
+    """A copy by Keras's own way, which saves and loads; its inner optimizer is distributed, too, if the original's is.
+
+    What Keras saves is a plain optimizer.
+    """
+    load, arguments = scaler.__reduce__()
+    copied = load(*arguments)
+    if isinstance(scaler.inner_optimizer, Keras3Mixin):
+        copied.inner_optimizer.__class__ = type(scaler.inner_optimizer)
+    return copied
 
 
 def _apply_reduced(
