@@ -75,6 +75,8 @@ class Rounds:
         self._pending: PlanState | None = None
         self._pending_own: Sequence[tf.Variable] = ()
         self._shows_synchronized = False
+        # Synchronizes what else the ranks share, once in a round.
+        self.at_exchange: Callable[[], None] = lambda: None
         with tf.device("CPU"), tf.init_scope():
             # Calls, steps, and steps before the last one after which all weights were synchronized.
             self._counts = reducer.local_counts = tracing.variable(tf.zeros([3], tf.int64), "local_steps")
@@ -245,6 +247,8 @@ class Rounds:
                 own = self._unflat(f, movement.read_value())
                 self.log.record(steps, self._apply(f, own, self._unflat(f, received), None))
                 self._record((f + 1) % count)
+                if f == count - 1:
+                    self.at_exchange()
 
             return run
 
@@ -285,6 +289,7 @@ class Rounds:
             received = reduce(own) if self._length is None else self._length.exchange(own, reduce)
             each.append(self._apply(f, own, received, only_averages, alpha=0.0))
         self.log.record(steps, tf.add_n(each))
+        self.at_exchange()
 
     def _reduce(self, f: int, movements: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean movements of a fragment."""

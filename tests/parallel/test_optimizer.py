@@ -670,14 +670,23 @@ def float8_model(keras, dtype=None):
     return model, layer
 
 
+FLOAT8 = {
+    "plain": {}, "on_nonfinite": {"on_nonfinite": "skip"}, "LossScaleOptimizer": {}, "gradient_accumulation_steps": {},
+    "OneBitAdam": {}, "OneBitAdam, on_nonfinite": {"on_nonfinite": "skip"},
+    "local_steps": {"local_steps": 2}, "fragments": {"local_steps": 2, "fragments": "stream"},
+}  # fmt: skip
+
+
 @pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has no float8")
-@pytest.mark.parametrize("way", ["plain", "on_nonfinite", "LossScaleOptimizer", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("way", FLOAT8)
 def test_all_ranks_have_the_statistics_of_float8(way, rank, size, gather):
     keras = tf_dot_keras
     model, layer = float8_model(keras)
     inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2 if way == "gradient_accumulation_steps" else None)
-    options = {"on_nonfinite": "skip"} if way == "on_nonfinite" else {}
-    optimizer = hvdc.DistributedOptimizer(inner, compression="int8", min_compress_size=100, **options)
+    if way.startswith("OneBitAdam"):
+        optimizer = hvdc.optimizers.OneBitAdam(0.01, freeze_step=2, min_compress_size=100, **FLOAT8[way])
+    else:
+        optimizer = hvdc.DistributedOptimizer(inner, compression="int8", min_compress_size=100, **FLOAT8[way])
     if way == "LossScaleOptimizer":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     model.compile(optimizer, "mse", jit_compile=False)
@@ -690,6 +699,8 @@ def test_all_ranks_have_the_statistics_of_float8(way, rank, size, gather):
     *before, newest = largest.max(1)
     history = np.asarray(layer.inputs_amax_history)
     np.testing.assert_allclose(history[[0, *range(-len(before), 0)]], [newest, *before], rtol=1e-6)
+    if way == "fragments":
+        optimizer.synchronize()
     everyone = gather(flat_weights(model))
     assert (everyone == everyone[0]).all()
 

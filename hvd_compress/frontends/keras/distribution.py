@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Callable
@@ -59,7 +60,7 @@ class Distribution:
         """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`.
 
         Of variables that Keras overwrites with their gradients, all ranks get the largest values. With local steps, the
-        gradients stay as they are.
+        gradients stay as they are, and all ranks get the largest values of these variables once in a round.
         """
         if self.rounds is not None:
             return list(gradients)
@@ -186,6 +187,9 @@ class Distribution:
         if self.rounds is None:
             return
         shared = [v for v in variables if id(v) not in self._local and not is_overwritten(v)]
+        overwritten = [tf_variable(v) for v in variables if id(v) not in self._local and is_overwritten(v)]
+        if overwritten and not self.rounds.is_prepared:
+            self.rounds.at_exchange = functools.partial(self._overwritten.keep_largest, overwritten)
         statistics = [] if self.rounds.is_prepared else moving_statistics(self.model())
         self.rounds.prepare(
             [LocalVariable(v, tf_variable(v)) for v in shared]

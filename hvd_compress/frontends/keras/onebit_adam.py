@@ -18,6 +18,7 @@ from ..environment import resolve_bucket_bytes
 from .distribution import Distribution
 from .keras3 import Keras3Mixin, mixin_for
 from .optimizer_state import tf_variable
+from .overwritten import is_overwritten
 from .variance import is_stable, without_small
 
 try:
@@ -57,7 +58,7 @@ class _MomentumDistribution(Distribution):
         old_factor, new_factor = tf.where(frozen, beta, 0.0), tf.where(frozen, 1.0 - beta, 1.0)
         inputs = []
         for gradient, variable in zip(gradients, variables):
-            if gradient is not None:
+            if gradient is not None and not is_overwritten(variable):
                 m = self._optimizer.momentum_of(variable)
                 gradient = tf.cast(tf.convert_to_tensor(gradient), m.dtype)
                 gradient = tf.cast(old_factor, m.dtype) * m + tf.cast(new_factor, m.dtype) * gradient
@@ -250,15 +251,20 @@ class OneBitAdam(Keras3Mixin, _BASE):
         settings = self._hvdc.settings
         if not settings.process_set.included() or settings.process_set.size() == 1:
             return
-        for v in self._velocities:
+        for v in self._variances:
             if layout.is_compressed(tuple(v.shape), settings.min_compress_size):
                 old = tf.convert_to_tensor(v)
                 self.assign(v, tf.where(frozen, without_small(old), old))
 
+    @property
+    def _variances(self) -> list[Any]:
+        """Variables that Keras overwrites with their gradients have none."""
+        return [v for v in self._velocities if v is not None]
+
     def _is_stable(self, step: tf.Tensor) -> tf.Tensor:
         """Whether the variance's norm is as at the last check; a bool scalar, the same on all ranks."""
         group = self._hvdc.settings.process_set
-        norm = tf.add_n([tf.cast(tf.reduce_sum(tf.convert_to_tensor(v)), tf.float32) for v in self._velocities])
+        norm = tf.add_n([tf.cast(tf.reduce_sum(tf.convert_to_tensor(v)), tf.float32) for v in self._variances])
         norm /= 1.0 - self.beta_2 ** tf.cast(step, tf.float32)
         if group.included() and group.size() > 1:
             # Processors may round sums differently. If only one rank froze the variance, it would wait for ever.

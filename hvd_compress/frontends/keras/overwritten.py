@@ -47,6 +47,12 @@ class OverwrittenVariables:
         largest = self.largest(tf.ensure_shape(packed, [sum(sizes)]))
         return [tf.reshape(part, v.shape) for part, v in zip(tf.split(largest, sizes), variables)]
 
+    def keep_largest(self, variables: Sequence[tf.Variable]) -> None:
+        """Assigns the largest values of any rank to float variables. All ranks call it together."""
+        values = self.reduce([variable.read_value() for variable in variables], variables)
+        for variable, value in zip(variables, values):
+            variable.assign(tf.cast(value, variable.dtype))
+
     def largest(self, values: tf.Tensor) -> tf.Tensor:
         """The largest values of any rank, element by element. All ranks call it together."""
         process_set = self._reducer.settings.process_set
