@@ -18,6 +18,7 @@ from ..auto.delay_choice import DelayChoice
 from ..checkpoint import plan_state
 from ..common import determinism, tracing
 from ..common.phases import Phase
+from ..common.verbosity import say
 from ..compressors import Compressor, NoCompression
 from ..engine import guarding, progress
 from ..engine.model_layout import ModelLayout, model_layout
@@ -102,10 +103,25 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         guarding.attach(plan, reducer.guard, is_new=True)
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
+    if settings.process_set.rank() == 0:
+        _say_if_narrowed(layout)
     tuning.settings(settings)
     end_summary.watch(reducer)
     environment.begin(plan)
     return plan
+
+
+def _say_if_narrowed(layout: ModelLayout) -> None:
+    rows = [i for i, table in zip(layout.sparse, layout.embeddings) if not table.compressor.uncompressed]
+    compressed = [i for group in layout.param_groups for i in group.layout.tensors.members] + rows
+    wide = [layout.paths[i] for i in sorted(compressed) if layout.dtypes[i] == tf.float64]
+    if wide:
+        more = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
+        say(
+            f"the float64 gradient of {wide[0]}{more}: compression works in float32, and values beyond 3.4e38 become "
+            f'NaN; policy={{"{wide[0]}": "none"}} sends it as it is',
+            "warning",
+        )
 
 
 def _candidate(reducer: Reducer, layout: ModelLayout) -> Compressor:

@@ -238,9 +238,15 @@ def test_wrong_arguments(keras):
             hvdc.DistributedOptimizer(sgd, on_nonfinite="skip")
 
 
-def test_float64_beyond_the_range_of_float32_is_not_finite(rank, size):
-    variable = tf.Variable(tf.zeros([40, 50], tf.float64))
+def test_float64_beyond_the_range_of_float32_is_not_finite(rank, size, capfd):
+    variable = tf.Variable(tf.zeros([40, 50], tf.float64), name="wide")
     reducer = introspect.new_reducer("int8")
     large, small = (tf.fill([40, 50], tf.constant(x, tf.float64)) for x in (1e39, float(rank)))
     assert not np.isfinite(reducer([large if rank == 0 else small], [variable])[0]).any()
     np.testing.assert_allclose(reducer([small], [variable])[0], (size - 1) / 2, atol=0.01)  # no residual kept it
+    said = [line for line in capfd.readouterr().err.splitlines() if "float64" in line]
+    assert len(said) == (rank == 0)
+    assert all("gradient of wide: " in line and 'policy={"wide": "none"} sends it' in line for line in said)
+    as_it_is = introspect.new_reducer("int8", policy=(("wide", hvdc.Compression.none),))
+    np.testing.assert_allclose(as_it_is([large], [variable])[0], 1e39)
+    assert "float64" not in capfd.readouterr().err
