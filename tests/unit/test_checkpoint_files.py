@@ -275,7 +275,13 @@ def variables(*specs):
     return [tf.Variable(tf.zeros(shape), name=name) for name, shape in specs]
 
 
-@pytest.mark.parametrize("entry", [{"ranks": 10**300}, {"ranks": 0}, {"step": -1}, {"step": 10**300}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"ranks": 10**300}, {"ranks": 0}, {"step": -1}, {"step": 10**300},
+        {"save": None}, {"step": None}, {"ranks": None}, {"settings": None}, {"settings": []},
+    ],
+)  # fmt: skip
 def test_a_manifest_with_numbers_of_no_training_is_refused(directory, entry):
     save(directory, 7, [state(0)])
     path = Path(files.save_path(directory, 1)) / "manifest.json"

@@ -20,6 +20,7 @@ from hvd_compress.auto import choices, policy
 from hvd_compress.compressors.namespace import Compression
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.defaults import CPU
+from hvd_compress.exchange import volume
 from hvd_compress.formats.auto import CANDIDATES
 from hvd_compress.tools import advice, bench, cli, options, prediction
 from hvd_compress.tools.models import MODELS, of_size
@@ -505,7 +506,22 @@ def test_models():
     assert abs(sum(math.prod(shape) for shape in of_size(25_600_000)) - 25_600_000) < 1024
 
 
-def test_a_hundred_billion_parameters_between_a_million_ranks():
+def test_a_hundred_billion_parameters_between_a_million_ranks(monkeypatch):
     # One shape of all chunks, however many: no list of a million of them, for each of a thousand predictions.
+    numbers, looked_at, slice_of = set(), [], volume.Alike.__getitem__
+
+    def counted_slice(self, index):
+        numbers.add(self.number)
+        return slice_of(self, index)
+
+    def counted(self):
+        for _ in range(self.number):
+            looked_at.append(self.shape)
+            assert len(looked_at) < 10_000, "chunks are looked at one by one"
+            yield self.shape
+
+    monkeypatch.setattr(volume.Alike, "__getitem__", counted_slice)
+    monkeypatch.setattr(volume.Alike, "__iter__", counted)
     result = invoke("plan", "--params", "100G", "--ranks", "1M", "--bandwidth", "10gbit", "--json")
     assert result.exit_code == 0, result.output
+    assert max(numbers) >= 10**6  # so they were not put into a list before
