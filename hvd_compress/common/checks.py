@@ -42,7 +42,8 @@ def not_converted(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            error.ag_pass_through = True  # type: ignore[union-attr]  # AutoGraph's own mark
+            # AutoGraph's own mark, and that of Keras, which would add the arguments of its tf.cond.
+            error.ag_pass_through = error._keras_call_info_injected = True  # type: ignore[union-attr]
             raise
 
     converted: F = tf.autograph.experimental.do_not_convert(wrapped)

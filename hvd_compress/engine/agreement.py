@@ -1,4 +1,4 @@
-"""Checks once for each plan, before its first collective, that all ranks do the same.
+"""Checks once for each plan, before its first collective, and when a `fit` begins, that all ranks do the same.
 
 Ranks that disagree would wait for each other for ever, or add up gradients of different variables. So each rank sends
 what it is about to do, and all ranks find the first difference by the same rule. A rank that makes no plan, because it
@@ -23,19 +23,22 @@ import tensorflow as tf
 
 from ..common import determinism, verbosity
 from ..common.names import path_of, renumbered
+from ..compressors import Compressor
 from ..kernels import native
 from ..version import __version__
 from .grouping import positions
 from .settings import Settings
 
+# The prefix of the names of the collectives of the plan, or of the optimizer.
+TRAINED_BEFORE = "how many optimizers and models they have trained before"
 # It depends on nothing that may differ between ranks: else the allgather itself would hang.
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
 _PATIENCE, _LONGEST = 60.0, 600.0  # seconds
 _WATCHED = "whether somebody watches"
-_GRADIENT = "gradient "
-# Settings that are not compared as text: devices may differ from rank to rank, process sets cannot, and the others are
-# compared by their specs or positions.
+_GRADIENT, _TRAINED = "gradient ", "trained variable "
+# Settings that are not compared as text: devices may differ from rank to rank, ranks of different process sets do not
+# find each other (except in `fit`), and the others are compared by their specs or positions.
 _NOT_COMPARED = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
 
 T = TypeVar("T")
@@ -49,6 +52,7 @@ def check(
     variables: Sequence[Any],
     watched: bool = False,
     first: bool = True,
+    of_optimizer: Callable[[], Facts] = dict,
 ) -> bool:
     """Checks that all ranks of the process set are about to do the same; costs one allgather.
 
@@ -59,6 +63,7 @@ def check(
         variables: The gradients' variables.
         watched: Whether this rank records its steps; it may differ between ranks.
         first: Whether this is the first plan of an optimizer or tape.
+        of_optimizer: Returns what else must be the same on all ranks, of the optimizer that applies the gradients.
 
     Returns:
         Whether any rank records its steps.
@@ -68,17 +73,27 @@ def check(
     """
     if not tf.executing_eagerly():  # graphs of TensorFlow 1: they exchange nothing before they run
         return False
-    facts = _facts(plan, settings, gradients, variables)
-    with tf.device("CPU"):
-        packed = _packed(facts | {_WATCHED: str(watched)})
-        with _waiting(first):
-            gathered = hvd.allgather(packed, name=_NAME, process_set=settings.process_set)
-    all_facts = _unpacked(gathered.numpy().tobytes())
+    facts = of_plan(plan, settings, gradients, variables, of_optimizer())
+    all_facts = gathered(facts | {_WATCHED: str(watched)}, _NAME, settings.process_set, first)
     are_watched = [rank_facts.pop(_WATCHED, "") for rank_facts in all_facts]
-    error = difference(all_facts, settings.process_set.ranks)
+    raise_difference(all_facts, settings.process_set.ranks)
+    return "True" in are_watched
+
+
+def gathered(facts: Facts, name: str, group: Any, first: bool = True) -> list[Facts]:
+    """The facts of all ranks of a process set, in their order; costs one allgather of this name."""
+    with tf.device("CPU"):
+        packed = _packed(facts)
+        with _waiting(first):
+            joined = hvd.allgather(packed, name=name, process_set=group)
+    return _unpacked(joined.numpy().tobytes())
+
+
+def raise_difference(facts: Sequence[Facts], ranks: Sequence[int]) -> None:
+    """Raises a ValueError that names the first difference between the facts of these ranks, if there is one."""
+    error = difference(facts, ranks)
     if error:
         raise ValueError(error)
-    return "True" in are_watched
 
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
@@ -99,7 +114,7 @@ def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
 
 def _renumbered(facts: Facts) -> Facts:
     """The facts with numbers in the names of variables that do not depend on what a rank has made before."""
-    texts = {key: text for key, text in facts.items() if key.startswith(_GRADIENT)}
+    texts = {key: text for key, text in facts.items() if key.startswith((_GRADIENT, _TRAINED))}
     return facts | dict(zip(texts, renumbered(list(texts.values()))))
 
 
@@ -144,7 +159,8 @@ def _waiting(first: bool) -> Iterator[None]:
 
     why = (
         f"has waited for {_PATIENCE:g} s to agree with the other ranks on what they train. If they train other "
-        "variables (a layer was frozen on some ranks only?), or without hvd_compress, they will never come"
+        "variables (a layer was frozen on some ranks only?), in another process set, or without hvd_compress, they "
+        "will never come"
     )
     timers = [threading.Timer(_PATIENCE, say, [why])] + ([] if first else [threading.Timer(_LONGEST, end)])
     for timer in timers:
@@ -160,8 +176,41 @@ def _waiting(first: bool) -> Iterator[None]:
             timer.join()
 
 
-def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any]) -> Facts:
-    """The facts of this rank. Causes come before their effects, so that the error names the cause."""
+def of_plan(
+    plan: str, settings: Settings, gradients: Sequence[Any], variables: Sequence[Any], of_optimizer: Facts | None = None
+) -> Facts:
+    """All facts of this rank, see `check`. Causes come before their effects, so that the error names the cause."""
+    facts = of_settings(settings, of_optimizer or {})
+    facts["groups"] = str(positions(settings.groups, variables))
+    facts["the number of gradients"] = str(len(gradients))
+    facts |= {f"{_GRADIENT}{i}": _described(*pair) for i, pair in enumerate(zip(gradients, variables))}
+    # Last, since it depends on what was made before: it may differ even if all of the above is equal.
+    facts[TRAINED_BEFORE] = plan
+    return facts
+
+
+def of_settings(settings: Settings, of_optimizer: Facts) -> Facts:
+    """The facts of this rank that do not depend on variables."""
+    facts = of_compressors(
+        [
+            one
+            for compressor in settings.compressors
+            for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
+        ],
+        settings.on_gpu,
+    )
+    facts["compression"] = settings.compressor.spec
+    facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
+    facts |= of_optimizer
+    for field in dataclasses.fields(settings):
+        if field.name not in _NOT_COMPARED:
+            facts[field.name] = str(getattr(settings, field.name))
+    facts["op"] = settings.op_name
+    return facts
+
+
+def of_compressors(compressors: Sequence[Compressor], on_gpu: bool) -> Facts:
+    """The facts of this rank on which these compressors depend: versions, environment, device, kernels."""
     facts = {
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
@@ -169,38 +218,28 @@ def _facts(plan: str, settings: Settings, gradients: Sequence[Any], variables: S
     }
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
-    compressors = [
-        one
-        for compressor in settings.compressors
-        for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
-    ]
     if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
-        facts["the device"] = "a GPU" if settings.on_gpu else "the CPU"
+        facts["the device"] = "a GPU" if on_gpu else "the CPU"
     # They round differently, so ranks that mix them would have different weights.
     if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
     facts["whether operations are deterministic"] = str(determinism.is_enabled())
-    facts["compression"] = settings.compressor.spec
-    facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
-    for field in dataclasses.fields(settings):
-        if field.name not in _NOT_COMPARED:
-            facts[field.name] = str(getattr(settings, field.name))
-    facts["op"] = settings.op_name
-    facts["groups"] = str(positions(settings.groups, variables))
-    facts["the number of gradients"] = str(len(gradients))
-    for i, (gradient, variable) in enumerate(zip(gradients, variables)):
-        facts[f"{_GRADIENT}{i}"] = _described(gradient, variable)
-    # Last, since it depends on what was made before: it may differ even if all of the above is equal.
-    facts["how many optimizers and models they have trained before"] = plan
     return facts
 
 
+def of_variables(variables: Sequence[Any]) -> Facts:
+    """The facts of the variables that this rank trains."""
+    facts = {"the number of trained variables": str(len(variables))}
+    return facts | {f"{_TRAINED}{i}": _described(variable, variable) for i, variable in enumerate(variables)}
+
+
 def _described(gradient: Any, variable: Any) -> str:
+    """A variable with the kind and dtype of its gradient; the variable itself may take the place of that."""
     path = path_of(variable) or "a tensor"
     if gradient is None:
         return f"no gradient of {path}"
     kind = "IndexedSlices of " if isinstance(gradient, tf.IndexedSlices) else ""
-    return f"{path} {kind}{gradient.dtype.name} {tf.TensorShape(variable.shape)}"
+    return f"{path} {kind}{tf.as_dtype(gradient.dtype).name} {tf.TensorShape(variable.shape)}"
 
 
 def _have(ranks: Sequence[int]) -> str:

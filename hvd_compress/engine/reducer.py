@@ -59,6 +59,8 @@ class Reducer:
         # All ranks make their reducers in the same order.
         self.name = f"hvdc_{Reducer.made}_{plain_name(settings.name)}"
         Reducer.made += 1
+        # What ranks compare besides the settings, of the optimizer that applies the gradients.
+        self.of_optimizer: Callable[[], agreement.Facts] = dict
         self._watcher: Callable[[Plan], Observer] | None = None
         self.epoch: progress.Epoch | None = None  # that began last; None if no callback tells it
         self.guard: Guard | None = None  # of all plans, see `guarding`
@@ -167,8 +169,16 @@ class Reducer:
         watched = self.is_watched
         if process_set.included() and process_set.size() > 1:
             with tf.init_scope():
-                watched = agreement.check(name, self.settings, gradients, variables, watched, first=not self.plans)
+                watched = agreement.check(
+                    name, self.settings, gradients, variables, watched, not self.plans, self.of_optimizer
+                )
         return name, watched
+
+    def facts(self, variables: Sequence[Any] | None) -> agreement.Facts:
+        """What ranks compare before they train these variables; None if they do not exist yet. Communicates nothing."""
+        facts = agreement.of_settings(self.settings, self.of_optimizer())
+        facts |= {} if variables is None else agreement.of_variables(variables)
+        return facts | {agreement.TRAINED_BEFORE: self.name}
 
     def agree_once(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """As `agree`, for gradients that are reduced without a plan; only the first call with these variables."""

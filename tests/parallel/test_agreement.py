@@ -8,7 +8,7 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_optimizer import KERASES, make_data, make_model
+from test_optimizer import IS_KERAS3, KERASES, make_data, make_model
 
 import hvd_compress as hvdc
 from hvd_compress.common import determinism, devices
@@ -185,6 +185,57 @@ def test_passes_of_an_optimizer(option, rank):
 
     text = error_on_all_ranks(step)
     assert f"disagree on {option}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
+
+
+INNER = [  # optimizers of the first rank and of the others, and what the error says
+    (("SGD", {}), ("Adam", {}), "the optimizer: rank 0 has SGD, rank 1 has Adam;"),
+    (("SGD", {"clipnorm": 1.0}), ("SGD", {}), "the optimizer's clipnorm: rank 0 has 1.0, rank 1 has None;"),
+    (("SGD", {}), ("SGD", {"weight_decay": 0.1}), "the optimizer's weight_decay: rank 0 has None, rank 1 has 0.1;"),
+    (("Adam", {"beta_1": 0.8}), ("Adam", {}), "the optimizer's beta_1: rank 0 has 0.8, rank 1 has 0.9;"),
+    (
+        ("SGD", {"gradient_accumulation_steps": 2}),
+        ("SGD", {}),
+        "the optimizer's gradient_accumulation_steps: rank 0 has 2, rank 1 has None;",
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "others", "message"), INNER if IS_KERAS3 else INNER[:-1])
+@pytest.mark.parametrize("options", [{}, {"local_steps": 1}], ids=str)
+def test_inner_optimizers(first, others, message, options, rank):
+    name, config = others if rank else first
+    inner = getattr(KERASES["keras"].optimizers, name)(0.1, **config)
+    opt = hvdc.DistributedOptimizer(inner, name="one", **options)
+    variable = tf.Variable(tf.zeros([40, 50]))
+
+    @tf.function
+    def step():
+        opt.apply_gradients([(tf.ones([40, 50]), variable)])
+
+    assert f"ranks disagree on {message}" in error_on_all_ranks(step)
+
+
+def test_what_may_differ_of_optimizers(rank):
+    """Learning rates, which callbacks change, names, and what an optimizer without a configuration has."""
+    keras = KERASES["keras"]
+
+    class Own(keras.optimizers.SGD):
+        def get_config(self):
+            raise NotImplementedError
+
+    variable = tf.Variable(tf.zeros([40, 50]))
+    for inner in (keras.optimizers.SGD(0.1 * (rank + 1), name=f"sgd_{rank}"), Own(0.1)):
+        opt = hvdc.DistributedOptimizer(inner, name="one", compression="int8")
+        opt.apply_gradients([(tf.ones([40, 50]), variable)])
+
+
+@pytest.mark.skipif(not IS_KERAS3, reason="OneBitAdam needs Keras 3")
+@pytest.mark.parametrize(("what", "values"), [("freeze_step", (2, 3)), ("beta_1", (0.8, 0.9)), ("beta_2", (0.9, 0.99))])
+def test_onebit_adam(what, values, rank):
+    opt = hvdc.optimizers.OneBitAdam(0.1, **{what: values[min(rank, 1)]})
+    variable = tf.Variable(tf.zeros([40, 50]))
+    text = error_on_all_ranks(lambda: opt.apply_gradients([(tf.ones([40, 50]), variable)]))
+    assert f"disagree on the optimizer's {what}: rank 0 has {values[0]}, rank 1 has {values[1]};" in text
 
 
 @pytest.mark.parametrize(("package", "where"), [("hvd_compress", agreement), ("TensorFlow", tf), ("Horovod", horovod)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -13,6 +14,7 @@ from ...common import checks
 from ...common.gradients import with_values
 from ...common.names import path_of
 from ...engine import nonfinite
+from ...engine.agreement import Facts
 from ...engine.compression_report import CompressionReport
 from ...engine.settings import Settings
 from ..build import new_reducer
@@ -20,7 +22,7 @@ from ..pieces import LocalVariable
 from ..rounds import Rounds
 from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
-from .optimizer_state import innermost, moving_statistics, tf_variable
+from .optimizer_state import facts_of, innermost, moving_statistics, tf_variable
 from .overwritten import OverwrittenVariables, is_overwritten
 
 
@@ -30,6 +32,10 @@ class Distribution:
     Keras and TensorFlow must not track this object: its residuals differ from rank to rank, and must be neither
     broadcast nor saved with the model.
 
+    Args:
+        settings: How gradients are reduced.
+        optimizer: The optimizer.
+
     Attributes:
         settings: How gradients are reduced.
         reducer: Reduces them and keeps the residuals.
@@ -38,15 +44,18 @@ class Distribution:
         model: A weak reference to the model, if a callback has set it; its moving statistics are averaged.
     """
 
-    def __init__(self, settings: Settings, accumulation_steps: int = 1) -> None:
+    def __init__(self, settings: Settings, optimizer: Any) -> None:
         self.settings = settings
         self.reducer = new_reducer(settings)
+        owner = weakref.ref(optimizer)  # which refers to this object
+        self.reducer.of_optimizer = lambda: facts_of(owner())
         self.aggregation = None
         if settings.backward_passes_per_step > 1:
             self.aggregation = LocalGradientAggregation(settings, self.reduce)
         self.rounds = None
         if settings.local_steps is not None:
-            self.rounds = Rounds(settings, self.reducer, accumulation_steps)
+            steps = getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1
+            self.rounds = Rounds(settings, self.reducer, steps)
         self.model: Callable[[], Any] = lambda: None
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
         self._is_local_anywhere: bool | None = None  # on any rank; None as long as that is not known
@@ -55,6 +64,11 @@ class Distribution:
     def register_local_var(self, variable: Any) -> None:
         """Keeps the gradient of `variable` local to this rank."""
         self._local.add(id(variable))
+
+    def facts(self, variables: Sequence[Any] | None) -> Facts:
+        """What ranks compare when a `fit` begins that trains these variables, see `Reducer.facts`."""
+        shared = None if variables is None else [v for v in variables if id(v) not in self._local]
+        return self.reducer.facts(shared)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], so_far: tf.Tensor | None = None) -> list[Any]:
         """Reduces the gradients over the ranks, except those of local variables; see `Reducer` for `so_far`.
@@ -242,8 +256,7 @@ class DistributedMixin:
     def _hvdc(self) -> Distribution:
         # Written into __dict__: Keras's __setattr__ would track the object, and save and broadcast its variables.
         if "_hvdc_distribution" not in self.__dict__:
-            steps = getattr(innermost(self), "gradient_accumulation_steps", None) or 1
-            self.__dict__["_hvdc_distribution"] = Distribution(self._hvdc_settings, steps)
+            self.__dict__["_hvdc_distribution"] = Distribution(self._hvdc_settings, self)
         distribution: Distribution = self.__dict__["_hvdc_distribution"]
         return distribution
 

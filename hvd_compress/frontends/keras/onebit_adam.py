@@ -37,7 +37,7 @@ class _MomentumDistribution(Distribution):
     """Reduces gradients at first, and momentum once the variance is frozen."""
 
     def __init__(self, settings: Settings, optimizer: Any) -> None:
-        super().__init__(settings)
+        super().__init__(settings, optimizer)
         self._optimizer = optimizer  # a OneBitAdam
 
     def accumulate_instead(self, passes: int) -> str:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+
+from ...common.error_text import error_text
+
+# Entries of an optimizer's configuration that may differ between ranks.
+_NOT_COMPARED = {"name", "learning_rate", "jit_compile", "is_legacy_optimizer"}
 
 
 def tf_variable(variable: Any) -> Any:
@@ -44,6 +51,31 @@ def own_momentum(optimizer: Any) -> str:
         if isinstance(value, (int, float)) and value:
             return f"{name}={value}"
     return ""
+
+
+def facts_of(optimizer: Any) -> dict[str, str]:
+    """What ranks compare of an optimizer, and of a LossScaleOptimizer around it: class, plain values of `get_config`.
+
+    With other values, weights would drift apart, or ranks would not exchange in the same steps. The learning rate is
+    left out, since callbacks change it. An optimizer of the user's without a configuration has no values.
+    """
+    classes: list[str] = []
+    values: dict[str, str] = {}
+    while optimizer is not None:
+        classes.append(type(optimizer).__name__)
+        config: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # whatever a user's own `get_config` raises
+            config = dict(optimizer.get_config())
+        values |= {f"the optimizer's {k}": error_text(v) for k, v in config.items() if _is_compared(k, v)}
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return {"the optimizer": " of ".join(classes), **values} if classes else {}
+
+
+def _is_compared(key: str, value: Any) -> bool:
+    """Whether ranks compare this entry of a configuration: nothing that may hold names, learning rates or addresses."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_compared(key, item) for item in value)
+    return key not in _NOT_COMPARED and (value is None or isinstance(value, (bool, str, numbers.Real)))
 
 
 def is_adaptive(optimizer: Any) -> bool:
