@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import horovod
@@ -22,6 +22,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..common import determinism, verbosity
+from ..common.error_text import error_text
 from ..common.names import path_of, renumbered
 from ..compressors import Compressor
 from ..kernels import native
@@ -35,8 +36,9 @@ TRAINED_BEFORE = "how many optimizers and models they have trained before"
 _NAME = "hvdc_agreement"
 _LENGTH_BYTES = 4
 _PATIENCE, _LONGEST = 60.0, 600.0  # seconds
-_WATCHED = "whether somebody watches"
+_WATCHED, _OWN = "whether somebody watches", "own"
 _GRADIENT, _TRAINED = "gradient ", "trained variable "
+NUMBER_TRAINED = "the number of trained variables"
 # Settings that are not compared as text: devices may differ from rank to rank, ranks of different process sets do not
 # find each other (except in `fit`), and the others are compared by their specs or positions.
 _NOT_COMPARED = {"compressor", "policy", "groups", "process_set", "device_dense", "device_sparse"}
@@ -94,6 +96,23 @@ def raise_difference(facts: Sequence[Facts], ranks: Sequence[int]) -> None:
     error = difference(facts, ranks)
     if error:
         raise ValueError(error)
+
+
+def on_arguments(callback: Any, arguments: Mapping[str, Any], group: Any, own: str = "") -> list[str]:
+    """Checks that a callback has the same arguments on all ranks of a process set; costs one allgather.
+
+    Returns:
+        `own` of all ranks: text that is not compared.
+
+    Raises:
+        ValueError: On all ranks: arguments differ.
+    """
+    name = type(callback).__name__
+    facts = {f"{name}'s {argument}": error_text(value) for argument, value in arguments.items()}
+    all_facts = gathered(facts | {_OWN: own}, f"hvdc_{name}", group)
+    texts = [rank_facts.pop(_OWN, "") for rank_facts in all_facts]
+    raise_difference(all_facts, group.ranks)
+    return texts
 
 
 def difference(facts: Sequence[Facts], ranks: Sequence[int]) -> str | None:
@@ -229,8 +248,13 @@ def of_compressors(compressors: Sequence[Compressor], on_gpu: bool) -> Facts:
 
 def of_variables(variables: Sequence[Any]) -> Facts:
     """The facts of the variables that this rank trains."""
-    facts = {"the number of trained variables": str(len(variables))}
+    facts = {NUMBER_TRAINED: str(len(variables))}
     return facts | {f"{_TRAINED}{i}": _described(variable, variable) for i, variable in enumerate(variables)}
+
+
+def without_variables(facts: Facts) -> Facts:
+    """The facts without those of `of_variables`."""
+    return {key: text for key, text in facts.items() if key != NUMBER_TRAINED and not key.startswith(_TRAINED)}
 
 
 def _described(gradient: Any, variable: Any) -> str:

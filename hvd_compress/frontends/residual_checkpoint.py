@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..common import checks
+from ..engine import agreement
 from . import residuals
 from .keras.callbacks import CountingCallback
 
@@ -25,8 +26,8 @@ class ResidualCheckpoint(CountingCallback):
 
     Raises:
         TypeError: `directory` is not a path.
-        ValueError: Another argument is not valid. In `on_train_begin`, on all ranks: there are saves, but none that
-            fits this model, its step and its settings and is intact on all ranks.
+        ValueError: Another argument is not valid. In `on_train_begin`, on all ranks: they have other arguments, or
+            there are saves, but none that fits this model, its step and its settings and is intact on all ranks.
         RuntimeError: On all ranks: a rank cannot write its file.
     """
 
@@ -45,8 +46,13 @@ class ResidualCheckpoint(CountingCallback):
         """Restores a save, if there is one."""
         if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has counted no batches
             self._batches = 0
+        has_steps = residuals.has_steps(self.model.optimizer)
+        group = self._reducer.settings.process_set
+        if group.included() and group.size() > 1:
+            arguments = {"save_freq": self.save_freq, "max_to_keep": self.max_to_keep, "resume": self.resume}
+            agreement.on_arguments(self, arguments | {"model has trained in this process": has_steps}, group)
         # The residuals of an optimizer that has trained in this process are newer than any file.
-        if self.resume and not residuals.has_steps(self.model.optimizer):
+        if self.resume and not has_steps:
             variables = self.model.trainable_variables if self.model.built else None
             residuals.load_residuals(self.model.optimizer, self.directory, variables)
 

@@ -1,6 +1,8 @@
 """Ranks that disagree get the same error on every rank, instead of a hang; afterwards Horovod still works."""
 
+import tempfile
 import time
+import types
 
 import horovod
 import horovod.tensorflow as hvd
@@ -12,6 +14,7 @@ from test_optimizer import IS_KERAS3, KERASES, make_data, make_model
 
 import hvd_compress as hvdc
 from hvd_compress.common import determinism, devices
+from hvd_compress.elastic import CommitStateCallback, UpdateEpochStateCallback
 from hvd_compress.engine import agreement
 from hvd_compress.kernels import native
 
@@ -314,6 +317,124 @@ def test_every_way_to_train(way, rank):
     }  # fmt: skip
     text = error_on_all_ranks(ways[way])
     assert "ranks disagree on compression: rank 0 has int8, rank 1 has int4;" in text
+
+
+def fitting(optimizer, frozen=False, model=None):
+    """A model (a new one by default) compiled for `fit`, whose first layer may be frozen."""
+    model = model or make_model(KERASES["keras"], seed=0)
+    model.layers[0].trainable = not frozen
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    return model
+
+
+def fit(model, *callbacks):
+    model.fit(*make_data(hvd.rank()), batch_size=32, verbose=0, callbacks=callbacks)
+
+
+def error_of_fit(model, *callbacks):
+    """The error at the beginning of `fit`, the same on all ranks, before the first step."""
+    steps = []
+    seen = KERASES["keras"].callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
+    text = error_on_all_ranks(lambda: fit(model, *callbacks, seen))
+    assert not steps
+    return text
+
+
+def sgd(**options):
+    return hvdc.DistributedOptimizer(KERASES["keras"].optimizers.SGD(0.1), name="one", **options)
+
+
+def broadcast():
+    return hvdc.callbacks.BroadcastGlobalVariablesCallback(0)
+
+
+def test_a_layer_that_one_rank_freezes_between_two_fits(rank):
+    """Also where both lists of variables were trained before, so that no rank makes a plan."""
+    first, optimizer = broadcast(), sgd(compression="int8")
+    model = fitting(optimizer)
+    fit(model, first)
+    fit(fitting(optimizer, frozen=True, model=model), first)
+    text = error_of_fit(fitting(optimizer, frozen=rank > 0, model=model), first)
+    assert "ranks disagree on the number of trained variables: rank 0 has 6, rank 1 has 4;" in text
+    fit(fitting(optimizer, model=model), first)
+    text = error_of_fit(fitting(optimizer, frozen=rank > 0), broadcast())  # in a first fit
+    assert "the number of trained variables: rank 0 has 6, rank 1 has 4;" in text
+
+
+@pytest.mark.parametrize("follows_epochs", ["dgc", "schedule:(0=int8|30%=int4)"])
+@pytest.mark.parametrize("callback", [broadcast, lambda: UpdateEpochStateCallback(types.SimpleNamespace(epoch=0))])
+def test_epochs_that_only_one_rank_follows(follows_epochs, callback, rank):
+    """It alone would gather the number of the epoch."""
+    spec = "int8" if rank else follows_epochs
+    text = error_of_fit(fitting(sgd(compression=spec)), callback())
+    assert f"ranks disagree on compression: rank 0 has {hvdc.Compression.parse(follows_epochs).spec}, rank 1 " in text
+
+
+@pytest.fixture
+def same_number_of_reducers():
+    """Also after tests in which only some ranks make one."""
+    yield
+    introspect.set_reducers_made(max(hvd.allgather_object(introspect.reducers_made())))
+
+
+@pytest.mark.usefixtures("same_number_of_reducers")
+def test_a_plain_optimizer_on_one_rank(rank):
+    plain = KERASES["keras"].optimizers.SGD(0.1)
+    with pytest.raises(ValueError, match="the model's optimizer is distributed: rank 0 has True, rank 1 has False;"):
+        fit(fitting(plain if rank else sgd()), broadcast())
+
+
+def test_a_callback_that_has_broadcast_on_one_rank(rank):
+    first, model = broadcast(), fitting(sgd())
+    fit(model, first)
+    text = error_of_fit(model, broadcast() if rank else first)
+    assert "whether they have broadcast the model before: rank 0 has True, rank 1 has False;" in text
+
+
+@pytest.mark.usefixtures("same_number_of_reducers")
+def test_process_sets_in_fit(rank, size, process_sets):
+    even, _ = process_sets
+    model = fitting(sgd(process_set=hvd.global_process_set if rank else even))
+    text = error_of_fit(model, broadcast())
+    assert f"process_set: rank 0 has {even.ranks}, rank 1 has {list(range(size))};" in text
+    # Those outside of it may do as they like.
+    fit(fitting(KERASES["keras"].optimizers.SGD(0.1) if rank else sgd(process_set=even)), broadcast())
+
+
+def test_local_variables_may_differ_in_fit(rank):
+    optimizer, model = sgd(compression="int8"), make_model(KERASES["keras"], seed=0)
+    if rank:
+        model.layers[0].trainable = False
+    for variable in [] if rank else model.layers[0].trainable_variables:
+        optimizer.register_local_var(variable)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    fit(model, broadcast())
+
+
+def saving(**options):
+    return hvdc.callbacks.ResidualCheckpoint(tempfile.mkdtemp(), **options)
+
+
+CALLBACKS = [
+    (hvdc.callbacks.CompressionGuard, "every", (10, 20)),
+    (hvdc.callbacks.CompressionGuard, "calm", (10, 20)),
+    (hvdc.callbacks.CompressionGuard, "milder", (["int8"], ["none"])),
+    (hvdc.callbacks.CompressionGuard, "monitor", (None, "loss")),
+    (hvdc.callbacks.CompressionGuard, "mode", ("min", "max")),
+    (saving, "save_freq", (10, 20)),
+    (saving, "max_to_keep", (2, 3)),
+    (saving, "resume", (True, False)),
+    (lambda **options: CommitStateCallback(None, **options), "batches_per_commit", (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("make", "argument", "values"), CALLBACKS)
+def test_arguments_of_callbacks(make, argument, values, rank):
+    callback = make(**{argument: values[min(rank, 1)]})
+    callback.set_model(fitting(sgd(compression="int8")))
+    text = error_on_all_ranks(callback.on_train_begin)
+    what = f"ranks disagree on {type(callback).__name__}'s {argument}: "
+    assert f"{what}rank 0 has {values[0]!r}, rank 1 has {values[1]!r};" in text
 
 
 def test_another_optimizer_class(rank):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import horovod.tensorflow as hvd
+
 from ...common import checks
+from ...engine import agreement
 from ..keras.callbacks import Callback, CountingCallback, RoundsCallback
 
 
@@ -20,7 +23,7 @@ class CommitStateCallback(CountingCallback):
         batches_per_commit: The number of batches between commits, at least 1.
 
     Raises:
-        ValueError: `batches_per_commit` is not a whole number from 1 on.
+        ValueError: `batches_per_commit` is not a whole number from 1 on. In `on_train_begin`, on all ranks: it differs.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -31,6 +34,9 @@ class CommitStateCallback(CountingCallback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Counts from 0, so that all ranks commit after the same batches."""
         self._batches = 0
+        if hvd.is_initialized() and hvd.size() > 1:
+            arguments = {"batches_per_commit": self.batches_per_commit}
+            agreement.on_arguments(self, arguments, hvd.global_process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Commits, if `batches_per_commit` batches have been trained since the last commit."""
@@ -93,6 +99,14 @@ class UpdateEpochStateCallback(RoundsCallback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Checks that the ranks are about to train alike.
+
+        Raises:
+            ValueError: On all ranks: they disagree on settings or on the variables that they train.
+        """
+        self._agree_in_set()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""

@@ -7,6 +7,7 @@ Names, arguments and meaning are those of `horovod.tensorflow.keras.callbacks` 0
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import warnings
 import weakref
@@ -19,9 +20,12 @@ import tensorflow as tf
 from tensorflow import keras
 
 from ...common import checks
+from ...engine import agreement
 from ...engine.reducer import alive
 from ...monitor import environment, tuning
 from . import optimizer_state
+
+_OWN, _PROCESS_SET = "own", "process_set"
 
 
 class Callback(keras.callbacks.Callback):
@@ -44,6 +48,46 @@ class Callback(keras.callbacks.Callback):
         """The rounds of the model's distributed optimizer; None without local steps."""
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         return None if optimizer is None else optimizer._hvdc.rounds
+
+    def _facts(self) -> agreement.Facts:
+        """What ranks that train the model together compare when `fit` begins. Communicates nothing."""
+        optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
+        facts = {"whether the model's optimizer is distributed": str(optimizer is not None)}
+        if optimizer is None:
+            return facts
+        facts[_PROCESS_SET] = str(optimizer._hvdc.settings.process_set.ranks)
+        return facts | optimizer._hvdc.facts(self.model.trainable_variables if _is_built(self.model) else None)
+
+    def _agree(self, group: Any, own: str = "") -> list[str]:
+        """Checks, before any other collective of a `fit`, that ranks are about to train alike; costs one allgather.
+
+        Args:
+            group: The process set whose ranks call it.
+            own: Text of this rank that is not compared.
+
+        Returns:
+            The texts of all ranks.
+
+        Raises:
+            ValueError: On all ranks: ranks of one optimizer's process set disagree.
+        """
+        everyone = agreement.gathered(self._facts() | {_OWN: own}, "hvdc_fit", group)
+        texts = [facts.pop(_OWN, "") for facts in everyone]
+        if not all(agreement.NUMBER_TRAINED in facts for facts in everyone):  # some models are built by a first batch
+            everyone = [agreement.without_variables(facts) for facts in everyone]
+        by_rank = dict(zip(group.ranks, everyone))
+        # Ranks that are in no process set, or in another one, may train as they like.
+        for ranks in dict.fromkeys(facts[_PROCESS_SET] for facts in everyone if _PROCESS_SET in facts):
+            members = [rank for rank in json.loads(ranks) if rank in by_rank]
+            agreement.raise_difference([by_rank[rank] for rank in members], members)
+        return texts
+
+    def _agree_in_set(self) -> None:
+        """As `_agree`, among the ranks of the optimizer's process set, if there is one."""
+        group = None if self._reducer is None else self._reducer.settings.process_set
+        if group is not None and group.included() and group.size() > 1:
+            checks.registered(group)
+            self._agree(group)
 
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
@@ -132,7 +176,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
 
     Raises:
         ValueError: `root_rank` is not an integer from 0 on, or `local_variables` contains something else than
-            variables. In `fit`: there are not so many ranks. After the first step, on all ranks: the variables differ
+        XX the first step, on all ranks: the variables differ
             between ranks in number, shape or dtype.
         ModuleNotFoundError: In `fit`: there is Keras's TensorBoard callback, and tensorboard is not installed.
     """
@@ -162,7 +206,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         self._local.add(variable.ref())
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Broadcasts if the models of all ranks are built."""
+        """Checks that the ranks are about to train alike, and broadcasts if the models of all ranks are built."""
         _check_tensorboard()
         environment.train_begins(self.model)
         self._is_in_fit = False  # an earlier `fit` may have ended with an error
@@ -172,7 +216,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             optimizer._hvdc.model = weakref.ref(self.model)
         if not self.broadcast_done:
             self._broadcast(stepped=False)
-        elif self._rounds is not None:
+            return
+        self._agree_in_set()
+        if self._rounds is not None:
             self._start_rounds()
         self._watch_if_alone()
 
@@ -194,6 +240,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         super().on_epoch_end(epoch, logs)
         tuning.metrics(logs)
         self._warn_if_alone()
+
+    def _facts(self) -> agreement.Facts:
+        return super()._facts() | {"whether they have broadcast the model before": str(self.broadcast_done)}
 
     def _start_rounds(self) -> None:
         """All ranks begin with the root's weights. Optimizers stay as they are."""
@@ -227,7 +276,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             raise ValueError(f"root_rank must be one of the {size} ranks, 0 to {size - 1}, got {self.root_rank}")
         model = self.model
         optimizer = getattr(model, "optimizer", None)
-        ready = stepped or (model.built and all(layer.built for layer in model.layers))
+        ready = stepped or _is_built(model)
         if ready and optimizer is not None:
             # Keras does so in the first step. A root rank that restored its optimizer has its variables already.
             optimizer_state.create_variables(optimizer, model.trainable_variables)
@@ -237,9 +286,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
 
         # If one rank broadcast while another trained, both would wait for ever. So ranks compare their states first.
         layout = repr([(v.shape.as_list(), v.dtype.name) for v in variables]).encode()
-        state = (ready, len(variables), zlib.crc32(layout))
-        states = hvd.allgather_object(state, name="hvdc.broadcast.layout")
-        if set(states) != {(True, *state[1:])}:
+        state = [ready, len(variables), zlib.crc32(layout)]
+        states = [json.loads(text) for text in self._agree(hvd.global_process_set, json.dumps(state))]
+        if any(other != [True, *state[1:]] for other in states):
             if not stepped:
                 return
             raise ValueError(
@@ -254,6 +303,10 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             # Before the first step, so that a checkpoint can be restored into them.
             optimizer_state.distributed_optimizer(optimizer)._hvdc.begin_step(model.trainable_variables)
             self._rounds.adopt()
+
+
+def _is_built(model: Any) -> bool:
+    return bool(model.built and all(layer.built for layer in model.layers))
 
 
 def _check_tensorboard() -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ...common import checks
 from ...common.verbosity import say
 from ...compressors.resolve import CompressionLike, resolve
-from ...engine import guarding
+from ...engine import agreement, guarding
 from ...engine.guard import Guard
 from ...engine.reducer import Reducer
 from ...monitor.trend import Caution, Change
@@ -62,7 +62,7 @@ class CompressionGuard(CountingCallback):
         TypeError: In `on_train_begin`: the model's optimizer is not a `hvdc.DistributedOptimizer`.
         ValueError: An argument is not valid. In the first step, or in `on_train_begin` if the optimizer has trained
             before: the compression has momentum of its own (`dgc`, `momentum_correction`), or the optimizer has
-            `delay=1`.
+            `delay=1`. In `on_train_begin`, on all ranks: they have other arguments.
     """
 
     def __init__(
@@ -111,12 +111,16 @@ class CompressionGuard(CountingCallback):
                 self._caution = Caution(self.calm, self._next_level)  # another model
             self._guarded = reducer
             reducer.guard = Guard(self.milder)
-        level = self._caution.level
+        arguments = {
+            "milder": [one.spec for one in self.milder],
+            "every": self.every,
+            "calm": self.calm,
+            "monitor": self.monitor,
+            "mode": self.mode,
+        }
+        level = max(map(int, agreement.on_arguments(self, arguments, group, str(self._caution.level))))
         if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has seen nothing yet
             self._caution = Caution(self.calm, self._next_level)
-        with tf.device("CPU"):
-            level = tf.constant(level, tf.int32)
-            level = int(hvd.allreduce(level, op=hvd.Max, name="hvdc_guard_level", process_set=group))
         self._caution.start_at(level)
         guard = reducer.guard
         assert guard is not None
