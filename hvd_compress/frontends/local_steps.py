@@ -67,7 +67,8 @@ class LocalSteps:
 
     Raises:
         TypeError: `variables` holds something else than variables, or an argument is of a wrong type.
-        ValueError: An argument is not valid, two arguments contradict each other, or the model is not built.
+        ValueError: An argument is not valid, two arguments contradict each other, or the model is not built. On all
+            ranks: they disagree about settings or variables.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LocalSteps:
         self._variables = [
             LocalVariable(v, optimizer_state.tf_variable(v), is_statistic=i >= count) for i, v in enumerate(both)
         ]
+        self._rounds.reducer.of_optimizer = lambda: {"the number of variables to train": str(count)}
         self.start()
 
     @checks.not_converted
@@ -129,10 +131,14 @@ class LocalSteps:
         """Begins a round with the weights of the first rank on all ranks.
 
         Call it on all ranks after the weights were changed by something else than training, such as a checkpoint.
+
+        Raises:
+            ValueError: On all ranks: they disagree about settings or variables.
         """
         group = self._rounds.settings.process_set
         if group.included() and group.size() > 1:
             values = [variable.value for variable in self._variables]
+            self._rounds.reducer.agree(values, [variable.given for variable in self._variables])
             root = 0 if group is hvd.global_process_set else group.ranks[0]
             optimizer_state.broadcast(values, root, f"{self._rounds.reducer.name}_start", group)
         self._rounds.prepare(self._variables)

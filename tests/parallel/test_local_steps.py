@@ -521,9 +521,30 @@ def test_ranks_that_disagree_get_one_error(rank):
         "local_warmup": (0, 4),
     }.items():
         options = {"local_steps": 2, name: values[rank % 2]}
-        sync = hvdc.LocalSteps([variable], compression="none", **options)
         with pytest.raises(ValueError, match=rf"ranks disagree on {name}: .* has {values[0]}, .* has {values[1]}"):
-            sync()
+            hvdc.LocalSteps([variable], compression="none", **options)
+
+
+@pytest.mark.parametrize(
+    ("variables", "averaged", "message"),
+    [
+        ((1, 2), (0, 0), "the number of variables to train: rank 0 has 1, rank 1 has 2;"),
+        ((2, 1), (0, 1), "the number of variables to train: rank 0 has 2, rank 1 has 1;"),
+        ((1, 1), (0, 1), "the number of gradients: rank 0 has 1, rank 1 has 2;"),
+    ],
+)
+def test_ranks_with_other_variables_get_one_error_before_the_broadcast(variables, averaged, message, rank):
+    trained = [tf.Variable(np.zeros((32, 64), np.float32)) for _ in range(variables[min(rank, 1)])]
+    more = [tf.Variable(np.zeros((32, 64), np.float32)) for _ in range(averaged[min(rank, 1)])]
+    with pytest.raises(ValueError, match=f"ranks disagree on {message}"):
+        hvdc.LocalSteps(trained, averaged=more, local_steps=2, compression="none")
+
+
+def test_ranks_with_other_names_or_shapes_get_one_error(rank):
+    with pytest.raises(ValueError, match="ranks disagree on name: rank 0 has a, rank 1 has b;"):
+        hvdc.LocalSteps([tf.Variable(tf.zeros([3]))], local_steps=2, name="ab"[min(rank, 1)])
+    with pytest.raises(ValueError, match=r"gradient 0: rank 0 has Variable float32 \(3,\), rank 1 has .* \(4,\);"):
+        hvdc.LocalSteps([tf.Variable(tf.zeros([3 + min(rank, 1)]))], local_steps=2)
 
 
 def test_a_streamed_exchange_depends_on_nothing_of_the_step(rank):
