@@ -210,14 +210,14 @@ def of_plan(
 
 def of_settings(settings: Settings, of_optimizer: Facts) -> Facts:
     """The facts of this rank that do not depend on variables."""
-    facts = of_compressors(
-        [
-            one
-            for compressor in settings.compressors
-            for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
-        ],
-        settings.on_gpu,
-    )
+    compressors = [
+        one
+        for compressor in settings.compressors
+        for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
+    ]
+    facts = of_compressors(compressors)
+    if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
+        facts["the device"] = "a GPU" if settings.on_gpu else "the CPU"
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
     facts |= of_optimizer
@@ -228,8 +228,8 @@ def of_settings(settings: Settings, of_optimizer: Facts) -> Facts:
     return facts
 
 
-def of_compressors(compressors: Sequence[Compressor], on_gpu: bool) -> Facts:
-    """The facts of this rank on which these compressors depend: versions, environment, device, kernels."""
+def of_compressors(compressors: Sequence[Compressor]) -> Facts:
+    """The facts of this rank on which these compressors depend: versions, environment, kernels."""
     facts = {
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
@@ -237,8 +237,6 @@ def of_compressors(compressors: Sequence[Compressor], on_gpu: bool) -> Facts:
     }
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
-    if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
-        facts["the device"] = "a GPU" if on_gpu else "the CPU"
     # They round differently, so ranks that mix them would have different weights.
     if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from ..common import checks
 from ..common.error_text import error_text
+from ..compressors import Compressor
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
 from ..compressors.resolve import CompressionLike, resolve
+from ..engine import agreement
 from ..engine.grouping import TensorGroup
 from ..engine.layout import PerTensorLayout
 from ..engine.pipeline import BucketInput, StepContext, reduce_bucket
@@ -23,6 +26,7 @@ from ..exchange import choice, uncompressed
 from ..exchange.group import Group
 from ..kernels import noise
 
+_agreed: set[tuple[Any, ...]] = set()  # calls that were compared, see `_agree_once`
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
 
 
@@ -67,7 +71,9 @@ def allreduce(
         A tensor of the shape and dtype of `tensor`, bit for bit the same on all ranks.
 
     Raises:
-        ValueError: An argument is not valid, `op` does not support compression, or the shape is not static.
+        ValueError: An argument is not valid, `op` does not support compression, or the shape is not static. In the
+            first compressed call with these arguments and shapes, on all ranks: they disagree on them (except in an
+            elastic job).
         TypeError: An argument is of a wrong type, or Horovod cannot reduce the dtype of the tensor (such as complex64).
     """
     arguments = dict(locals())  # before there are other local variables; AutoGraph does not convert this function
@@ -117,6 +123,13 @@ def grouped_allreduce(
         raise ValueError(f"compression {compressor.spec!r} supports op Average and Sum only")
     for i in compressed:  # refuses shapes before any collective
         compressor.layout(static_shape(tensors[i], compressor.spec))
+    if compressed:
+        check_not_in_xla()
+        call = {"op": "Average" if op == hvd.Average else "Sum"}
+        call |= {"prescale_factor": str(prescale_factor), "postscale_factor": str(postscale_factor)}
+        call |= {"the number of compressed tensors": str(len(compressed))}
+        call |= {f"tensor {i}": f"{tensors[i].dtype.name} {tensors[i].shape}" for i in compressed}
+        _agree_once(name, compressor, call, process_set)
 
     # Horovod's grouped operations take tensors of one dtype each.
     by_kind: dict[str, list[int]] = {}
@@ -131,13 +144,32 @@ def grouped_allreduce(
         results |= {i: uncompressed.of_dtype(result, tensors[i].dtype) for i, result in zip(members, reduced)}
 
     if compressed:
-        check_not_in_xla()
         group = Group(process_set, name, ignore_name_scope)
         scale = postscale_factor / (process_set.size() if op == hvd.Average else 1)
         with tf.device(device_dense):
             reduced = _reduce([tensors[i] for i in compressed], compressor, prescale_factor, scale, group)
         results |= zip(compressed, reduced)
     return [results[i] for i in range(len(tensors))]
+
+
+def _agree_once(name: str | None, compressor: Compressor, call: agreement.Facts, process_set: Any) -> None:
+    """Checks in the first call of this name and of this kind that all ranks make it, which costs one allgather.
+
+    Horovod compares what it reduces itself, but not what is in a payload. An elastic job is not checked: ranks that
+    join have made no call yet.
+    """
+    key = (name, compressor.spec, *call.items(), *process_set.ranks)
+    alone = not process_set.included() or process_set.size() == 1
+    if key in _agreed or alone or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return
+    with tf.init_scope():
+        if not tf.executing_eagerly():  # graphs of TensorFlow 1
+            return
+        facts = agreement.of_compressors([compressor]) | {"compression": compressor.spec} | call
+        # Threads may make calls of different names in any order.
+        everyone = agreement.gathered(facts, f"hvdc_allreduce_{name or ''}", process_set)
+        agreement.raise_difference(everyone, process_set.ranks)
+    _agreed.add(key)
 
 
 def _reduce(

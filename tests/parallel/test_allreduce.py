@@ -7,6 +7,7 @@ import tensorflow as tf
 from specs import ALL
 
 import hvd_compress as hvdc
+from hvd_compress.engine import agreement
 
 SHAPE = (64, 48)  # one for most tests: each shape is compiled anew
 
@@ -234,3 +235,57 @@ def test_process_sets(compression, rank, size, process_sets):
     if compression == "topk:ratio=0.1":
         mean = np.mean([np_topk(data(r), -(-data(r).size // 10)) for r in members], axis=0)
     assert (np.abs(result - mean) <= bound)[kept].all()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("first", "others", "message"),
+    [
+        ({"compression": "int8"}, {"compression": "quantize:bits=7"}, "compression: rank 0 has int8, rank 1 has quan"),
+        ({"op": hvd.Sum}, {}, "op: rank 0 has Sum, rank 1 has Average;"),
+        ({"prescale_factor": 2.0}, {}, "prescale_factor: rank 0 has 2.0, rank 1 has 1.0;"),
+        ({"postscale_factor": 2.0}, {}, "postscale_factor: rank 0 has 2.0, rank 1 has 1.0;"),
+        (
+            {"tensor": tf.zeros(SHAPE[::-1])},
+            {},
+            r"tensor 0: rank 0 has float32 \(48, 64\), rank 1 has float32 \(64, 48",
+        ),
+        ({"tensor": tf.zeros(SHAPE, tf.float16)}, {}, "tensor 0: rank 0 has float16 .* rank 1 has float32"),
+    ],
+)
+def test_calls_that_differ_are_an_error_on_all_ranks(graph, first, others, message, rank):
+    arguments = {"tensor": tf.zeros(SHAPE), "compression": "int8", "name": f"differ_{graph}"} | (
+        others if rank else first
+    )
+
+    def call():
+        return hvdc.allreduce(**arguments)
+
+    with pytest.raises(ValueError, match=f"ranks disagree on {message}") as info:
+        (tf.function(call) if graph else call)()
+    assert len(set(hvd.allgather_object(str(info.value)))) == 1 and "\n" not in str(info.value)
+
+
+def test_numbers_of_tensors_that_differ_are_an_error_on_all_ranks(rank):
+    with pytest.raises(ValueError, match="the number of compressed tensors: rank 0 has 1, rank 1 has 2;"):
+        hvdc.grouped_allreduce([tf.zeros(SHAPE)] * (2 if rank else 1), compression="int8", name="numbers")
+
+
+def test_only_the_first_call_of_a_kind_is_compared(rank, monkeypatch):
+    asked = []
+    allgather = hvd.allgather
+    monkeypatch.setattr(
+        agreement.hvd, "allgather", lambda x, name=None, **options: asked.append(name) or allgather(x, name, **options)
+    )
+
+    @tf.function
+    def in_graph(x):
+        return hvdc.allreduce(x, compression="int8", name="one")
+
+    for step in range(3):
+        x = tf.constant(data(rank, seed=step))
+        np.testing.assert_array_equal(hvdc.allreduce(x, compression="int8", name="one"), in_graph(x))
+    hvdc.allreduce(tf.zeros([3, 5]), compression="none", name="one")  # Horovod compares it
+    assert [name for name in asked if name and name.startswith("hvdc_allreduce")] == ["hvdc_allreduce_one"]
+    hvdc.allreduce(tf.zeros([3, 5]), compression="int8", name="one")
+    assert len(asked) > 1
