@@ -215,9 +215,10 @@ def of_settings(settings: Settings, of_optimizer: Facts) -> Facts:
         for compressor in settings.compressors
         for one in (*compressor.stages, *compressor.candidates, compressor.for_rows())
     ]
-    facts = of_compressors(compressors)
+    facts = of_environment()
     if any(not compressor.uncompressed for compressor in compressors):  # the size of chunks depends on it
         facts["the device"] = "a GPU" if settings.on_gpu else "the CPU"
+    facts |= of_kernels(compressors)
     facts["compression"] = settings.compressor.spec
     facts["policy"] = str({pattern: compressor.spec for pattern, compressor in settings.policy})
     facts |= of_optimizer
@@ -228,8 +229,8 @@ def of_settings(settings: Settings, of_optimizer: Facts) -> Facts:
     return facts
 
 
-def of_compressors(compressors: Sequence[Compressor]) -> Facts:
-    """The facts of this rank on which these compressors depend: versions, environment, kernels."""
+def of_environment() -> Facts:
+    """The facts of this rank that depend on nothing but where it runs."""
     facts = {
         "the version of hvd_compress": __version__,
         "the version of TensorFlow": tf.__version__,
@@ -237,11 +238,16 @@ def of_compressors(compressors: Sequence[Compressor]) -> Facts:
     }
     for name in ("HVD_COMPRESS", "HVD_COMPRESS_BUCKET_BYTES", "HVD_COMPRESS_EXCHANGE"):
         facts[f"the environment variable {name}"] = os.environ.get(name, "").strip() or "no value"
+    return facts
+
+
+def of_kernels(compressors: Sequence[Compressor]) -> Facts:
+    """The facts of this rank on which the results of these compressors depend."""
+    facts: Facts = {}
     # They round differently, so ranks that mix them would have different weights.
     if any(compressor.native_format is not None for compressor in compressors):
         facts["the kernels"] = f"{native.kind()} ({native.VARIABLE})"
-    facts["whether operations are deterministic"] = str(determinism.is_enabled())
-    return facts
+    return facts | {"whether operations are deterministic": str(determinism.is_enabled())}
 
 
 def of_variables(variables: Sequence[Any]) -> Facts:

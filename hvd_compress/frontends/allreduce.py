@@ -165,7 +165,8 @@ def _agree_once(name: str | None, compressor: Compressor, call: agreement.Facts,
     with tf.init_scope():
         if not tf.executing_eagerly():  # graphs of TensorFlow 1
             return
-        facts = agreement.of_compressors([compressor]) | {"compression": compressor.spec} | call
+        facts = agreement.of_environment() | agreement.of_kernels([compressor])
+        facts |= {"compression": compressor.spec, **call}
         # Threads may make calls of different names in any order.
         everyone = agreement.gathered(facts, f"hvdc_allreduce_{name or ''}", process_set)
         agreement.raise_difference(everyone, process_set.ranks)
