@@ -46,13 +46,12 @@ class ResidualCheckpoint(CountingCallback):
         """Restores a save, if there is one."""
         if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has counted no batches
             self._batches = 0
-        has_steps = residuals.has_steps(self.model.optimizer)
-        group = self._reducer.settings.process_set
-        if group.included() and group.size() > 1:
+        if self._group is not None:
             arguments = {"save_freq": self.save_freq, "max_to_keep": self.max_to_keep, "resume": self.resume}
-            agreement.on_arguments(self, arguments | {"model has trained in this process": has_steps}, group)
+            arguments["model has trained in this process"] = residuals.has_steps(self.model.optimizer)
+            agreement.on_arguments(self, arguments, self._group)
         # The residuals of an optimizer that has trained in this process are newer than any file.
-        if self.resume and not has_steps:
+        if self.resume and not residuals.has_steps(self.model.optimizer):
             variables = self.model.trainable_variables if self.model.built else None
             residuals.load_residuals(self.model.optimizer, self.directory, variables)
 

@@ -438,6 +438,15 @@ def test_arguments_of_callbacks(make, argument, values, rank):
     assert f"{what}rank 0 has {values[0]!r}, rank 1 has {values[1]!r};" in text
 
 
+def test_a_model_that_has_trained_on_one_rank(rank):
+    """The others alone would look for a save."""
+    optimizer, callback = sgd(compression="int8"), saving()
+    introspect.set_pending(optimizer, [] if rank else [None])
+    callback.set_model(fitting(optimizer))
+    text = error_on_all_ranks(callback.on_train_begin)
+    assert "'s model has trained in this process: rank 0 has True, rank 1 has False;" in text
+
+
 def test_another_optimizer_class(rank):
     keras = KERASES["keras"]
     inner = keras.optimizers.SGD(0.1) if rank == 0 else keras.optimizers.Adam(0.1)

@@ -44,6 +44,15 @@ class Callback(keras.callbacks.Callback):
         return None if optimizer is None else optimizer._hvdc.reducer
 
     @property
+    def _group(self) -> Any:
+        """The process set in which the model's distributed optimizer exchanges; None if this rank does not exchange."""
+        if self._reducer is None:
+            return None
+        group = self._reducer.settings.process_set
+        checks.registered(group)
+        return group if group.included() and group.size() > 1 else None
+
+    @property
     def _rounds(self) -> Any:
         """The rounds of the model's distributed optimizer; None without local steps."""
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
@@ -84,10 +93,8 @@ class Callback(keras.callbacks.Callback):
 
     def _agree_in_set(self) -> None:
         """As `_agree`, among the ranks of the optimizer's process set, if there is one."""
-        group = None if self._reducer is None else self._reducer.settings.process_set
-        if group is not None and group.included() and group.size() > 1:
-            checks.registered(group)
-            self._agree(group)
+        if self._group is not None:
+            self._agree(self._group)
 
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
