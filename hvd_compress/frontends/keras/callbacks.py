@@ -183,8 +183,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
 
     Raises:
         ValueError: `root_rank` is not an integer from 0 on, or `local_variables` contains something else than
-        XX the first step, on all ranks: the variables differ
-            between ranks in number, shape or dtype.
+            variables. In `fit`: there are not so many ranks; or, on all ranks: they disagree on settings or on the
+            variables that they train. After the first step, on all ranks: the variables differ between ranks in number,
+            shape or dtype.
         ModuleNotFoundError: In `fit`: there is Keras's TensorBoard callback, and tensorboard is not installed.
     """
 
