@@ -46,7 +46,8 @@ class RingBuffer:
     @property
     def count(self) -> int:
         """The number of rows so far."""
-        return int(self._count)
+        with tf.init_scope():  # a watch that begins with the first plan asks while a step is traced
+            return int(self._count)
 
     def pending(self, reader: Hashable = None) -> int:
         """The number of rows since the last `read` of this reader."""

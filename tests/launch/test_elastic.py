@@ -1,6 +1,7 @@
 """Elastic jobs: ranks join, leave and are killed; training goes on, and no residual is lost."""
 
 import csv
+import json
 import re
 import time
 
@@ -10,8 +11,8 @@ import pytest
 HOSTS = ["localhost", "127.0.0.1", "127.1"]
 
 TRAINING = """
-import os, sys, time, zlib
-folder, spec, package, ending = sys.argv[1:]
+import json, os, signal, sys, time, zlib
+folder, package, options = sys.argv[1:]
 import horovod.tensorflow.keras as hvd, numpy as np, tensorflow as tf
 tf.config.threading.set_intra_op_parallelism_threads(1)
 keras = __import__(package)
@@ -24,7 +25,8 @@ others = [hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1))._hvdc for _ in ra
 keras.utils.set_random_seed(hvd.rank())
 layers = [keras.layers.Dense(units) for units in (64, 48, 8)]
 model = keras.Sequential([keras.layers.Input([32]), *layers])
-optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), compression=spec)
+optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), **json.loads(options))
+rounds = optimizer._hvdc.rounds
 model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)
 random = np.random.default_rng(os.getpid())
 x = random.normal(size=[64, 32]).astype(np.float32)
@@ -41,12 +43,26 @@ def mass():
     return hvd.allreduce(tf.constant(total), op=hvd.Sum, name="mass").numpy()
 
 
+def checksum():
+    return zlib.crc32(b"".join(np.asarray(w).tobytes() for w in model.get_weights()))
+
+
 class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.01)
-        state.mass, state.step = mass().tolist(), int(optimizer.iterations)
+        if rounds is None:
+            state.mass, state.step = mass().tolist(), int(optimizer.iterations)
+        elif os.path.exists(f"{folder}/kill-{os.environ['HOROVOD_HOSTNAME']}"):
+            _, steps, start = rounds._counts.numpy()
+            # In the middle of a round. Its exchange is before the next commit: the others notice it there.
+            if (steps - start, batch) == (2, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def on_epoch_end(self, epoch, logs=None):
+        if rounds is not None:  # committed now
+            state.mass, state.step = mass().tolist(), int(optimizer.iterations)
+            rounds.show_synchronized()
+            state.weights = checksum()
         open(f"{folder}/size-{hvd.size()}-after-{state.epoch}", "w").close()
         open(f"{folder}/host-{os.environ['HOROVOD_HOSTNAME']}-{os.getpid()}", "w").close()
         end = hvd.broadcast(tf.constant(os.path.exists(f"{folder}/stop")), 0, name="stop")
@@ -54,28 +70,28 @@ class Watch(keras.callbacks.Callback):
         print("epoch", state.epoch, hvd.size(), flush=True)
 
 
-state = hvdc.elastic.KerasState(model, batch=0, epoch=0, mass=[0.0, 0.0], step=0)
+state = hvdc.elastic.KerasState(model, batch=0, epoch=0, mass=[0.0, 0.0], step=0, weights=0)
 
 
 @hvdc.elastic.run
 def train(state):
-    now = mass()
+    now, weights = mass(), hvd.allgather(tf.constant([checksum()], tf.int64), name="weights").numpy()
     if hvd.rank() == 0:
         print("synced", hvd.size(), state.step, *state.mass, *now, flush=True)
+        print("weights", state.weights, *weights, flush=True)
     callbacks = [
         Watch(),
         hvdc.elastic.UpdateBatchStateCallback(state),
         hvdc.elastic.UpdateEpochStateCallback(state),
-        hvdc.elastic.CommitStateCallback(state, batches_per_commit=5),
+        hvdc.elastic.CommitStateCallback(state, batches_per_commit=5 if rounds is None else 10**6),
     ]
     history = model.fit(x, y, batch_size=8, epochs=10**6, callbacks=callbacks, verbose=0, shuffle=False)
     return history.history["loss"][-1]
 
 
 loss = train(state)
-weights = b"".join(np.asarray(w).tobytes() for w in model.get_weights())
 with open(f"{folder}/ended-{hvd.rank()}.part", "w") as file:
-    print(hvd.rank(), hvd.size(), int(optimizer.iterations), zlib.crc32(weights), loss, file=file)
+    print(hvd.rank(), hvd.size(), int(optimizer.iterations), checksum(), loss, file=file)
 os.rename(file.name, file.name.removesuffix(".part"))
 """
 
@@ -120,17 +136,19 @@ def wait_for_step(run, after, seconds=60):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "spec, package, ending",
+    "options, package, ending",
     [
-        ("hybrid:ratio=0.05,bits=4", "keras", "killed"),
-        pytest.param("auto:candidates=(int8|int4)", "tf_keras", "removed", marks=pytest.mark.slow),
+        ({"compression": "hybrid:ratio=0.05,bits=4"}, "keras", "killed"),
+        ({"compression": "int4", "local_steps": 5, "outer": "nesterov"}, "keras", "killed in a round"),
+        pytest.param({"compression": "auto:candidates=(int8|int4)"}, "tf_keras", "removed", marks=pytest.mark.slow),
     ],
+    ids=["killed", "killed in a round", "removed"],
 )
-def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
+def test_ranks_join_and_leave(background, tmp_path, options, package, ending):
     hosts = Hosts(tmp_path)
     hosts.set(HOSTS[:2])
     elastic = ["-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(hosts.script)]
-    command = ["python", "-c", TRAINING, str(tmp_path), spec, package, ending]
+    command = ["python", "-c", TRAINING, str(tmp_path), package, json.dumps(options)]
     # In this time a worker that joins has to come up, and so long may it take until all see that one was killed.
     elastic += ["--network-interface", "lo", "--gloo-timeout-seconds", "60"]
     job = background([*elastic, *command], {"HVD_COMPRESS_MONITOR": str(tmp_path / "run")})
@@ -146,6 +164,8 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
             wait_for_any(tmp_path, f"host-{HOSTS[1]}-*", job.alive)
             (pid,) = [int(path.name.split("-")[-1]) for path in tmp_path.glob(f"host-{HOSTS[1]}-*")]
             psutil.Process(pid).kill()
+        elif ending == "killed in a round":
+            (tmp_path / f"kill-{HOSTS[1]}").touch()
         else:
             hosts.set([HOSTS[0], HOSTS[2]])
         wait_for_any(tmp_path, "size-2-after-*", job.alive)
@@ -162,6 +182,12 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
         print(result.stdout[-6000:], result.stderr[-6000:])
     synced = [list(map(float, line.split()[1:])) for line in re.findall(r"synced [^\n]*", result.stdout)]
     assert [int(line[0]) for line in synced] == [2, 3, 2]
+    weights = [line.split()[1:] for line in re.findall(r"weights [^\n]*", result.stdout)]
+    assert all(len(set(of_ranks)) == 1 for _, *of_ranks in weights), weights
+    if "local_steps" in options:
+        # When ranks leave or join as planned, the round ends with an exchange. A lost round is discarded.
+        synced = synced[1:]
+        assert weights[-1][0] == weights[-1][1], weights
     for _, _, committed, committed_squares, now, _ in synced[1:]:
         # The sum's rounding, in float32, of tensors whose elements' squares add up to that.
         assert abs(now - committed) <= 1e-5 * committed_squares**0.5
@@ -171,7 +197,7 @@ def test_ranks_join_and_leave(background, tmp_path, spec, package, ending):
     assert {end[1] for end in ends} == {"2"}
     assert len({(end[2], end[3]) for end in ends}) == 1, ends  # steps, weights
     assert all(float(end[4]) < 10 for end in ends), ends
-    if ending == "killed":
+    if ending != "removed":
         assert "a worker was lost, or its host did not answer for HOROVOD_GLOO_TIMEOUT_SECONDS" in result.stderr
     for numbers, _ in watched(tmp_path / "run"):
         assert numbers == sorted(set(numbers))

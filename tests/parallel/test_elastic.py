@@ -193,6 +193,7 @@ ALGORITHMS = {
     "dgc": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="dgc:ratio=0.02,clipnorm=1"),
     "schedule": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="schedule:(0=int8|40%=int4)"),
     "powersgd": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="powersgd:rank=2"),
+    "delay": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int4", delay=1),
     "rows": lambda: hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="int8"),
     "frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=3),
     "to be frozen": lambda: hvdc.optimizers.OneBitAdam(0.01, freeze_step=STEPS + 2),
@@ -208,7 +209,7 @@ def alike(model, optimizer):
     return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
 
 
-@pytest.mark.parametrize("name", ["powersgd", "rows", *slow("dgc", "schedule", "frozen", "to be frozen")])
+@pytest.mark.parametrize("name", ["powersgd", "delay", "rows", *slow("dgc", "schedule", "frozen", "to be frozen")])
 def test_a_rank_is_killed_and_another_joins(name, rank, gather):
     if name.endswith("frozen") and not hasattr(keras.optimizers.Optimizer, "stateless_apply"):
         pytest.skip("a Keras 3 optimizer")

@@ -567,23 +567,39 @@ def test_a_streamed_exchange_depends_on_nothing_of_the_step(rank):
     assert not {kind for kind in kinds if kind.startswith(("Assign", "Mul", "ResourceApply"))}, kinds
 
 
-def test_an_elastic_job_goes_back_to_the_synchronized_weights_of_the_commit(rank):
-    model = make_model(keras, local_steps=4, compression="int8", outer="nesterov")
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_an_elastic_job_goes_back_to_the_synchronized_weights_of_the_commit(rank, options):
+    """Rank 1 is killed in the middle of a round, and another one takes its place."""
+    model = make_model(keras, **options)
     state = hvdc.elastic.KerasState(model)
     state.sync()
     fit_options = {"batch_size": 8, "verbose": 0, "shuffle": False}
     model.fit(*data(rank, 6), **fit_options)  # one round, and half of the next one
     state.save()
     rounds = model.optimizer._hvdc.rounds
-    own = model.get_weights()
+    own, kept = model.get_weights(), hvd.allgather_object(replicated(rounds))
     rounds.show_synchronized()
     synchronized = model.get_weights()
     rounds.show_own()
     assert any(differ(own)) and not any(differ(synchronized))
     model.fit(*data(rank, 6), **fit_options)
     state.restore()
+    if rank == 1:
+        model = make_model(keras, seed=9, **options)
+        state = hvdc.elastic.KerasState(model)
+    else:
+        state.reset()
     state.sync()
+    rounds = model.optimizer._hvdc.rounds
     for value, expected in zip(model.get_weights(), synchronized):
         np.testing.assert_array_equal(value, expected)
-    model.fit(*data(rank, 4), **fit_options)
-    assert not any(differ(model.get_weights()))
+    np.testing.assert_equal(replicated(rounds), kept[0])
+    model.fit(*data(rank, 3), **fit_options)
+    assert any(differ(model.get_weights()))
+    model.optimizer.synchronize()
+    assert rounds.steps == 9 and not any(differ(model.get_weights()))
+
+
+def replicated(rounds):
+    """The state of rounds that is equal on all ranks, but for where the round began."""
+    return {name: np.asarray(v.numpy()) for name, v in rounds._replicated().items() if name != "counts"}
