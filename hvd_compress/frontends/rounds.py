@@ -184,6 +184,16 @@ class Rounds:
             return
         self._call("step", self._step)
 
+    def make_up(self, steps: int) -> None:
+        """Ends so many steps without an update, for which other ranks have data and this one has none.
+
+        The weights stay as they are, but for the exchanges that the other ranks make. Not for use in a graph.
+        """
+        for _ in range(steps):
+            if self._length is not None:
+                self._length.pause()
+            self.step()
+
     def _call(self, name: str, function: Callable[[], None]) -> None:
         """Calls a function outside of a graph, traced anew where what is observed or the guard's level has changed."""
         guard = self.reducer.guard

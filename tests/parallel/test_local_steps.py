@@ -402,6 +402,41 @@ def test_the_model_holds_synchronized_weights_between_epochs_and_its_own_within(
     assert model.optimizer.bytes_sent()[0] * 4 < model.optimizer.bytes_sent()[1]
 
 
+@pytest.mark.parametrize("module", KERASES)
+@pytest.mark.parametrize("options", [{}, {"fragments": "stream"}], ids=["whole", "stream"])
+def test_ranks_with_fewer_batches_take_part_in_the_exchanges_of_the_others(rank, size, module, options):
+    """With what their weights have moved; the end of an epoch is in the middle of a round, or at its end."""
+    module, lr, epochs, length, most = KERASES[module], 0.1, 3, 4, 11 + size
+    model = module.Sequential([module.Input((32,)), module.layers.Dense(4, use_bias=False)])
+    local = [model.get_weights()[0].astype(np.float64)] * size
+    broadcast = hvdc.callbacks.BroadcastGlobalVariablesCallback(0)
+    local = hvd.broadcast_object(local, 0)
+    optimizer = hvdc.DistributedOptimizer(module.optimizers.SGD(lr), local_steps=length, **options)
+    model.compile(optimizer, "mse", jit_compile=False)
+    spy = Spy()
+    spy.on_train_batch_end = lambda *_, **__: None  # ranks have different ones
+    validation = {"validation_data": data(rank, 1), "batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(*data(rank, most - rank), epochs=epochs, callbacks=[broadcast, spy], **validation)
+    assert not np.any(spy.in_validation) and not any(differ(model.get_weights()))
+    steps = epochs * most
+    assert (model.optimizer._hvdc.rounds.steps, int(model.optimizer.iterations)) == (steps, steps)
+    if options:
+        return
+    for step in range(steps):
+        for r in range(size):
+            x, y = (part[8 * (step % most) : 8 * (step % most + 1)] for part in data(r, most - r))
+            local[r] = local[r] - lr * x.T @ (x @ local[r] - y) / 16 if len(x) else local[r]
+        if (step + 1) % length == 0 or step + 1 == steps:
+            local = [np.mean(local, 0)] * size
+    np.testing.assert_allclose(model.get_weights()[0], local[rank], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_with_fewer_batches_cannot_accumulate(rank):
+    model = make_model(keras, local_steps=2, backward_passes_per_step=2)
+    with pytest.raises(ValueError, match=r"the ranks have different numbers of batches, 3, 4.*steps_per_epoch=3"):
+        fit(model, rank, batches=4 - rank % 2)
+
+
 RESUMED = {
     "whole": {"local_steps": 4, "compression": TOPK, "outer": "nesterov"},
     "stream": {"local_steps": 4, "compression": TOPK, "fragments": "stream", "alpha": 0.5, "min_compress_size": 64},

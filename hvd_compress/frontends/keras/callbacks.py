@@ -135,16 +135,20 @@ class RoundsCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._is_in_fit = False
+        self._batches = self._missing = 0  # of an epoch: this rank's, and how many more another rank has
+        self._steps_before = 0  # the epoch
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Continues with this rank's own weights."""
         self._is_in_fit = True
         if self._rounds is not None:
             self._rounds.show_own()
+            self._steps_before = self._rounds.steps
 
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Shows the synchronized weights to the validation of an epoch."""
         if self._rounds is not None and self._is_in_fit:
+            self._make_up()
             self._rounds.show_synchronized()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -152,6 +156,7 @@ class RoundsCallback(Callback):
         if self._reducer is not None:
             self._reducer.end_epoch()
         if self._rounds is not None:
+            self._make_up()
             self._rounds.show_synchronized()
 
     def on_train_end(self, logs: dict | None = None) -> None:
@@ -159,6 +164,36 @@ class RoundsCallback(Callback):
         self._is_in_fit = False
         if self._rounds is not None:
             self._rounds.synchronize()
+
+    def _compare_batches(self) -> None:
+        """At the beginning of `fit`, all ranks learn how many batches an epoch has on the others, if Keras knows it.
+
+        Raises:
+            ValueError: On all ranks: the numbers differ, and a step has several batches.
+        """
+        self._batches, self._missing = (self.params or {}).get("steps") or 0, 0
+        group = self._rounds.settings.process_set
+        if not group.included() or group.size() == 1:
+            return
+        numbers = hvd.allgather_object(self._batches, name="hvdc.rounds.batches", process_set=group)
+        if 0 in numbers or len(set(numbers)) == 1:
+            return
+        if optimizer_state.passes_per_step(optimizer_state.distributed_optimizer(self.model.optimizer)) > 1:
+            different = ", ".join(map(str, sorted(set(numbers))))
+            raise ValueError(
+                f"local_steps: the ranks have different numbers of batches, {different}, so that "
+                f"their steps of several batches part: use fit(steps_per_epoch={min(numbers)}), or no accumulation"
+            )
+        self._missing = max(numbers) - self._batches
+
+    def _make_up(self) -> None:
+        """At the end of an epoch, takes part in the exchanges of steps for which only other ranks have batches."""
+        if self._missing and self._rounds.steps - self._steps_before == self._batches:
+            self._rounds.make_up(self._missing)
+            # The number of the training's step: schedules and checkpoints depend on it.
+            optimizer_state.tf_variable(optimizer_state.innermost(self.model.optimizer).iterations).assign_add(
+                self._missing
+            )
 
 
 class BroadcastGlobalVariablesCallback(RoundsCallback):
@@ -222,6 +257,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             # Read in the first step: a model may be built by its first batch.
             optimizer = optimizer_state.distributed_optimizer(self.model.optimizer)
             optimizer._hvdc.model = weakref.ref(self.model)
+            self._compare_batches()
         if not self.broadcast_done:
             self._broadcast(stepped=False)
             return

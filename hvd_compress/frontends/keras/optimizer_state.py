@@ -36,11 +36,15 @@ def distributed_optimizer(optimizer: Any) -> Any:
     return optimizer if hasattr(optimizer, "_hvdc") else None
 
 
+def passes_per_step(optimizer: Any) -> int:
+    """The number of batches for one update of a distributed optimizer."""
+    passes: int = optimizer._hvdc.settings.backward_passes_per_step
+    return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
+
+
 def batches_per_exchange(optimizer: Any) -> int:
     """The number of batches between two exchanges of a distributed optimizer."""
-    settings = optimizer._hvdc.settings
-    passes = settings.backward_passes_per_step * (settings.local_steps or 1)
-    return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
+    return passes_per_step(optimizer) * (optimizer._hvdc.settings.local_steps or 1)
 
 
 def own_momentum(optimizer: Any) -> str:
