@@ -403,6 +403,28 @@ def test_the_model_holds_synchronized_weights_between_epochs_and_its_own_within(
 
 
 @pytest.mark.parametrize("module", KERASES)
+@pytest.mark.parametrize("on_rank", ["all", 1])
+def test_the_best_weights_are_restored(rank, module, on_rank):
+    """Keras 2 restores them at the end of an epoch, Keras 3 at the end of training; the round is not over then."""
+    module, weights = KERASES[module], []
+    model = make_model(module, local_steps=4)
+    keep = module.callbacks.LambdaCallback(on_epoch_end=lambda *_: weights.append(model.get_weights()))
+    stopping = {"monitor": "loss", "mode": "max", "patience": 1, "restore_best_weights": True}
+    restoring = module.callbacks.EarlyStopping(**stopping)
+    if on_rank != "all":  # at the end of an epoch, whatever Keras does
+
+        def restore(epoch, logs):
+            if epoch == 1 and rank == on_rank:
+                model.set_weights(weights[0])
+
+        restoring = module.callbacks.LambdaCallback(on_epoch_end=restore)
+    fit(model, rank, epochs=6 if on_rank == "all" else 2, callbacks=[keep, restoring])
+    assert len(weights) == 2 and not any(differ(model.get_weights()))
+    for value, best in zip(model.get_weights(), weights[0]):
+        np.testing.assert_array_equal(value, best)
+
+
+@pytest.mark.parametrize("module", KERASES)
 @pytest.mark.parametrize("options", [{}, {"fragments": "stream"}], ids=["whole", "stream"])
 def test_ranks_with_fewer_batches_take_part_in_the_exchanges_of_the_others(rank, size, module, options):
     """With what their weights have moved; the end of an epoch is in the middle of a round, or at its end."""

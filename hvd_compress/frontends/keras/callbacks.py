@@ -160,10 +160,27 @@ class RoundsCallback(Callback):
             self._rounds.show_synchronized()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        """Ends the round, on all ranks."""
+        """Ends the round, on all ranks; weights that another callback has restored stay."""
         self._is_in_fit = False
         if self._rounds is not None:
+            self._keep_restored()
             self._rounds.synchronize()
+
+    def _keep_restored(self) -> None:
+        """All ranks go on with weights that replaced the synchronized ones at the end of the last epoch, if any did.
+
+        Keras 2's `EarlyStopping(restore_best_weights=True)` does so then, on all ranks or on some.
+        """
+        group = self._rounds.settings.process_set
+        if not group.included():
+            return
+        replaced = hvd.allgather_object(self._rounds.are_replaced(), name="hvdc.rounds.replaced", process_set=group)
+        if any(replaced):
+            root = group.ranks[replaced.index(True)]
+            optimizer_state.broadcast(
+                [variable.value for variable in self._rounds.variables], root, "hvdc.broadcast.replaced", group
+            )
+            self._rounds.adopt()
 
     def _compare_batches(self) -> None:
         """At the beginning of `fit`, all ranks learn how many batches an epoch has on the others, if Keras knows it.
