@@ -1,5 +1,7 @@
 """Local steps against an independent simulation in NumPy of all ranks, with different data on each."""
 
+import warnings
+
 import horovod.tensorflow as hvd
 import introspect
 import numpy as np
@@ -402,12 +404,26 @@ def test_the_model_holds_synchronized_weights_between_epochs_and_its_own_within(
     assert model.optimizer.bytes_sent()[0] * 4 < model.optimizer.bytes_sent()[1]
 
 
+@pytest.mark.parametrize("name", ["conv1_bn", "abnormal"])
+def test_statistics_that_are_not_averaged_are_named(rank, name):
+    """Without the callback, the optimizer sees nothing but the names of what it trains."""
+    model = keras.Sequential([keras.Input((32,)), keras.layers.BatchNormalization(name=name), keras.layers.Dense(4)])
+    optimizer = hvdc.DistributedOptimizer(keras.optimizers.SGD(0.1), local_steps=2)
+    model.compile(optimizer, "mse", jit_compile=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(*data(rank, 2), batch_size=8, verbose=0)
+    lines = [str(warning.message) for warning in caught if "moving statistics" in str(warning.message)]
+    assert len(lines) == (rank == 0 and name == "conv1_bn")
+    assert all("beside" in line and "conv1_bn/gamma" in line and "BroadcastGlobalVariables" in line for line in lines)
+
+
 @pytest.mark.parametrize("module", KERASES)
 @pytest.mark.parametrize("on_rank", ["all", 1])
 def test_the_best_weights_are_restored(rank, module, on_rank):
     """Keras 2 restores them at the end of an epoch, Keras 3 at the end of training; the round is not over then."""
     module, weights = KERASES[module], []
-    model = make_model(module, local_steps=4)
+    model = make_model(module, local_steps=5)
     keep = module.callbacks.LambdaCallback(on_epoch_end=lambda *_: weights.append(model.get_weights()))
     stopping = {"monitor": "loss", "mode": "max", "patience": 1, "restore_best_weights": True}
     restoring = module.callbacks.EarlyStopping(**stopping)

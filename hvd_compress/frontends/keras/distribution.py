@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, Callable
@@ -24,6 +26,9 @@ from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
 from .optimizer_state import facts_of, innermost, moving_statistics, tf_variable
 from .overwritten import OverwrittenVariables, is_overwritten
+
+# In the paths of variables: `batch_normalization/gamma`, `conv1_bn/beta`.
+_BATCH_NORM = re.compile(r"batch_?norm|(?<![a-z])bn(?![a-z])", re.IGNORECASE)
 
 
 class Distribution:
@@ -201,14 +206,30 @@ class Distribution:
         if self.rounds is None:
             return
         shared = [v for v in variables if id(v) not in self._local and not is_overwritten(v)]
-        overwritten = [tf_variable(v) for v in variables if id(v) not in self._local and is_overwritten(v)]
-        if overwritten and not self.rounds.is_prepared:
-            self.rounds.at_exchange = functools.partial(self._overwritten.keep_largest, overwritten)
-        statistics = [] if self.rounds.is_prepared else moving_statistics(self.model())
+        statistics = []
+        if not self.rounds.is_prepared:
+            overwritten = [tf_variable(v) for v in variables if id(v) not in self._local and is_overwritten(v)]
+            if overwritten:
+                self.rounds.at_exchange = functools.partial(self._overwritten.keep_largest, overwritten)
+            statistics = moving_statistics(self.model())
+            if self.model() is None:
+                self._warn_of_statistics(shared)
         self.rounds.prepare(
             [LocalVariable(v, tf_variable(v)) for v in shared]
             + [LocalVariable(v, tf_variable(v), is_statistic=True) for v in statistics]
         )
+
+    def _warn_of_statistics(self, variables: Sequence[Any]) -> None:
+        """The first rank warns if the names of these variables say that there are moving statistics beside them."""
+        group = self.settings.process_set
+        paths = [path_of(variable) for variable in variables if _BATCH_NORM.search(path_of(variable))]
+        if paths and group.included() and group.size() > 1 and group.rank() == 0:
+            warnings.warn(
+                f"local_steps: moving statistics, as beside {paths[0]}, are not averaged between ranks, because the "
+                "optimizer does not know its model: use hvdc.callbacks.BroadcastGlobalVariablesCallback in fit, and "
+                "hvdc.LocalSteps(model, ...) in a loop of your own",
+                stacklevel=2,
+            )
 
     def end_step(self) -> None:
         """After the update: with local steps, counts the step, and exchanges what its turn is."""
