@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import formats
 from .network import Network
+from .other_steps import OtherStep
 from .prediction import Forecast, forecast, forecast_auto
 from .workload import Workload
 
@@ -77,11 +79,16 @@ class Case:
         """The one to take; see `best_of`."""
         return best_of(self.forecasts)
 
+    @property
+    def best_per_bucket(self) -> Forecast:
+        """The best one of those that compress each bucket by itself, which a delay needs."""
+        return best_of([each for each in self.forecasts if not formats.parse(each.compressor).model_wide])
+
     def speedup(self, forecast: Forecast) -> float:
         """How many times as fast a step is as without compression."""
         return self.none.step / forecast.step
 
-    def training(self, forecast: Forecast) -> float:
+    def training(self, forecast: Forecast | OtherStep) -> float:
         """How many times as fast training makes progress as without compression."""
         return self.none.per_progress / forecast.per_progress
 

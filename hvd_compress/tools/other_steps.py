@@ -9,7 +9,7 @@ from .. import formats
 from ..auto.usual_progress import OF_DELAY, of_round
 from .models import of_size
 from .network import Network
-from .prediction import Forecast, forecast
+from .prediction import Forecast, forecast, per_progress
 from .workload import Workload
 
 
@@ -23,6 +23,7 @@ class OtherStep:
     sent: float  # bytes that each rank sends
     computing: float  # the share of the step in which the model is trained
     progress: float  # relative to an uncompressed step with an exchange
+    per_progress: float  # seconds for the progress of such a step; see `prediction.per_progress`
 
 
 def other_steps(
@@ -47,9 +48,12 @@ def other_steps(
             steps.append((rounds, train + whole.exchange / count, whole.sent / count, share))
             steps.append((f'{rounds}, fragments="stream"', _beside(train, fragment), float(fragment.sent), share))
         found += [
-            OtherStep(spec, setting, step, sent, train / step, share * whole.progress)
+            OtherStep(
+                spec, setting, step, sent, train / step, share * whole.progress,
+                per_progress(step, share * whole.progress, whole.lost),
+            )
             for setting, step, sent, share in steps
-        ]
+        ]  # fmt: skip
     return found
 
 

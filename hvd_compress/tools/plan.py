@@ -20,7 +20,7 @@ from .network import Network, calibrated
 from .other_steps import OtherStep, other_steps
 from .workload import Workload
 
-# Of the compressors, the one that is compared besides the best: it is meant for long rounds.
+# Of the compressors, the one that is compared besides the best ones: it is meant for long rounds.
 _STRONG = "hybrid:ratio=0.01,bits=4"
 _OTHER_PROGRESS = (
     "Their progress is that of one language model: such steps are another algorithm, so compare the loss after equal "
@@ -68,11 +68,12 @@ Examples:
     "--local-steps", type=units.LOCAL_STEPS,
     help="Also predict steps that exchange once in so many, such as 8,30, and with delay=1.",
 )  # fmt: skip
+@click.option("--delay", is_flag=True, help="Also predict steps with delay=1.")
 @click.option("--plot", type=plots.PLOT_FILE, help="Draw step times against bandwidth and ranks.")
 @console.json_option
 def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, specs: tuple[str, ...],
-         forward: float, backward: float, bucket_bytes: int, local_steps: tuple[int, ...] | None, plot: Path | None,
-         as_json: bool, **network_options: Any) -> None:  # fmt: skip
+         forward: float, backward: float, bucket_bytes: int, local_steps: tuple[int, ...] | None, delay: bool,
+         plot: Path | None, as_json: bool, **network_options: Any) -> None:  # fmt: skip
     """Predict how fast training is with every compressor, and where compression pays.
 
     Needs neither TensorFlow nor Horovod nor a network. Gradients become ready while the backward pass goes on, and
@@ -82,8 +83,9 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     """
     _check_given(params, model, ranks, network_options["bandwidth"], network_options["calibration"])
     shapes = MODELS[model]() if model else of_size(params or 0)
-    if local_steps and not forward + backward:
-        raise click.UsageError("--local-steps needs --backward or --forward: what a step does beside its exchange.")
+    if (local_steps or delay) and not forward + backward:
+        option = "--local-steps" if local_steps else "--delay"
+        raise click.UsageError(f"{option} needs --backward or --forward: what a step does beside its exchange.")
     network, calibration = network_of(**network_options)
     if ranks is None:
         assert calibration is not None
@@ -93,10 +95,12 @@ def plan(params: int | None, model: str | None, ranks: tuple[int, ...] | None, s
     with console.usage("--workers-per-host"), console.working("predicting"):
         cases = [case_of(work, network, count, specs) for count in ranks]
     others: dict[int, list[OtherStep]] = {}  # by the number of ranks
-    if local_steps:
+    if local_steps or delay:
         for case in cases:
-            compared = specs if is_choice else tuple(dict.fromkeys([case.best.compressor, _STRONG]))
-            others[case.ranks] = other_steps(work, network, case.ranks, compared, local_steps)
+            usual = dict.fromkeys([case.best.compressor, case.best_per_bucket.compressor, _STRONG])
+            others[case.ranks] = other_steps(
+                work, network, case.ranks, specs if is_choice else tuple(usual), local_steps or ()
+            )
     if plot is not None:
         with console.working("drawing"):
             plots.plan(plot, work, network, specs, ranks[0])
@@ -224,7 +228,7 @@ def _other_table(case: Case, steps: Sequence[OtherStep]) -> Table:
             "exchange": each.setting or "in each step",
             "step": units.show_seconds(each.step),
             "progress": f"{each.progress:.0%}",
-            "training": f"{case.none.step / each.step * each.progress:.2f}x",
+            "training": f"{case.training(each):.2f}x",
             "computing": f"{each.computing:.0%}",
             "sent per step": units.show_bytes(each.sent),
         }

@@ -217,6 +217,31 @@ def test_plans_run(arguments, tmp_path, monkeypatch):
     assert "auto" in result.output
 
 
+def planned(arguments):
+    from click.testing import CliRunner
+
+    from hvd_compress.tools.cli import main
+
+    return json.loads(CliRunner().invoke(main, ["plan", *arguments, "--json"]).output)
+
+
+def test_the_page_of_plan_shows_what_it_prints():
+    text = TEXTS["docs/tools.md"]
+    example = "--params 25.6M --ranks 8 --bandwidth 10gbit --latency 50us --backward 120ms"
+    (case,) = planned(example.split())["cases"]
+    for each in case["compressors"]:
+        row = rf"│ {re.escape(each['compressor'])} +│[^│]*│[^│]*│ +{each['progress']:.0%} │"
+        assert re.search(row, text), row
+    (arguments,) = (plan for plan in PLANS if "8,30" in plan)
+    (steps,) = planned(arguments)["other_steps"]
+    fastest = min(steps, key=lambda step: step["per_progress"])
+    said = (
+        f"the model computes in {steps[0]['computing']:.0%} of the time with `{steps[0]['compressor']}` in each step, "
+        f"and in {fastest['computing']:.0%} of the time with `{fastest['compressor']}` and `{fastest['setting']}`"
+    )
+    assert said in " ".join(text.split())
+
+
 def test_scripts_and_their_options_exist():
     from horovod.runner import launch
 

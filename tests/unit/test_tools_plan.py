@@ -77,6 +77,15 @@ def test_local_steps_are_predicted_where_they_are_named():
     result = invoke(*few, "--backward", "70ms", "--local-steps", "8,30")
     assert result.exit_code == 0 and result.output.count("exchanging less often") == 2
     assert 'local_steps=30, fragments="stream"' in result.output
+    # Both tables say the same of the same step, and one of the compressors can be delayed.
+    case, steps = (json.loads(invoke(*few, "--backward", "70ms", "--delay", "--json").output)[key][0] for key in
+                   ("cases", "other_steps"))  # fmt: skip
+    per_progress = {step["compressor"]: step["per_progress"] for step in steps if not step["setting"]}
+    assert case["best"] in per_progress and "delay=1" in {step["setting"] for step in steps}
+    of_case = {each["compressor"]: each["training"] for each in case["compressors"]}
+    for spec, seconds in per_progress.items():
+        assert case["compressors"][0]["step"] / seconds == pytest.approx(of_case[spec])
+    assert len(per_progress) == 3
     found = json.loads(invoke(*few, "--backward", "70ms", "-c", "int4", "--local-steps", "8", "--json").output)
     assert {step["compressor"] for step in found["other_steps"][1]} == {"none", "int4"}
     assert "other_steps" not in json.loads(invoke(*few, "--json").output)
