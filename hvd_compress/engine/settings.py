@@ -142,6 +142,11 @@ class Settings:
             raise ValueError(
                 "local_steps and delay=1 cannot go together: fragments='stream' also sends beside the step"
             )
+        if self.backward_passes_per_step > 1:
+            raise ValueError(
+                f"backward_passes_per_step={self.backward_passes_per_step} and delay=1 cannot go together: the "
+                "exchange would wait for the last pass; leave one of them out"
+            )
         if self.hierarchical is True:
             raise ValueError("hierarchical=True and delay=1 cannot go together: choose one")
         if self.momentum_correction:
@@ -192,6 +197,16 @@ class Settings:
                 raise ValueError(f"{name} belongs to local steps: set local_steps as well, or leave it out")
             return
         self._set_checked("local_steps", checks.integer, 1)
+        if self.momentum_correction:
+            whose = (
+                f"momentum_correction={self.momentum_correction}"
+                if self.dgc is None
+                else f"the momentum of {self.dgc.spec}"
+            )
+            raise ValueError(
+                f"{whose} and local_steps cannot go together: momentum of movements is that of the outer optimizer, "
+                "outer='nesterov:lr=0.7,momentum=0.9', and dgc needs momentum=0"
+            )
         if not self.averages:
             raise ValueError("local_steps averages the movements of the ranks: use op=hvd.Average")
         if any(compressor.automatic for compressor in self.compressors) and not self.round_lengths:

@@ -77,6 +77,11 @@ def test_an_outer_optimizer_of_keras_is_its_update_rule(nesterov):
         ({"local_steps": 2, "outer": "adam"}, "outer must be 'average', 'nesterov:lr=0.7,momentum=0.9' or a Keras"),
         ({"local_steps": 2, "outer": "nesterov:speed=1"}, "outer optimizer 'nesterov' has no argument 'speed'"),
         ({"local_steps": 2, "outer": "nesterov:lr=0"}, "needs lr above 0 and momentum below 1, got nesterov:lr=0.0"),
+        (
+            {"local_steps": 2, "compression": "topk:ratio=0.1", "momentum_correction": 0.9},
+            "momentum_correction=0.9 and local_steps cannot go together: momentum of movements is that of the outer",
+        ),
+        ({"local_steps": 2, "compression": "dgc:ratio=0.1"}, "momentum of dgc:ratio=0.1 and local_steps cannot go"),
         ({"local_steps": 2, "fragments": 3}, "fragments must be None or 'stream', got 3"),
         ({"local_steps": 1, "fragments": "stream"}, "fragments='stream' needs local_steps of at least 2"),
         ({"local_steps": 2, "fragments": "stream", "groups": 2}, "groups and fragments='stream' cannot go together"),
