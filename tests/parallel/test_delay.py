@@ -7,6 +7,8 @@ import introspect
 import numpy as np
 import pytest
 import tensorflow as tf
+from levels import levels_of_int8
+from marks import slow
 from specs import EXCHANGED
 from tensorflow import keras
 
@@ -15,25 +17,16 @@ from hvd_compress.auto import delay_choice, start
 
 IS_KERAS3 = hasattr(keras.optimizers.Optimizer, "stateless_apply")
 KERNEL, BIAS = (32, 48), (48,)
-# Gradients are about 1, and change by 0.1 from step to step. A value that lies between two levels of int8 may be
-# rounded up here and down there: that moves a weight by 6e-6.
-LEARNING_RATE, STIFFNESS = 0.0005, 200.0
+# Gradients are about 1, and change by 0.08 from step to step. A value that lies between two levels of int8 may be
+# rounded up here and down there: that moves a weight by 9e-6.
+LEARNING_RATE, STIFFNESS = 0.0004, 200.0
+STEPS = 60
 
 
 def targets(rank, step):
     """Where a rank pulls the variables in a step."""
     rng = np.random.default_rng([rank, step])
     return [(rng.standard_normal(shape) / STIFFNESS).astype(np.float32) for shape in (KERNEL, BIAS)]
-
-
-def levels_of_int8(x):
-    """`x` rounded to the nearest of the 256 evenly spaced values of its block of 256, of which one is zero."""
-    blocks = x.astype(np.float64).reshape(-1, 256)
-    step = (blocks.max(1, keepdims=True) - blocks.min(1, keepdims=True)) / 255
-    step[step == 0.0] = 1.0
-    lowest = np.rint(blocks.min(1, keepdims=True) / step)
-    codes = np.clip(np.rint(blocks / step) - lowest, 0, 255)
-    return ((codes + lowest) * step).reshape(x.shape)
 
 
 def simulated(encode, ranks, steps, warm_up):
@@ -67,13 +60,13 @@ def test_steps_are_those_of_numpy(spec, warm_up, rank, size):
     def train(*aims):
         optimizer.apply_gradients([(STIFFNESS * (tf.convert_to_tensor(v) - aim), v) for v, aim in zip(variables, aims)])
 
-    without_delay = list(simulated(encode, size, 40, 40))
-    for step, weights in enumerate(simulated(encode, size, 40, warm_up)):
+    without_delay = list(simulated(encode, size, STEPS, STEPS))
+    for step, weights in enumerate(simulated(encode, size, STEPS, warm_up)):
         train(*map(tf.constant, targets(rank, step)))
         for variable, expected in zip(variables, weights):
             np.testing.assert_allclose(variable.numpy(), expected, atol=1e-5)
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(weights, without_delay[-1]))
-    assert int(optimizer.iterations) == 40
+    assert int(optimizer.iterations) == STEPS
 
 
 SHAPES = [(100, 83), (512, 258), (64,)]
@@ -275,6 +268,30 @@ def test_no_collective_depends_on_the_forward_pass(spec, rank):
     assert all(depends[0]) and not any(depends[1])
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", *slow("float32")])
+def test_fit_with_several_steps_per_execution(policy, rank):
+    """They are the steps of one at a time, and those of a loss scale are alike on all ranks."""
+    found = []
+    try:
+        keras.mixed_precision.set_global_policy(policy)
+        for per_execution in (1, 3):
+            keras.utils.set_random_seed(3)
+            layers = [keras.layers.Dense(48, "relu"), keras.layers.Dense(4, dtype="float32")]
+            model = keras.Sequential([keras.Input([32]), *layers])
+            optimizer = hvdc.DistributedOptimizer(keras.optimizers.Adam(0.01), compression="int8", delay=1)
+            model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=per_execution)
+            x = np.random.default_rng(rank).standard_normal([48, 32]).astype(np.float32)
+            losses = model.fit(x, x[:, :4], batch_size=8, epochs=3, verbose=0, shuffle=False).history["loss"]
+            assert losses[-1] < losses[0]
+            found.append(model.get_weights())
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    for one, three in zip(*found):
+        np.testing.assert_array_equal(one, three)
+    everywhere = hvd.allgather_object(found[0])
+    assert all(np.array_equal(a, b) for a, b in zip(everywhere[0], everywhere[-1]))
+
+
 @pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has another LossScaleOptimizer")
 def test_the_loss_scale_may_change_between_two_steps(rank, size):
     """Each rank's gradient is its rank + 1, so steps are alike; the scale doubles in every second step."""
@@ -317,6 +334,7 @@ def test_rows_of_an_embedding_are_refused_on_all_ranks():
             "momentum_correction and delay=1 cannot",
         ),
         ({"delay": 1, "hierarchical": True}, "hierarchical=True and delay=1 cannot go together"),
+        ({"delay": 1, "backward_passes_per_step": 2}, "backward_passes_per_step=2 and delay=1 cannot go together"),
         ({"delay": 1, "local_steps": 4}, "local_steps and delay=1 cannot go together"),
     ],
 )

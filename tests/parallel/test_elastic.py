@@ -209,7 +209,7 @@ def alike(model, optimizer):
     return [*model.get_weights(), *(variable.numpy() for variable in variables), *named]
 
 
-@pytest.mark.parametrize("name", ["powersgd", "delay", "rows", *slow("dgc", "schedule", "frozen", "to be frozen")])
+@pytest.mark.parametrize("name", ["powersgd", "rows", *slow("delay", "dgc", "schedule", "frozen", "to be frozen")])
 def test_a_rank_is_killed_and_another_joins(name, rank, gather):
     if name.endswith("frozen") and not hasattr(keras.optimizers.Optimizer, "stateless_apply"):
         pytest.skip("a Keras 3 optimizer")
