@@ -145,7 +145,7 @@ class Settings:
         if self.backward_passes_per_step > 1:
             raise ValueError(
                 f"backward_passes_per_step={self.backward_passes_per_step} and delay=1 cannot go together: the "
-                "exchange would wait for the last pass; leave one of them out"
+                "exchange would wait for the last pass; use the optimizer's gradient_accumulation_steps, or delay=0"
             )
         if self.hierarchical is True:
             raise ValueError("hierarchical=True and delay=1 cannot go together: choose one")

@@ -268,6 +268,31 @@ def test_no_collective_depends_on_the_forward_pass(spec, rank):
     assert all(depends[0]) and not any(depends[1])
 
 
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 does not accumulate")
+def test_accumulated_gradients_wait_for_the_next_update(rank, size):
+    """Whether they are exchanged depends on no gradient, so that the exchange runs beside the last pass."""
+    sgd = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = hvdc.DistributedOptimizer(sgd, compression="int8", min_compress_size=0, delay=1)
+    variable = keras.Variable(np.zeros([4, 8], np.float32))
+    optimizer.build([variable])
+
+    @tf.function
+    def train(x):
+        optimizer.apply_gradients([(tf.matmul(x, tf.ones([1, 8])), variable)])
+
+    weights = before = 0.0
+    for number in range(8):
+        train(tf.fill([4, 1], (rank + 1.0) * number))
+        if number % 2:
+            weights, before = weights - before, (number - 0.5) * (size + 1) / 2
+        np.testing.assert_allclose(variable.numpy(), weights, rtol=1e-6)
+    graph = train.get_concrete_function(tf.TensorSpec([4, 1])).graph
+    (branch,) = (op for op in graph.get_operations() if op.type == "If")
+    assert branch.get_attr("_lower_using_switch_merge") and not branch.control_inputs
+    assert "MatMul" not in introspect.types_of_ancestors(branch.inputs[0].op)
+    assert "MatMul" in introspect.types_of_ancestors(branch)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", *slow("float32")])
 def test_fit_with_several_steps_per_execution(policy, rank):
     """They are the steps of one at a time, and those of a loss scale are alike on all ranks."""
