@@ -136,14 +136,14 @@ class RoundsCallback(Callback):
         super().__init__()
         self._is_in_fit = False
         self._batches = self._missing = 0  # of an epoch: this rank's, and how many more another rank has
-        self._steps_before = 0  # the epoch
+        self._steps_before_epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Continues with this rank's own weights."""
         self._is_in_fit = True
         if self._rounds is not None:
             self._rounds.show_own()
-            self._steps_before = self._rounds.steps
+            self._steps_before_epoch = self._rounds.steps
 
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Shows the synchronized weights to the validation of an epoch."""
@@ -205,7 +205,7 @@ class RoundsCallback(Callback):
 
     def _make_up(self) -> None:
         """At the end of an epoch, takes part in the exchanges of steps for which only other ranks have batches."""
-        if self._missing and self._rounds.steps - self._steps_before == self._batches:
+        if self._missing and self._rounds.steps - self._steps_before_epoch == self._batches:
             self._rounds.make_up(self._missing)
             # The number of the training's step: schedules and checkpoints depend on it.
             optimizer_state.tf_variable(optimizer_state.innermost(self.model.optimizer).iterations).assign_add(
