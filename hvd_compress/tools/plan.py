@@ -249,11 +249,12 @@ def _advice(case: Case, network: Network, is_choice: bool) -> list[str]:
             f"{units.show_seconds(none.step)} makes {best.progress:.0%} of the progress. Training is "
             f"{case.training(best):.3g} times as fast."
         )
-    chosen = dict.fromkeys(spec for _, spec in case.auto.chosen if spec != "none") or ["none"]
-    auto = (
-        f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}, training "
-        f"{case.training(case.auto):.3g} times as fast."
-    )
+    chosen = list(dict.fromkeys(spec for _, spec in case.auto.chosen if spec != "none")) or ["none"]
+    auto = f"auto would take {' and '.join(chosen)}: a step of {units.show_seconds(case.auto.step)}, training "
+    if best is none and chosen != ["none"]:
+        auto += "as fast, within 5%."
+    else:
+        auto += f"{case.training(case.auto):.3g} times as fast."
     return [line, auto, _by_bandwidth(case.ranges, is_choice)]
 
 
