@@ -80,6 +80,7 @@ class AutoSelector(ModelSelector):
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
         self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
+        self._loses_little = (predictions.prior.lost.numpy() < _LOSES_LITTLE).tolist()
         self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is in doubt
         self._follow_warmup(int(self._steps))
         self._renew_sample()
@@ -319,8 +320,7 @@ class AutoSelector(ModelSelector):
         That trace cannot make its variables: a tf.function creates variables in its first trace only.
         """
         traced = self.traces.candidates
-        lost = max(float(self._predictions.prior.lost[c]) for c in traced)
-        if self._warms_up or (len(traced) == 1 and lost < _LOSES_LITTLE):
+        if self._warms_up or (len(traced) == 1 and self._loses_little[traced[0]]):
             self._sample = None
         elif self._sample is None or self._sample.columns != traced:
             with tf.init_scope():

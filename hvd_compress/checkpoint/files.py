@@ -116,6 +116,14 @@ def read_manifest(directory: str, number: int) -> dict[str, Any]:
     return manifest
 
 
+def _member(saved: Any, name: str, path: str) -> np.ndarray:
+    """One array of an `.npz` file; reading it also checks its CRC."""
+    if saved.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
+        raise FormatError(f"{path} is damaged: {name} is compressed, as in no file of ours, and might fill the memory")
+    array: np.ndarray = saved[name]
+    return array
+
+
 def read_rank(
     path: str, names: Callable[[dict[str, Any]], Collection[str]]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -129,12 +137,9 @@ def read_rank(
     try:
         # NumPy leaves a damaged file open that it has opened itself.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
-            metadata = _checked(json.loads(saved[_METADATA].tobytes()), path)
-            expected = names(metadata)
-            names_there = [name for name in expected if name in saved.files]
-            if any(saved.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED for name in names_there):
-                raise ValueError("compressed, as no file of ours is, and may fill the memory")
-            arrays = {name: saved[name] for name in names_there}  # also checks the CRC
+            metadata = _checked(json.loads(_member(saved, _METADATA, path).tobytes()), path)
+            expected = (name for name in names(metadata) if name in saved.files)
+            arrays = {name: _member(saved, name, path) for name in expected}
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except PermissionError:

@@ -22,7 +22,6 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..common import determinism, verbosity
-from ..common.error_text import error_text
 from ..common.names import path_of, renumbered
 from ..compressors import Compressor
 from ..kernels import native
@@ -30,7 +29,7 @@ from ..version import __version__
 from .grouping import positions
 from .settings import Settings
 
-# The prefix of the names of the collectives of the plan, or of the optimizer.
+# The fact that holds the prefix of the names of collectives, see `of_plan`.
 TRAINED_BEFORE = "how many optimizers and models they have trained before"
 # It depends on nothing that may differ between ranks: else the allgather itself would hang.
 _NAME = "hvdc_agreement"
@@ -108,7 +107,7 @@ def on_arguments(callback: Any, arguments: Mapping[str, Any], group: Any, own: s
         ValueError: On all ranks: arguments differ.
     """
     name = type(callback).__name__
-    facts = {f"{name}'s {argument}": error_text(value) for argument, value in arguments.items()}
+    facts = {f"{name}'s {argument}": repr(value) for argument, value in arguments.items()}
     all_facts = gathered(facts | {_OWN: own}, f"hvdc_{name}", group)
     texts = [rank_facts.pop(_OWN, "") for rank_facts in all_facts]
     raise_difference(all_facts, group.ranks)
@@ -177,9 +176,9 @@ def _waiting(first: bool) -> Iterator[None]:
         hvd.shutdown()
 
     why = (
-        f"has waited for {_PATIENCE:g} s to agree with the other ranks on what they train. If they train other "
-        "variables (a layer was frozen on some ranks only?), in another process set, or without hvd_compress, they "
-        "will never come"
+        f"has waited for {_PATIENCE:g} s to agree with the other ranks on what they do. If they train other variables "
+        "(a layer was frozen on some ranks only?), in another process set, without hvd_compress, or without the same "
+        "callbacks, or call no allreduce, they will never come"
     )
     timers = [threading.Timer(_PATIENCE, say, [why])] + ([] if first else [threading.Timer(_LONGEST, end)])
     for timer in timers:
@@ -262,7 +261,7 @@ def without_variables(facts: Facts) -> Facts:
 
 
 def _described(gradient: Any, variable: Any) -> str:
-    """A variable with the kind and dtype of its gradient; the variable itself may take the place of that."""
+    """A variable, and the kind and dtype of its gradient. Pass the variable twice if there is no gradient yet."""
     path = path_of(variable) or "a tensor"
     if gradient is None:
         return f"no gradient of {path}"

@@ -235,7 +235,7 @@ class Reducer:
 
     def steps_made(self) -> int:
         """A number that grows with each step, also with local ones. It waits for the device; not for use in a graph."""
-        local = 0 if self.local_counts is None else int(self.local_counts.numpy().sum())
+        local = 0 if self.local_counts is None else int(self.local_counts.numpy()[0])
         return local + sum(int(plan.state.step.numpy()) for plan in self.plans.values())
 
     def report(self) -> CompressionReport:

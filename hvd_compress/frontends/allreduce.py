@@ -26,7 +26,9 @@ from ..exchange import choice, uncompressed
 from ..exchange.group import Group
 from ..kernels import noise
 
-_agreed: set[tuple[Any, ...]] = set()  # calls that were compared, see `_agree_once`
+# The calls that were compared, of each process set: the first kinds of calls only, since names may never be the same.
+_agreed: dict[tuple[int, ...], set[tuple[Any, ...]]] = {}
+_MOST_COMPARED = 200
 _OPS = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
 
 
@@ -158,9 +160,10 @@ def _agree_once(name: str | None, compressor: Compressor, call: agreement.Facts,
     Horovod compares what it reduces itself, but not what is in a payload. An elastic job is not checked: ranks that
     join have made no call yet.
     """
-    key = (name, compressor.spec, *call.items(), *process_set.ranks)
-    alone = not process_set.included() or process_set.size() == 1
-    if key in _agreed or alone or os.environ.get("HOROVOD_ELASTIC") == "1":
+    if not process_set.included() or process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return
+    key, known = (name, compressor.spec, *call.items()), _agreed.setdefault(tuple(process_set.ranks), set())
+    if key in known or len(known) >= _MOST_COMPARED:
         return
     with tf.init_scope():
         if not tf.executing_eagerly():  # graphs of TensorFlow 1
@@ -170,7 +173,7 @@ def _agree_once(name: str | None, compressor: Compressor, call: agreement.Facts,
         # Threads may make calls of different names in any order.
         everyone = agreement.gathered(facts, f"hvdc_allreduce_{name or ''}", process_set)
         agreement.raise_difference(everyone, process_set.ranks)
-    _agreed.add(key)
+    known.add(key)
 
 
 def _reduce(

@@ -377,6 +377,21 @@ def same_number_of_reducers():
     introspect.set_reducers_made(max(hvd.allgather_object(introspect.reducers_made())))
 
 
+def test_local_steps_on_one_rank(rank):
+    """Which would compare the number of batches by itself."""
+    text = error_of_fit(fitting(sgd(local_steps=None if rank else 2)), broadcast())
+    assert "ranks disagree on local_steps: rank 0 has 2, rank 1 has None;" in text
+
+
+@pytest.mark.usefixtures("same_number_of_reducers")
+def test_a_plain_optimizer_on_one_rank_in_a_later_fit(rank):
+    first, model = broadcast(), fitting(sgd())
+    fit(model, first)
+    plain = fitting(KERASES["keras"].optimizers.SGD(0.1), model=model) if rank else model
+    with pytest.raises(ValueError, match="the model's optimizer is distributed: rank 0 has True, rank 1 has False;"):
+        fit(plain, first)
+
+
 @pytest.mark.usefixtures("same_number_of_reducers")
 def test_a_plain_optimizer_on_one_rank(rank):
     plain = KERASES["keras"].optimizers.SGD(0.1)

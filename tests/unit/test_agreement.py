@@ -5,10 +5,12 @@ import dataclasses
 import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
+from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.engine import agreement
 from hvd_compress.engine.settings import Settings
+from hvd_compress.frontends.keras import optimizer_state
 
 NONE, INT8 = hvdc.Compression.none, hvdc.Compression.int8
 # Values of each setting that is not its default, and others that it needs.
@@ -82,3 +84,14 @@ def test_packed_facts_of_different_lengths_come_back():
     facts = [{"a": "\u00e9" * i, "b": str(i)} for i in range(5)]
     joined = tf.concat([agreement._packed(each) for each in facts], 0)
     assert agreement._unpacked(joined.numpy().tobytes()) == facts
+
+
+def test_what_ranks_compare_of_an_optimizer(monkeypatch):
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.05)
+    facts = optimizer_state.facts_of(optimizer)
+    assert facts["the optimizer"] == "AdamW" and facts["the optimizer's weight_decay"] == "0.05"
+    assert "the optimizer's learning_rate" not in facts
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # a rank that joins has not seen what callbacks have set
+    of_elastic = optimizer_state.facts_of(optimizer)
+    assert set(of_elastic) <= {"the optimizer", "the optimizer's gradient_accumulation_steps"}
+    assert of_elastic["the optimizer"] == "AdamW"

@@ -357,7 +357,7 @@ def test_a_compressed_member_is_refused(directory):
     with np.load(path) as file:
         arrays = dict(file)
     np.savez_compressed(path, **arrays)
-    refused("rank-0-of-1.npz is damaged", load, directory, 1)
+    refused("rank-0-of-1.npz is damaged: metadata is compressed", load, directory, 1)
 
 
 def test_another_model_is_refused(directory):

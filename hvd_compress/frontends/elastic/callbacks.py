@@ -106,7 +106,8 @@ class UpdateEpochStateCallback(RoundsCallback):
         Raises:
             ValueError: On all ranks: they disagree on settings or on the variables that they train.
         """
-        self._agree_in_set()
+        if self._group is not None:
+            self._agree(self._group, {})
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tells the optimizer which epoch it is, on which `schedule` and the warm-up of `dgc` may depend."""

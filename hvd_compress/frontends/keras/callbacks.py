@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -25,7 +26,7 @@ from ...engine.reducer import alive
 from ...monitor import environment, tuning
 from . import optimizer_state
 
-_OWN, _PROCESS_SET = "own", "process_set"
+_PROCESS_SET, _BATCHES, _LAYOUT = "process_set", "batches", "layout"
 
 
 class Callback(keras.callbacks.Callback):
@@ -67,34 +68,29 @@ class Callback(keras.callbacks.Callback):
         facts[_PROCESS_SET] = str(optimizer._hvdc.settings.process_set.ranks)
         return facts | optimizer._hvdc.facts(self.model.trainable_variables if _is_built(self.model) else None)
 
-    def _agree(self, group: Any, own: str = "") -> list[str]:
+    def _agree(self, group: Any, own: agreement.Facts) -> list[agreement.Facts]:
         """Checks, before any other collective of a `fit`, that ranks are about to train alike; costs one allgather.
 
         Args:
             group: The process set whose ranks call it.
-            own: Text of this rank that is not compared.
+            own: What else this rank tells the others; it is not compared.
 
         Returns:
-            The texts of all ranks.
+            What each rank of `group` has told.
 
         Raises:
             ValueError: On all ranks: ranks of one optimizer's process set disagree.
         """
-        everyone = agreement.gathered(self._facts() | {_OWN: own}, "hvdc_fit", group)
-        texts = [facts.pop(_OWN, "") for facts in everyone]
-        if not all(agreement.NUMBER_TRAINED in facts for facts in everyone):  # some models are built by a first batch
-            everyone = [agreement.without_variables(facts) for facts in everyone]
-        by_rank = dict(zip(group.ranks, everyone))
+        everyone = agreement.gathered(self._facts() | own, "hvdc_fit", group)
+        compared = [{key: text for key, text in facts.items() if key not in own} for facts in everyone]
+        if not all(agreement.NUMBER_TRAINED in facts for facts in compared):  # some models are built by a first batch
+            compared = [agreement.without_variables(facts) for facts in compared]
+        by_rank = dict(zip(group.ranks, compared))
         # Ranks that are in no process set, or in another one, may train as they like.
-        for ranks in dict.fromkeys(facts[_PROCESS_SET] for facts in everyone if _PROCESS_SET in facts):
+        for ranks in dict.fromkeys(facts[_PROCESS_SET] for facts in compared if _PROCESS_SET in facts):
             members = [rank for rank in json.loads(ranks) if rank in by_rank]
             agreement.raise_difference([by_rank[rank] for rank in members], members)
-        return texts
-
-    def _agree_in_set(self) -> None:
-        """As `_agree`, among the ranks of the optimizer's process set, if there is one."""
-        if self._group is not None:
-            self._agree(self._group)
+        return everyone
 
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
@@ -135,12 +131,13 @@ class RoundsCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._is_in_fit = False
-        self._batches = self._missing = 0  # of an epoch: this rank's, and how many more another rank has
+        self._epoch_batches = self._missing = 0  # this rank's batches, and how many more another rank has
+        self._shown: np.ndarray | None = None  # checksums of the synchronized weights at the end of the last epoch
         self._steps_before_epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Continues with this rank's own weights."""
-        self._is_in_fit = True
+        self._is_in_fit, self._shown = True, None
         if self._rounds is not None:
             self._rounds.show_own()
             self._steps_before_epoch = self._rounds.steps
@@ -158,6 +155,7 @@ class RoundsCallback(Callback):
         if self._rounds is not None:
             self._make_up()
             self._rounds.show_synchronized()
+            self._shown = self._rounds.checksums()
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Ends the round, on all ranks; weights that another callback has restored stay."""
@@ -174,7 +172,8 @@ class RoundsCallback(Callback):
         group = self._rounds.settings.process_set
         if not group.included():
             return
-        replaced = hvd.allgather_object(self._rounds.are_replaced(), name="hvdc.rounds.replaced", process_set=group)
+        is_replaced = self._shown is not None and bool((self._rounds.checksums() != self._shown).any())
+        replaced = hvd.allgather_object(is_replaced, name="hvdc.rounds.replaced", process_set=group)
         if any(replaced):
             root = group.ranks[replaced.index(True)]
             optimizer_state.broadcast(
@@ -182,17 +181,13 @@ class RoundsCallback(Callback):
             )
             self._rounds.adopt()
 
-    def _compare_batches(self) -> None:
-        """At the beginning of `fit`, all ranks learn how many batches an epoch has on the others, if Keras knows it.
+    def _learn_batches(self, numbers: Sequence[int]) -> None:
+        """Learns how many batches an epoch has on the ranks of the optimizer's process set; 0 if Keras does not know.
 
         Raises:
             ValueError: On all ranks: the numbers differ, and a step has several batches.
         """
-        self._batches, self._missing = (self.params or {}).get("steps") or 0, 0
-        group = self._rounds.settings.process_set
-        if not group.included() or group.size() == 1:
-            return
-        numbers = hvd.allgather_object(self._batches, name="hvdc.rounds.batches", process_set=group)
+        self._epoch_batches, self._missing = self._known_batches(), 0
         if 0 in numbers or len(set(numbers)) == 1:
             return
         if optimizer_state.passes_per_step(optimizer_state.distributed_optimizer(self.model.optimizer)) > 1:
@@ -201,11 +196,14 @@ class RoundsCallback(Callback):
                 f"local_steps: the ranks have different numbers of batches, {different}, so that "
                 f"their steps of several batches part: use fit(steps_per_epoch={min(numbers)}), or no accumulation"
             )
-        self._missing = max(numbers) - self._batches
+        self._missing = max(numbers) - self._epoch_batches
+
+    def _known_batches(self) -> int:
+        return (self.params or {}).get("steps") or 0
 
     def _make_up(self) -> None:
         """At the end of an epoch, takes part in the exchanges of steps for which only other ranks have batches."""
-        if self._missing and self._rounds.steps - self._steps_before_epoch == self._batches:
+        if self._missing and self._rounds.steps - self._steps_before_epoch == self._epoch_batches:
             self._rounds.make_up(self._missing)
             # The number of the training's step: schedules and checkpoints depend on it.
             optimizer_state.tf_variable(optimizer_state.innermost(self.model.optimizer).iterations).assign_add(
@@ -245,7 +243,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         super().__init__()
         self.root_rank = checks.integer("root_rank", root_rank, 0)
         self.device = device
-        self.broadcast_done = self._has_warned = False
+        self.broadcast_done = self._has_warned = self._all_trained_together = False
         # If this rank may train alone in this `fit`: the steps that each reducer had made before it.
         self._steps_before: weakref.WeakKeyDictionary[Any, int] | None = None
         self._local: set[Any] = set()
@@ -274,13 +272,12 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
             # Read in the first step: a model may be built by its first batch.
             optimizer = optimizer_state.distributed_optimizer(self.model.optimizer)
             optimizer._hvdc.model = weakref.ref(self.model)
-            self._compare_batches()
         if not self.broadcast_done:
             self._broadcast(stepped=False)
-            return
-        self._agree_in_set()
-        if self._rounds is not None:
-            self._start_rounds()
+        else:
+            self._agree_again()
+            if self._rounds is not None:
+                self._start_rounds()
         self._watch_if_alone()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -302,6 +299,22 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         tuning.metrics(logs)
         self._warn_if_alone()
 
+    def _agree_on(self, group: Any, layout: str) -> list[agreement.Facts]:
+        """As `_agree`, and learns the numbers of batches. `layout` describes the variables to broadcast."""
+        everyone = self._agree(group, {_LAYOUT: layout, _BATCHES: str(self._known_batches())})
+        if self._rounds is not None:
+            by_rank = dict(zip(group.ranks, everyone))
+            members = [by_rank[rank] for rank in self._rounds.settings.process_set.ranks if rank in by_rank]
+            self._learn_batches([int(facts[_BATCHES]) for facts in members])
+        return everyone
+
+    def _agree_again(self) -> None:
+        """In a later `fit`: among all ranks if all trained together in the first one, and do so as far as is known."""
+        may_be_all = self._group in (None, hvd.global_process_set)
+        group = hvd.global_process_set if self._all_trained_together and may_be_all else self._group
+        if group is not None and group.size() > 1:
+            self._agree_on(group, "")
+
     def _facts(self) -> agreement.Facts:
         return super()._facts() | {"whether they have broadcast the model before": str(self.broadcast_done)}
 
@@ -312,7 +325,7 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         self._rounds.adopt()
 
     def _watch_if_alone(self) -> None:
-        """Rank 0 looks whether gradients are reduced if the optimizer does not do so: a tape or LocalSteps may."""
+        """Rank 0 notes the steps of all reducers if the optimizer is plain: a tape or LocalSteps may exchange."""
         is_plain = self._reducer is None and not checks.is_horovods(getattr(self.model, "optimizer", None))
         watches = is_plain and hvd.size() > 1 and hvd.rank() == 0 and not self._has_warned
         self._steps_before = (
@@ -348,7 +361,9 @@ class BroadcastGlobalVariablesCallback(RoundsCallback):
         # If one rank broadcast while another trained, both would wait for ever. So ranks compare their states first.
         layout = repr([(v.shape.as_list(), v.dtype.name) for v in variables]).encode()
         state = [ready, len(variables), zlib.crc32(layout)]
-        states = [json.loads(text) for text in self._agree(hvd.global_process_set, json.dumps(state))]
+        everyone = self._agree_on(hvd.global_process_set, json.dumps(state))
+        self._all_trained_together = all(facts.get(_PROCESS_SET) == str(list(range(size))) for facts in everyone)
+        states = [json.loads(facts[_LAYOUT]) for facts in everyone]
         if any(other != [True, *state[1:]] for other in states):
             if not stepped:
                 return

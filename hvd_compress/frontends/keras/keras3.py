@@ -150,8 +150,9 @@ def reduce_before_check(scaler: type) -> None:
 
     apply._hvdc_original = original  # type: ignore[attr-defined]
     scaler.apply = apply  # type: ignore[attr-defined]
-    scaler.__copy__ = _copied  # type: ignore[attr-defined]
-    scaler.__deepcopy__ = lambda self, memo: _copied(self)  # type: ignore[attr-defined]
+    if scaler.__reduce__ is not object.__reduce__:  # Keras's own way
+        scaler.__copy__ = _copied  # type: ignore[attr-defined]
+        scaler.__deepcopy__ = lambda self, memo: _copied(self)  # type: ignore[attr-defined]
 
 
 def _copied(scaler: Any) -> Any:

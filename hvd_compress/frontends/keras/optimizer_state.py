@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-
-from ...common.error_text import error_text
 
 # Entries of an optimizer's configuration that may differ between ranks.
 _NOT_COMPARED = {"name", "learning_rate", "jit_compile", "is_legacy_optimizer"}
@@ -58,10 +57,11 @@ def own_momentum(optimizer: Any) -> str:
 
 
 def facts_of(optimizer: Any) -> dict[str, str]:
-    """What ranks compare of an optimizer, and of a LossScaleOptimizer around it: class, plain values of `get_config`.
+    """What ranks compare of an optimizer, and of those inside it: the class, and plain values of `get_config`.
 
     With other values, weights would drift apart, or ranks would not exchange in the same steps. The learning rate is
-    left out, since callbacks change it. An optimizer of the user's without a configuration has no values.
+    left out, since callbacks change it. An optimizer of the user's without a configuration has no values. In an elastic
+    job, callbacks may have changed values before a rank joins, so only those count that decide when ranks exchange.
     """
     classes: list[str] = []
     values: dict[str, str] = {}
@@ -70,7 +70,9 @@ def facts_of(optimizer: Any) -> dict[str, str]:
         config: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # whatever a user's own `get_config` raises
             config = dict(optimizer.get_config())
-        values |= {f"the optimizer's {k}": error_text(v) for k, v in config.items() if _is_compared(k, v)}
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            config = {key: value for key, value in config.items() if key == "gradient_accumulation_steps"}
+        values |= {f"the optimizer's {key}": repr(v) for key, v in config.items() if _is_compared(key, v)}
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return {"the optimizer": " of ".join(classes), **values} if classes else {}
 
