@@ -199,7 +199,7 @@ class RoundsCallback(Callback):
         self._missing = max(numbers) - self._epoch_batches
 
     def _known_batches(self) -> int:
-        return (self.params or {}).get("steps") or 0
+        return (getattr(self, "params", None) or {}).get("steps") or 0  # Keras 2 has no params outside of `fit`
 
     def _make_up(self) -> None:
         """At the end of an epoch, takes part in the exchanges of steps for which only other ranks have batches."""
