@@ -139,6 +139,15 @@ def test_tables_of_trainings_are_those_of_the_measured_results():
     assert dict(shown) == measured
 
 
+def test_the_table_of_optimizers_is_what_was_measured():
+    files = [ROOT / "docs" / "results" / f"optimizers_gpt_{rate}.json" for rate in ("100mbit", "1gbit")]
+    runs = [{run["method"]: run for run in json.loads(file.read_text())["runs"]} for file in files]
+    for method in ("none", "int4", "hadamard", "auto"):
+        of_method = [of_rate[f"{kind} {method}"] for kind in ("adamw", "lamb") for of_rate in runs]
+        cells = " | ".join(f"{run['seconds']:.1f} ({run['steps']})" for run in of_method)
+        assert f"| {method} | {cells} |\n" in TEXTS["docs/results.md"]
+
+
 def test_the_table_of_progress_is_what_was_measured():
     results = [json.loads((ROOT / f"docs/results/progress_{task}.json").read_text()) for task in ("gpt", "digits")]
     cells: dict[str, list[str]] = {}
