@@ -148,6 +148,40 @@ def test_the_table_of_optimizers_is_what_was_measured():
         assert f"| {method} | {cells} |\n" in TEXTS["docs/results.md"]
 
 
+def test_the_table_of_recommenders_is_what_was_measured():
+    files = [ROOT / "docs" / "results" / f"recommender_seeds_{rate}.json" for rate in ("100mbit", "1gbit", "10gbit")]
+    of_rates = [json.loads(file.read_text())["runs"] for file in files]
+    for method in ("none", "int4", "hadamard", "auto"):
+        runs = [[run for run in of_rate if run["method"] == method] for of_rate in of_rates]
+        cells = [" ".join(f"{run['seconds']:.1f}" for run in of_rate) for of_rate in runs]
+        recall = statistics.mean(run["metric"] for run in runs[1] + runs[2])
+        assert f"| {method} | {' | '.join(cells)} | {recall:.2f} |\n" in TEXTS["docs/results.md"]
+
+
+def step_ms(*names):
+    """The ms per step of each method in files of docs/results."""
+    files = [json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text()) for name in names]
+    return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in files]
+
+
+def test_the_tables_of_steps_with_less_exchange_are_what_was_measured():
+    wan, delay = (
+        step_ms("local_steps_gpt_50ms_10mbit", "local_steps_gpt_50ms_100mbit"),
+        step_ms("delay_gpt_100mbit", "delay_gpt_1gbit"),
+    )
+    rows = [
+        ("docs/local-steps.md", "ms per step without any exchange", wan, "none + local_steps=1000"),
+        ("docs/local-steps.md", "ms per step with `local_steps=90`, `hadamard`", wan, "hadamard + local_steps=90"),
+        ("docs/delay.md", "without any exchange", delay, "none + local_steps=1000"),
+        ("docs/delay.md", "`int4`", delay, "int4 + sparse_as_dense=True"),
+        ("docs/delay.md", "`int4`, `delay=1`", delay, "int4 + delay=1 sparse_as_dense=True"),
+    ]
+    for page, label, of_rates, method in rows:
+        assert f"| {label} | {' | '.join(f'{each[method]:.1f}' for each in of_rates)} |\n" in TEXTS[page]
+    shares = " | ".join(f"{each['none + local_steps=1000'] / each['hadamard + local_steps=90']:.0%}" for each in wan)
+    assert f"| share of the time that is computing | {shares} |\n" in TEXTS["docs/local-steps.md"]
+
+
 def test_the_table_of_progress_is_what_was_measured():
     results = [json.loads((ROOT / f"docs/results/progress_{task}.json").read_text()) for task in ("gpt", "digits")]
     cells: dict[str, list[str]] = {}
