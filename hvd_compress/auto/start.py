@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..common import tracing
+from ..common.elastic import is_elastic
 from ..common.phases import Phase
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
@@ -227,7 +228,7 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
     """The calibration in the file; None if an elastic job has another number of ranks now: it calibrates again."""
     calibration = Calibration.load(path)
     if calibration.ranks != ranks:
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if is_elastic():
             return None
         raise ValueError(f"{path} was measured between {calibration.ranks} ranks, not between {ranks}: calibrate again")
     model = calibration.model()

@@ -18,6 +18,7 @@ import tensorflow as tf
 from horovod.runner.http import http_client
 from horovod.tensorflow.mpi_ops import _basics
 
+from ..common.elastic import is_elastic
 from ..common.verbosity import say
 from . import connections
 
@@ -86,7 +87,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     hosts = [] if _why else grouped(_places())
     _why = _why or _obstacle(hosts)
     if _why:
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if is_elastic():
             connections.connect(functools.partial(hvd.init, comm, process_sets))
         else:
             hvd.init(comm, process_sets)
@@ -113,7 +114,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _unknown(comm: Any) -> str:
     """Why the places of the ranks cannot be known before Horovod starts; empty if they can."""
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if is_elastic():
         return "in an elastic job process sets do not outlive a reset"
     if comm is not None:
         return "hvdc.init() has a comm"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from ..common import checks
+from ..common.elastic import is_elastic
 from ..common.error_text import error_text
 from ..compressors import Compressor
 from ..compressors.base import Seeds, as_float32, no_seeds, static_shape
@@ -160,7 +160,7 @@ def _agree_once(name: str | None, compressor: Compressor, call: agreement.Facts,
     Horovod compares what it reduces itself, but not what is in a payload. An elastic job is not checked: ranks that
     join have made no call yet.
     """
-    if not process_set.included() or process_set.size() == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+    if not process_set.included() or process_set.size() == 1 or is_elastic():
         return
     key, known = (name, compressor.spec, *call.items()), _agreed.setdefault(tuple(process_set.ranks), set())
     if key in known or len(known) >= _MOST_COMPARED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..common import checks
+from ..common.elastic import is_elastic
 from ..engine import agreement
 from . import residuals
 from .keras.callbacks import CountingCallback
@@ -44,7 +45,7 @@ class ResidualCheckpoint(CountingCallback):
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Restores a save, if there is one."""
-        if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has counted no batches
+        if is_elastic():  # a rank that has joined has counted no batches
             self._batches = 0
         if self._group is not None:
             arguments = {"save_freq": self.save_freq, "max_to_keep": self.max_to_keep, "resume": self.resume}

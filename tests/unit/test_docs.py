@@ -124,6 +124,11 @@ def test_sizes_in_the_readme():
     assert checked >= 11
 
 
+def results(*names):
+    """What benchmarks have written into these files of docs/results."""
+    return [json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text()) for name in names]
+
+
 def trainings():
     """The results of benchmarks/train.py."""
     return [json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob("train_*.json")]
@@ -140,8 +145,8 @@ def test_tables_of_trainings_are_those_of_the_measured_results():
 
 
 def test_the_table_of_optimizers_is_what_was_measured():
-    files = [ROOT / "docs" / "results" / f"optimizers_gpt_{rate}.json" for rate in ("100mbit", "1gbit")]
-    runs = [{run["method"]: run for run in json.loads(file.read_text())["runs"]} for file in files]
+    files = results("optimizers_gpt_100mbit", "optimizers_gpt_1gbit")
+    runs = [{run["method"]: run for run in file["runs"]} for file in files]
     for method in ("none", "int4", "hadamard", "auto"):
         of_method = [of_rate[f"{kind} {method}"] for kind in ("adamw", "lamb") for of_rate in runs]
         cells = " | ".join(f"{run['seconds']:.1f} ({run['steps']})" for run in of_method)
@@ -149,8 +154,8 @@ def test_the_table_of_optimizers_is_what_was_measured():
 
 
 def test_the_table_of_recommenders_is_what_was_measured():
-    files = [ROOT / "docs" / "results" / f"recommender_seeds_{rate}.json" for rate in ("100mbit", "1gbit", "10gbit")]
-    of_rates = [json.loads(file.read_text())["runs"] for file in files]
+    files = results(*(f"recommender_seeds_{rate}" for rate in ("100mbit", "1gbit", "10gbit")))
+    of_rates = [file["runs"] for file in files]
     for method in ("none", "int4", "hadamard", "auto"):
         runs = [[run for run in of_rate if run["method"] == method] for of_rate in of_rates]
         cells = [" ".join(f"{run['seconds']:.1f}" for run in of_rate) for of_rate in runs]
@@ -160,8 +165,7 @@ def test_the_table_of_recommenders_is_what_was_measured():
 
 def step_ms(*names):
     """The ms per step of each method in files of docs/results."""
-    files = [json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text()) for name in names]
-    return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in files]
+    return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in results(*names)]
 
 
 def test_the_tables_of_steps_with_less_exchange_are_what_was_measured():
@@ -183,9 +187,8 @@ def test_the_tables_of_steps_with_less_exchange_are_what_was_measured():
 
 
 def test_the_table_of_progress_is_what_was_measured():
-    results = [json.loads((ROOT / f"docs/results/progress_{task}.json").read_text()) for task in ("gpt", "digits")]
     cells: dict[str, list[str]] = {}
-    for row in (row for result in results for row in result["rows"]):
+    for row in (row for result in results("progress_gpt", "progress_digits") for row in result["rows"]):
         estimates = [statistics.mean(row[when]) for when in ("after 49", "after 275")]
         cells.setdefault(row["compressor"], []).extend(f"{value:.2f}" for value in (*estimates, row["true"]))
     for compressor, numbers in cells.items():

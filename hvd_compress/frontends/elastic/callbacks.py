@@ -75,7 +75,7 @@ class UpdateBatchStateCallback(Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Counts the batch, and ends the epoch if it was the last one."""
         self.state.batch = self._before_reset + batch + 1
-        steps = (self.params or {}).get("steps")
+        steps = self._known_batches()
         if steps and self._before_reset and self.state.batch >= steps and not self.model.stop_training:
             self.model.stop_training = self._stop_epoch
 

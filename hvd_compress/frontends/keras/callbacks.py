@@ -92,11 +92,15 @@ class Callback(keras.callbacks.Callback):
             agreement.raise_difference([by_rank[rank] for rank in members], members)
         return everyone
 
+    def _known_batches(self) -> int:
+        """The number of batches in an epoch; 0 if Keras does not know it."""
+        return (getattr(self, "params", None) or {}).get("steps") or 0  # Keras 2 has no params outside of `fit`
+
     def _begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """Tells the optimizer the number of epochs so far, and in all of training; all ranks call it."""
         optimizer = optimizer_state.distributed_optimizer(getattr(self.model, "optimizer", None))
         if optimizer is not None:
-            batches = (self.params or {}).get("steps")
+            batches = self._known_batches()
             steps = batches / optimizer_state.batches_per_exchange(optimizer) if batches else None
             optimizer._hvdc.reducer.begin_epoch(epoch, epochs, steps)
 
@@ -197,9 +201,6 @@ class RoundsCallback(Callback):
                 f"their steps of several batches part: use fit(steps_per_epoch={min(numbers)}), or no accumulation"
             )
         self._missing = max(numbers) - self._epoch_batches
-
-    def _known_batches(self) -> int:
-        return (getattr(self, "params", None) or {}).get("steps") or 0  # Keras 2 has no params outside of `fit`
 
     def _make_up(self) -> None:
         """At the end of an epoch, takes part in the exchanges of steps for which only other ranks have batches."""

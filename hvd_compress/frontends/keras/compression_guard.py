@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...common import checks
+from ...common.elastic import is_elastic
 from ...common.verbosity import say
 from ...compressors.resolve import CompressionLike, resolve
 from ...engine import agreement, guarding
@@ -107,7 +107,7 @@ class CompressionGuard(CountingCallback):
             return
         self._batches, self._sum, self._weight = 0, 0.0, 0.0
         if reducer is not self._guarded:
-            if self._guarded is not None and os.environ.get("HOROVOD_ELASTIC") != "1":
+            if self._guarded is not None and not is_elastic():
                 self._caution = Caution(self.calm, self._next_level)  # another model
             self._guarded = reducer
             reducer.guard = Guard(self.milder)
@@ -119,7 +119,7 @@ class CompressionGuard(CountingCallback):
             "mode": self.mode,
         }
         level = max(map(int, agreement.on_arguments(self, arguments, group, str(self._caution.level))))
-        if os.environ.get("HOROVOD_ELASTIC") == "1":  # a rank that has joined has seen nothing yet
+        if is_elastic():  # a rank that has joined has seen nothing yet
             self._caution = Caution(self.calm, self._next_level)
         self._caution.start_at(level)
         guard = reducer.guard

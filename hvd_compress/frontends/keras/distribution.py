@@ -24,7 +24,7 @@ from ..pieces import LocalVariable
 from ..rounds import Rounds
 from ..shared import reduce_shared
 from .aggregation import LocalGradientAggregation
-from .optimizer_state import facts_of, innermost, moving_statistics, tf_variable
+from .optimizer_state import accumulation_steps, facts_of, innermost, moving_statistics, tf_variable
 from .overwritten import OverwrittenVariables, is_overwritten
 
 # In the paths of variables: `batch_normalization/gamma`, `conv1_bn/beta`.
@@ -59,8 +59,7 @@ class Distribution:
             self.aggregation = LocalGradientAggregation(settings, self.reduce)
         self.rounds = None
         if settings.local_steps is not None:
-            steps = getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1
-            self.rounds = Rounds(settings, self.reducer, steps)
+            self.rounds = Rounds(settings, self.reducer, accumulation_steps(optimizer))
         self.model: Callable[[], Any] = lambda: None
         self._local: set[int] = set()  # ids of the variables whose gradients stay local
         self._is_local_anywhere: bool | None = None  # on any rank; None as long as that is not known

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+
+from ...common.elastic import is_elastic
 
 # Entries of an optimizer's configuration that may differ between ranks.
 _NOT_COMPARED = {"name", "learning_rate", "jit_compile", "is_legacy_optimizer"}
@@ -35,10 +36,15 @@ def distributed_optimizer(optimizer: Any) -> Any:
     return optimizer if hasattr(optimizer, "_hvdc") else None
 
 
+def accumulation_steps(optimizer: Any) -> int:
+    """The number of gradients that Keras accumulates for one update."""
+    return getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1
+
+
 def passes_per_step(optimizer: Any) -> int:
     """The number of batches for one update of a distributed optimizer."""
     passes: int = optimizer._hvdc.settings.backward_passes_per_step
-    return passes * (getattr(innermost(optimizer), "gradient_accumulation_steps", None) or 1)
+    return passes * accumulation_steps(optimizer)
 
 
 def batches_per_exchange(optimizer: Any) -> int:
@@ -70,7 +76,7 @@ def facts_of(optimizer: Any) -> dict[str, str]:
         config: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # whatever a user's own `get_config` raises
             config = dict(optimizer.get_config())
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if is_elastic():
             config = {key: value for key, value in config.items() if key == "gradient_accumulation_steps"}
         values |= {f"the optimizer's {key}": repr(v) for key, v in config.items() if _is_compared(key, v)}
         optimizer = getattr(optimizer, "inner_optimizer", None)
