@@ -9,6 +9,10 @@ this step, the relative progress is
 P is the metric of the optimizer: 1 / sqrt(v) for optimizers that divide by the root of the gradients' mean square v,
 such as Adam, and 1 for SGD. What is sent late is partly out of date, and this ratio says how much of it still helps.
 
+LAMB divides the update of a layer by its norm (You et al. 2020, algorithm 2), which also grows with a compressor's
+errors. So with LAMB, each of P c(t) and P g(t) is divided by the norm of its own running mean, which is the update. One
+norm is taken of the whole sample.
+
 The c(t) of all candidates are simulated on a sample of this rank's gradients, whichever candidate is in use. v is the
 mean square of the same sample, never compressed. In its own training, a candidate with less progress than the one in
 use makes more of it: see `at_own_speed`. C candidates, K elements.
@@ -38,6 +42,7 @@ _MATRIX = 2**18
 # of zero.
 FIRST_STEPS, BURST = 48, 24
 _LONGEST_MEAN = 1000.0  # steps that v averages over at most
+_MOMENTUM = 0.9  # of optimizers that normalize updates, by default
 # v is at least this share of its mean. An element whose gradients were all 0 so far says nothing.
 _SMALLEST = 1e-8
 _LEAST = 0.02  # progress
@@ -57,6 +62,7 @@ class ProgressSample:
         shapes: The shapes of the gradients that `auto` compresses, by their positions.
         decays: The factor of each candidate's residual in each step; 0 without error feedback.
         adaptive: Whether the optimizer divides by the root of the gradients' mean square.
+        normalized: Whether it divides updates by their norm.
         columns: The positions of the candidates to simulate.
 
     Attributes:
@@ -69,6 +75,7 @@ class ProgressSample:
         shapes: Mapping[int, Shape],
         decays: Sequence[float],
         adaptive: bool,
+        normalized: bool,
         columns: Sequence[int],
     ) -> None:
         self._auto, self.columns = auto, columns
@@ -79,12 +86,12 @@ class ProgressSample:
             if flat:
                 stride = max(1, math.ceil(sum(map(math.prod, shapes.values())) / _ELEMENTS))
                 elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
-                simulation = _Simulation(auto, flat, (elements,), decays, adaptive)
+                simulation = _Simulation(auto, flat, (elements,), decays, adaptive, normalized)
                 self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
             for c in columns:
                 if auto.candidates[c].model_wide:
                     i, shape = _matrix_of(auto.candidates[c], shapes)
-                    simulation = _Simulation(auto, [c], shape, decays, adaptive)
+                    simulation = _Simulation(auto, [c], shape, decays, adaptive, normalized)
                     self._samples.append((simulation, functools.partial(_first_rows, i, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
@@ -131,7 +138,13 @@ class _Simulation:
     """
 
     def __init__(
-        self, auto: Auto, columns: Sequence[int], shape: Shape, decays: Sequence[float], adaptive: bool
+        self,
+        auto: Auto,
+        columns: Sequence[int],
+        shape: Shape,
+        decays: Sequence[float],
+        adaptive: bool,
+        normalized: bool,
     ) -> None:
         self._candidates = {c: auto.candidates[c] for c in columns}
         self._shape, self._decays, self._adaptive = shape, decays, adaptive
@@ -141,6 +154,9 @@ class _Simulation:
         self._residuals = [tracing.variable(zeros, _NAME) for _ in columns]
         # P c(t) of each candidate, then P g(t).
         self._sent = tracing.variable(tf.zeros([count + 1, elements]), _NAME)
+        # The updates: running means of `_sent`.
+        self._updates = tracing.variable(tf.zeros([count + 1, elements]), _NAME) if normalized else None
+        self._weight = tracing.variable(tf.constant(0.0), _NAME)  # the sum of the weights in these means
         factors = [candidate.initial_factors([shape]) for candidate in self._candidates.values()]
         self._factors = [None if x is None else tracing.variable(x, _NAME) for x in factors]
 
@@ -164,7 +180,7 @@ class _Simulation:
             now.append(metric * (total - new))
             energies = tf.reduce_sum(new * new), tf.reduce_sum(total * total)
             columns[c] = tf.stack([gained[place], whole, variance, *energies])
-        self._sent.assign(tf.stack([*now, metric * x]))
+        self._sent.assign(self._normalized(tf.stack([*now, metric * x]), keep))
         return columns
 
     def _lost(self, place: int, candidate: Compressor, x: tf.Tensor, old: tf.Tensor, seeds: Seeds) -> tf.Tensor:
@@ -179,6 +195,15 @@ class _Simulation:
             lost, new_factor = candidate.encode_alone(shaped[0] + shaped[1], factor.read_value())
             factor.assign(new_factor)
         return tf.reshape(tf.cast(lost, tf.float32), [-1])
+
+    def _normalized(self, sent: tf.Tensor, keep: tf.Tensor) -> tf.Tensor:
+        """P c(t) of each candidate and P g(t), [C + 1, K], divided by the norms of the updates where these are."""
+        if self._updates is None:
+            return sent
+        kept = _MOMENTUM * keep
+        sums = self._updates.assign(kept * self._updates + (1.0 - _MOMENTUM) * sent, read_value=True)
+        weight = self._weight.assign(kept * self._weight + (1.0 - _MOMENTUM), read_value=True)
+        return tf.math.divide_no_nan(sent, tf.norm(sums / weight, axis=1, keepdims=True))
 
     def _metric(self, square: tf.Tensor, finite: tf.Tensor) -> tf.Tensor | float:
         """The optimizer's metric: [K], or 1."""

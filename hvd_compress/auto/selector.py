@@ -79,7 +79,9 @@ class AutoSelector(ModelSelector):
         self._warms_up, self._of_warmup = False, self.auto.warmup_position or 0
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
         shapes = {i: plan.layout.shapes[i] for i in plan.layout.model_wide.tensors.members}
-        self._new_sample = functools.partial(ProgressSample, self.auto, shapes, decays, settings.adaptive)
+        self._new_sample = functools.partial(
+            ProgressSample, self.auto, shapes, decays, settings.adaptive, settings.normalized
+        )
         self._loses_little = (predictions.prior.lost.numpy() < _LOSES_LITTLE).tolist()
         self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is in doubt
         self._follow_warmup(int(self._steps))

@@ -30,7 +30,7 @@ from .predictions import Predictions
 from .rows import RowSavings
 from .selector import AutoSelector
 from .traces import traces_all
-from .usual_progress import OF_DELAY, assumed, of_round, usual
+from .usual_progress import OF_DELAY, assumed, at_least, of_round, usual
 
 # Seconds per byte. On a fast link the bytes may seem to take no time, but a slower link is one that multiplies it.
 _LEAST_TRANSFER = 1e-10
@@ -58,8 +58,15 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     own_seconds, nbytes, rules = sum(own_costs), _nbytes(layout), _rules(auto)
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
     savings = RowSavings(layout.embeddings, _model(calibrated))
+    names = [getattr(candidate, "name", "") for candidate in auto.candidates]
+
+    def value_by(progress: Callable[[float, str, bool], float], lost: Sequence[float]) -> policy.Value:
+        """What the candidates are worth, by a function of `usual_progress`; [C] each."""
+        of_each = [progress(share, name, plan.settings.normalized) for share, name in zip(lost, names)]
+        return policy.Value(np.array(of_each, np.float32), np.array(lost, np.float32))
+
     with tf.device("CPU"):
-        first = _first_choice(auto, rules, nbytes, own_seconds, own_lost)
+        first = _first_choice(auto, rules, nbytes, own_seconds, value_by(assumed, own_lost))
         least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
         parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
@@ -76,8 +83,8 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             rules=rules,
             nbytes=nbytes,
             costs=policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
-            prior=_prior(lost.tolist()),
-            usual=_of_each(usual, auto, lost.tolist()),
+            prior=policy.Value(*map(tf.constant, value_by(at_least, lost.tolist()))),
+            usual=value_by(usual, lost.tolist()).progress,
             row_savings=savings,
             others=others,
         )
@@ -90,7 +97,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
 
 
 def _first_choice(
-    auto: Auto, rules: policy.Rules, nbytes: Sequence[int], seconds: np.ndarray, lost: Sequence[float]
+    auto: Auto, rules: policy.Rules, nbytes: Sequence[int], seconds: np.ndarray, value: policy.Value
 ) -> np.ndarray:
     """The position of each bucket's candidate, int32 [B].
 
@@ -99,11 +106,10 @@ def _first_choice(
         rules: Its rules.
         nbytes: Bytes of each bucket, as float32.
         seconds: [B, C], of each bucket's exchange with each candidate.
-        lost: The share of the energy of white noise that each candidate loses.
+        value: What the candidates are taken to be worth, NumPy arrays.
     """
     buckets = len(nbytes)
     sizes, waits = np.array(nbytes, np.float32), np.zeros(buckets, np.float32)
-    value = policy.Value(_of_each(assumed, auto, lost), np.array(lost, np.float32))
     begin = auto.warmup_steps if auto.warmup else 0
     allowed = policy.admit(np, rules, np.zeros(0, np.int32), value, auto.target_at(begin))
 
@@ -132,18 +138,6 @@ def _rules(auto: Auto) -> policy.Rules:
 def _nbytes(layout: ModelLayout) -> list[int]:
     """Bytes of each bucket of `auto`, as float32."""
     return [4 * sum(shape[0] for shape in layout.shapes_of(b)) for b in layout.auto_buckets]
-
-
-def _prior(lost: Sequence[float]) -> policy.Value:
-    """A candidate makes at least as much progress as it lets through of white noise."""
-    values = tf.constant(lost, tf.float32)
-    return policy.Value(1.0 - values, values)
-
-
-def _of_each(progress: Callable[[float, str], float], auto: Auto, lost: Sequence[float]) -> np.ndarray:
-    """The progress that each candidate makes, float32 [C], by a function of `usual_progress`."""
-    names = [getattr(candidate, "name", "") for candidate in auto.candidates]
-    return np.array(list(map(progress, lost, names)), np.float32)
 
 
 def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibration) -> Compressor:
@@ -175,7 +169,8 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
 
     def cost(candidate: Compressor) -> float:
         lost = _lost(candidate, layout.shapes_of(layout.auto_buckets[0]))
-        progress = assumed(lost, getattr(candidate, "name", ""))
+        is_normalized = settings.normalized and not auto.local_steps  # local steps exchange movements
+        progress = assumed(lost, getattr(candidate, "name", ""), is_normalized)
         return math.inf if progress < max(auto.min_progress, _LEAST_PROGRESS) else seconds(candidate) / progress
 
     costs = [cost(candidate) for candidate in per_bucket]

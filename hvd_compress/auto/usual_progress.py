@@ -8,6 +8,10 @@ it lets through.
     2 bits 0.92 and 0.94 (0.70) hybrid 5% 0.60 and 0.63 (0.25)  powersgd:rank=2 0.60 and 0.63 (0.015)
     4 bits 1.0 (0.99)           hybrid 1% 0.45 and 0.47 (0.08)  powersgd:rank=1 0.41 (0.008)
     onebit 0.48 and 0.55 (0.64) topk 5% 0.75 and 0.80 (0.28)
+
+With LAMB, on one of them:
+
+    hadamard 0.79       2 and 4 bits 1.0    hybrid 5% 0.5   topk 5% 0.5 to 0.6      powersgd:rank=4 0.6 to 0.8
 """
 
 from __future__ import annotations
@@ -23,25 +27,37 @@ OF_DELAY = 0.6
 _FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
 
 
-def usual(lost: float, name: str = "") -> float:
+# With an optimizer that normalizes updates, for all that lose more than this share but quantizers: these round small
+# values to 0, and add little to the norm.
+_NORMALIZED, _LITTLE = 0.8, 0.02
+
+
+def usual(lost: float, name: str = "", normalized: bool = False) -> float:
     """The relative progress of a step, at most 1: a power of the share that gets through, and its factor, were fitted.
 
     Args:
         lost: The share of the energy of white noise that is lost.
         name: The compressor's name; "" for one of which only `lost` is known.
+        normalized: Whether the optimizer divides the update of each layer by its norm, as LAMB does.
     """
     factor, power = _FITTED.get(name, _FITTED[""])
-    return float(min(1.0, factor * max(0.0, 1.0 - lost) ** power))
+    return float(min(1.0, factor * max(0.0, 1.0 - lost) ** power)) * _of_norm(lost, name, normalized)
 
 
-def assumed(lost: float, name: str = "") -> float:
-    """The progress that a first choice counts with: between the usual one and the share that gets through.
+def at_least(lost: float, name: str = "", normalized: bool = False) -> float:
+    """A lower bound: what gets through of white noise is not out of date. Arguments as for `usual`."""
+    return max(0.0, 1.0 - lost) * _of_norm(lost, name, normalized)
 
-    A candidate makes at least as much progress as it lets through of white noise. Arguments as for `usual`.
-    """
-    return math.sqrt(max(0.0, 1.0 - lost) * usual(lost, name))
+
+def assumed(lost: float, name: str = "", normalized: bool = False) -> float:
+    """The progress that a first choice counts with: between the usual one and the lower bound. Arguments as above."""
+    return math.sqrt(at_least(lost, name, normalized) * usual(lost, name, normalized))
 
 
 def of_round(local_steps: int) -> float:
     """The relative progress of a step in a round of so many local steps, with outer="average"."""
     return float(local_steps**-_ROUND_POWER)
+
+
+def _of_norm(lost: float, name: str, normalized: bool) -> float:
+    return _NORMALIZED if normalized and lost > _LITTLE and name != "quantize" else 1.0

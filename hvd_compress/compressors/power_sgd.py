@@ -32,7 +32,8 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     Vectors, and matrices whose factors would not be smaller, are sent uncompressed.
 
     Wire size: 4 rank (rows + columns) bytes, which a ring of many ranks sends twice, as in any allreduce; 4 n bytes
-    for uncompressed tensors.
+    for uncompressed tensors. In training, 8 rank^2 bytes for each matrix are added, with which all ranks make the same
+    P.
 
     Error: P P^T is a projection, so ||error||^2 = ||M||^2 - ||Q||^2, a contraction: with error feedback. With a warm
     start, P approaches the largest singular vectors within some steps (Vogels et al., Theorem I).
@@ -73,7 +74,7 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
     def _factors(self, m: tf.Tensor, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The matrix times the right factor of the step before, float32 [rank * columns], then P and Q."""
         product = subspace.left(m, tf.reshape(start, [self.rank, m.shape[1]]))
-        (p,) = subspace.orthonormal([product[None]])
+        (p,), _ = subspace.orthonormal([product[None]])
         return product, p[0], subspace.right(m, p[0])
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:

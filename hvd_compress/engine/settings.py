@@ -55,6 +55,7 @@ class Settings:
     delay_warmup: int = 0
     # Whether the optimizer scales each element by the size of its past gradients, as Adam does.
     adaptive: bool = True
+    normalized: bool = False  # whether it divides the update of each layer by its norm, as LAMB does
     local_steps: int | None = None  # None: gradients are exchanged, not movements of weights
     outer: Any = "average"  # becomes an `Outer`
     fragments: str | None = None

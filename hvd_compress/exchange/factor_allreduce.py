@@ -24,10 +24,13 @@ class FactorAllreduce(Collective):
     summed as they are, together with the left factors.
 
     1. Each rank multiplies its matrices M, residuals added, by the right factors Q of the last step.
-    2. Allreduce of M Q. All ranks make the same orthonormal P of the sum.
-    3. Each rank multiplies M^T P. Allreduce: the new Q.
+    2. Allreduce of M Q. Each rank makes an orthonormal P of the sum.
+    3. Each rank multiplies M^T P. Allreduce: the new Q, and the mean of the matrices that P was made with.
     4. During that allreduce each rank computes its residual M - P (M^T P)^T.
-    5. Each rank decodes P Q^T.
+    5. Each rank decodes P Q^T, with the P that the mean matrices make.
+
+    Ranks may round differently in step 2: two processes on one GPU did. If each decoded with its own P, their weights
+    would drift apart.
 
     As in the paper, the residual is taken from the rank's own product. Over all ranks it sums to the same as with the
     mean product, but it stays small where ranks differ. A value that is not finite makes the sum of step 2 not finite,
@@ -42,10 +45,12 @@ class FactorAllreduce(Collective):
 
     def bytes_sent(self, compressor: Any, shapes: Sequence[Shape], ranks: int) -> int:
         """The bytes of a ring."""
-        return volume.ring_bytes(volume.payload_bytes(compressor, shapes), ranks)
+        batches = compressor.batches(shapes)
+        made_with = 4 * (sum(2 * batch.rank**2 * len(batch.members) for batch in batches) + 1) if batches else 0
+        return volume.ring_bytes(volume.payload_bytes(compressor, shapes) + made_with, ranks)
 
     def phases(self, nbytes: float, payload: float, ranks: int) -> Phases:
-        """Two allreduces of half the payload each; the sum is decoded once."""
+        """Two allreduces of half the payload each, with few bytes more; the sum is decoded once."""
         return Phases([nbytes], [("allreduce", payload / 2.0)] * 2, [(nbytes, 1)])
 
     def reduce(self, compressor: Any, local_input: LocalInput, scale: float, group: Group) -> Reduction:
@@ -79,14 +84,16 @@ class FactorAllreduce(Collective):
         residuals: list[tf.Tensor | None] = [None] * len(shapes)
         for i in other_chunks if local_input.keep else ():
             residuals[i] = tf.zeros_like(gradients[i])
-        lefts: list[tf.Tensor] = []
-        second_exchange = None
+        chunks, second_exchange = local_input.chunks, None
         if batches:
-            lefts = factors.per_matrix(subspace.orthonormal(factors.unpack(left_sum, batches, "rows")))
+            left_sums = factors.unpack(left_sum, batches, "rows")
+            orthonormal, made_with = subspace.orthonormal(left_sums)
+            lefts = factors.per_matrix(orthonormal)
 
             # 3. M^T P, allreduce, and the new Q.
             own_rights = [subspace.right(matrix, left) for matrix, left in zip(matrices, lefts)]
-            packed_rights = factors.pack(own_rights)
+            # A rank that has joined sends zeros, so the ranks are counted.
+            packed_rights = factors.pack([*own_rights, *made_with, tf.ones([1])])
             second_exchange = left_sum, packed_rights
             incoming = allreduce(packed_rights, "_right")
             ok = flags.all_of([ok, error_feedback.all_finite(incoming)])
@@ -103,10 +110,12 @@ class FactorAllreduce(Collective):
 
         # 5. P Q^T, and the other tensors behind the left factors.
         factor = flags.scale_or_nan(scale, ok)
-        chunks = local_input.chunks
-        rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
-        for i, left, right in zip(matrix_chunks, lefts, rights):
-            chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
+        if batches:
+            mean = factors.unpack_last(incoming[:-1] / incoming[-1], made_with)
+            lefts = factors.per_matrix(subspace.transformed(left_sums, mean))
+            rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
+            for i, left, right in zip(matrix_chunks, lefts, rights):
+                chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
         start = sum(left.shape.num_elements() for left in own_lefts)
         for i in other_chunks:
             size = chunks[i].shape.num_elements()

@@ -25,6 +25,12 @@ def unpack(flat: tf.Tensor, batches: Sequence[Batch], side: str) -> list[tf.Tens
     return [tf.reshape(part, shape) for part, shape in zip(tf.split(flat[: sum(lengths)], lengths), shapes)]
 
 
+def unpack_last(flat: tf.Tensor, alike: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors at the end of `flat`, in the shapes of these."""
+    lengths = [tensor.shape.num_elements() for tensor in alike]
+    return [tf.reshape(part, x.shape) for part, x in zip(tf.split(flat[-sum(lengths) :], lengths), alike)]
+
+
 def per_matrix(batches: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The factors of each matrix, [rank, n], of those of each batch."""
     return [factor for batch in batches for factor in tf.unstack(batch)]

@@ -9,6 +9,7 @@ factors are compiled, so that the matrix is written in one pass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ import tensorflow as tf
 from . import noise
 from .compile import compiled
 
-# Up to this rank, the product of two factors is a sum of outer products, in one pass.
+# Up to this rank, residuals are computed with a sum of outer products, in one pass.
 _MAX_OUTER_PRODUCTS = 8
 # A vector counts as dependent on the earlier ones if less than this share of it is orthogonal to them: that rest is
 # mostly rounding error, and would be scaled up to a random direction.
@@ -44,34 +45,53 @@ def right(matrix: tf.Tensor, left: tf.Tensor) -> tf.Tensor:
 @compiled
 def lost(matrix: tf.Tensor, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     """The matrix minus the product of its factors."""
-    return matrix - _product(left, right)
-
-
-def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """The product of two factors, float32 [rows, columns]."""
     if left.shape[0] > _MAX_OUTER_PRODUCTS:
-        return tf.matmul(left, right, transpose_a=True)
-    total = left[0][:, None] * right[0]
-    for i in range(1, left.shape[0]):
-        total += left[i][:, None] * right[i]
-    return total
+        return matrix - tf.matmul(left, right, transpose_a=True)
+    return matrix - _outer_products(left, right)
 
 
-product = compiled(_product)
+def _outer_products(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    return functools.reduce(tf.add, [p[:, None] * q for p, q in zip(tf.unstack(left), tf.unstack(right))])
 
 
 @compiled
-def orthonormal(factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """The product of two factors, float32 [rows, columns].
+
+    Without matmul, so that it does not depend on the algorithm that a rank takes for it.
+    """
+    return _outer_products(left, right)
+
+
+@compiled
+def orthonormal(factors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Orthonormalizes the vectors of factors [b, rank, n]; a vector that depends on earlier ones becomes zero.
 
     Cholesky QR, twice (Yamamoto et al. 2015): except for two products with the vectors, it works on matrices of
     rank x rank, of all factors at once. Without matmul, which GPUs would round to 10 bits.
+
+    Returns:
+        The vectors, and the matrices [2, b, rank, rank] that `transformed` makes them of.
     """
-    vectors = [scaled(factor)[0] for factor in factors]
+    vectors, both = [scaled(factor)[0] for factor in factors], []
     for _ in range(2):
         squares = tf.concat([tf.reduce_sum(x[:, :, None] * x[:, None], -1) for x in vectors], 0)
-        roots = tf.split(_inverse_roots(squares), [x.shape[0] for x in vectors])
-        vectors = [tf.reduce_sum(root[..., None] * x[:, None], 2) for root, x in zip(roots, vectors)]
+        both.append(tf.split(_inverse_roots(squares), [x.shape[0] for x in vectors]))
+        vectors = [tf.reduce_sum(root[..., None] * x[:, None], 2) for root, x in zip(both[-1], vectors)]
+    return vectors, [tf.stack(pair) for pair in zip(*both)]
+
+
+@compiled
+def transformed(factors: Sequence[tf.Tensor], matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The vectors that `orthonormal` makes of factors [b, rank, n] with these matrices [2, b, rank, rank].
+
+    The order of each sum is fixed, so that ranks compute the same.
+    """
+    vectors = [scaled(factor)[0] for factor in factors]
+    for i, both in enumerate(matrices):
+        for root in tf.unstack(both):
+            terms = [root[:, :, k, None] * vectors[i][:, None, k] for k in range(root.shape[-1])]
+            vectors[i] = functools.reduce(tf.add, terms)
     return vectors
 
 

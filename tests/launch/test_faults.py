@@ -184,7 +184,7 @@ import sys
 import horovod.tensorflow as hvd, numpy as np, tensorflow as tf
 import hvd_compress as hvdc
 
-spec = sys.argv[1]
+spec, stays = sys.argv[1], int(sys.argv[2])
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 variable = tf.Variable(tf.zeros([64, 100]))
@@ -202,9 +202,9 @@ def step(x):
 
 
 sums = np.zeros([2, 64, 100])  # of what was reduced, and of what it should be
-for t in range(4 if rank else 40):
+for t in range(40 if rank == stays else 4):
     sums[0] += step(tf.constant(gradient(rank, t))).numpy()
-    sums[1] += sum(gradient(r, t) for r in range(size) if r == 0 or t < 4) / size
+    sums[1] += sum(gradient(r, t) for r in range(size) if r == stays or t < 4) / size
 hvd.join()
 # The sums differ by the residuals of the last steps only.
 difference = np.linalg.norm(sums[0] - sums[1]) / np.linalg.norm(sums[1])
@@ -214,23 +214,25 @@ print("rank", rank, "differs by", difference, flush=True)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "spec, most",
+    "spec, most, stays",
     [
-        pytest.param("none", 1e-6, marks=pytest.mark.slow),
-        ("int8", 0.01),
-        pytest.param("topk:ratio=0.3", 0.5, marks=pytest.mark.slow),
+        pytest.param("none", 1e-6, 0, marks=pytest.mark.slow),
+        ("int8", 0.01, 0),
+        pytest.param("topk:ratio=0.3", 0.5, 0, marks=pytest.mark.slow),
+        ("powersgd:rank=32", 0.5, 1),
     ],
 )
-def test_a_rank_that_joins_counts_as_zeros(horovodrun, spec, most):
-    result = horovodrun(2, ["-c", JOINING, spec], timeout=200)
+def test_a_rank_that_joins_counts_as_zeros(horovodrun, spec, most, stays):
+    result = horovodrun(2, ["-c", JOINING, spec, str(stays)], timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
-    (difference,) = [float(line.split()[-1]) for line in result.stdout.splitlines() if "rank 0 differs by" in line]
+    lines = [line for line in result.stdout.splitlines() if f"rank {stays} differs by" in line]
+    (difference,) = [float(line.split()[-1]) for line in lines]
     assert difference < most
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_more_than_two_ranks_cannot_join_what_is_gathered(horovodrun):
-    result = horovodrun(3, ["-c", JOINING, "int8"], timeout=200)
+    result = horovodrun(3, ["-c", JOINING, "int8", "0"], timeout=200)
     assert result.returncode != 0
     assert "UnknownError" in result.stdout + result.stderr  # of Horovod, and no rank waits for ever

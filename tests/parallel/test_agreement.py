@@ -101,7 +101,7 @@ def test_op(rank):
 
 
 def test_devices_may_differ(rank):
-    reduce(device_dense="/cpu:0" if rank == 0 else "")
+    reduce(device_dense="/cpu:0" if rank == 0 else "/CPU:0")
 
 
 @pytest.mark.parametrize(

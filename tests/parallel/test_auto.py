@@ -174,11 +174,23 @@ def test_fast_steps_with_little_progress_are_left(rank):
     assert "% of the progress" in hybrid.why
 
 
+def test_hadamard_makes_less_progress_where_updates_are_normalized(rank):
+    sizes = [np.exp(2.0 * np.random.default_rng(1).standard_normal(shape)).astype(np.float32) for shape in SHAPES]
+    found = []
+    for normalized in (False, True):
+        training = new_training(rank, "auto:candidates=(none|hadamard),min_progress=0.1", normalized=normalized)
+        for step in range(12):
+            training.step([size * (0.3 + x) for size, x in zip(sizes, gradients(rank, step))])
+        _, hadamard = introspect.bucket_reports(training.plan)[0].candidates
+        found.append(hadamard.progress)
+    assert found[1] < 0.9 * found[0]
+
+
 def test_a_first_choice_that_costs_progress_is_left(rank, monkeypatch):
     """What is traced alone is simulated, too. The usual progress, here that of no compression, would keep it."""
     introspect.trace_all_candidates(monkeypatch, False)
     monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), 1))
-    monkeypatch.setattr(start, "usual", lambda lost, name: 1.0)
+    monkeypatch.setattr(start, "usual", lambda lost, name, normalized: 1.0)
     training = new_training(rank, spec="auto:candidates=(int8|hybrid:ratio=0.01,bits=4)")
     steady = [np.random.default_rng(1).standard_normal(shape).astype(np.float32) for shape in SHAPES]
     for step in range(40):

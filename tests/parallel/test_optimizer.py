@@ -723,3 +723,13 @@ def test_ranks_with_other_float8_layers_are_told_so(rank):
     model.compile(hvdc.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
     with pytest.raises(ValueError, match="ranks disagree on the number of gradients"):
         model.train_on_batch(*make_data(rank, 16))
+
+
+@pytest.mark.parametrize("name, normalized", [("Adam", False), ("SGD", False), ("Lamb", True)])
+@pytest.mark.skipif(not IS_KERAS3, reason="Keras 2 has no Lamb")
+def test_what_auto_knows_of_the_optimizer(name, normalized):
+    optimizers = tf_dot_keras.optimizers
+    kind = getattr(optimizers, name)
+    for optimizer in (kind(0.01), type("Own", (kind,), {})(0.01), optimizers.LossScaleOptimizer(kind(0.01))):
+        settings = introspect.reducer_of(hvdc.DistributedOptimizer(optimizer, compression="auto")).settings
+        assert (settings.adaptive, settings.normalized) == (name != "SGD", normalized)

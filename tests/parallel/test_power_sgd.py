@@ -8,6 +8,7 @@ import tensorflow as tf
 from marks import slow
 
 import hvd_compress as hvdc
+from hvd_compress.kernels import subspace
 
 # The gradient of (2, 5, 8) is a matrix of 10 x 8; that of (30, 2) goes as it is if the rank is 2 or more.
 SHAPES = [(3, 3, 8, 16), (20, 30), (20, 30), (30, 2), (17,), (2, 5, 8)]
@@ -252,10 +253,27 @@ def test_bytes_sent_are_those_of_the_factors(rank, size, run):
     factors = 2 * sum(sum(sides) for i, sides in SIDES.items() if i != 3)
     sent, plain = introspect.bytes_sent(run.plan)
     each = 2 * (size - 1) / size * 4
-    assert sent == round(each * (factors + 60)) + round(each * 17)
+    made_with = 4 * 2 * 2 * 2 + 1  # two matrices of rank x rank for each of the four, and a count
+    assert sent == round(each * (factors + 60 + made_with)) + round(each * 17)
     assert plain == round(each * sum(map(np.prod, SHAPES)))
     (report,) = introspect.report_of(run.reducer).buckets
     assert "powersgd:rank=2" in str(report)
+
+
+@pytest.mark.parametrize("number", [2, 9])
+def test_ranks_that_round_differently_get_the_same(number, rank, gather, monkeypatch):
+    """As two processes on one GPU did."""
+    exact = subspace.orthonormal
+
+    def rounded(factors):
+        return [[(1.0 + 1e-6 * rank) * tensor for tensor in tensors] for tensors in exact(factors)]
+
+    monkeypatch.setattr(subspace, "orthonormal", rounded)
+    run = Run(f"powersgd:rank={number}")
+    for step in range(3):
+        for tensor in run.step(draw(rank, step)):
+            everyone = gather(tensor)
+            assert (everyone == everyone[0]).all()
 
 
 def test_a_new_plan_takes_factors_and_residuals_over(rank, size, run):

@@ -36,6 +36,7 @@ OTHER = {
     "delay": {"delay": 1},
     "delay_warmup": {"delay": 1, "delay_warmup": 2},
     "adaptive": {"adaptive": False},
+    "normalized": {"normalized": True},
     "local_steps": {"local_steps": 2},
     "outer": {"local_steps": 2, "outer": "nesterov"},
     "fragments": {"local_steps": 2, "fragments": "stream"},

@@ -12,10 +12,10 @@ from hvd_compress.compressors.base import no_seeds
 SHAPES = ((40, 64), (10,), (16, 48))  # no sample leaves anything out of so few elements
 
 
-def sample_of(auto, shapes=SHAPES, decay=1.0, adaptive=True, columns=None):
+def sample_of(auto, shapes=SHAPES, decay=1.0, adaptive=True, normalized=False, columns=None):
     count = len(auto.candidates)
     columns = range(count) if columns is None else columns
-    return ProgressSample(auto, dict(enumerate(shapes)), [decay] * count, adaptive, columns)
+    return ProgressSample(auto, dict(enumerate(shapes)), [decay] * count, adaptive, normalized, columns)
 
 
 def gradients_of(steps, shapes=SHAPES, signal=0.3):
@@ -31,13 +31,14 @@ def run(sample, gradients):
     return np.array([step(*map(tf.constant, g)) for g in gradients])
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("adaptive, normalized", [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
-def test_measured_is_what_the_formulas_say(adaptive, decay):
+def test_measured_is_what_the_formulas_say(adaptive, normalized, decay):
     """Relative progress by its definition, with the residuals of error feedback and the mean square of gradients."""
     auto, gradients = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1), gradients_of(8)
-    found = run(sample_of(auto, decay=decay, adaptive=adaptive), gradients)
+    found = run(sample_of(auto, decay=decay, adaptive=adaptive, normalized=normalized), gradients)
     residual = sent = plain = mean_square = 0.0
+    updates = 0.0
     for i, step in enumerate(gradients):
         g = np.concatenate([x.ravel() for x in step]).astype(np.float64)
         if i:
@@ -52,6 +53,28 @@ def test_measured_is_what_the_formulas_say(adaptive, decay):
         np.testing.assert_allclose(found[i, 3], [0.0, np.sum((total - c) ** 2)], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found[i, 4], [np.sum(g**2), np.sum(total**2)], rtol=1e-4)
         residual, sent, plain = total - c, metric * c, metric * g
+        if normalized:
+            updates = 0.9 * updates + 0.1 * np.stack([sent, plain])
+            norms = np.linalg.norm(updates / (1.0 - 0.9 ** (i + 1)), axis=1)
+            sent, plain = sent / norms[0], plain / norms[1]
+
+
+def test_errors_cost_progress_where_an_update_has_a_fixed_norm():
+    """A block's error is spread over its elements. Where gradients are small, the metric makes it large."""
+    auto = hvdc.Compression.auto(candidates=["none", "hadamard"], probe_every=1)
+    random = np.random.default_rng(0)
+    scales = [np.exp(2.0 * random.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
+    gradients = [[g * scale for g, scale in zip(step, scales)] for step in gradients_of(60)]
+    found = [run(sample_of(auto, normalized=is_lamb), gradients)[20:].sum(0) for is_lamb in (False, True)]
+    of_adam, of_lamb = (sums[0] / sums[1] for sums in found)
+    assert of_adam[0] == of_lamb[0] == 1.0
+    assert of_lamb[1] < of_adam[1] - 0.2
+
+
+def test_updates_begin_anew_with_each_time_of_measuring():
+    auto, gradients = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=60), gradients_of(24)
+    found = run(sample_of(auto, adaptive=False, normalized=True), gradients + gradients_of(36) + gradients)
+    np.testing.assert_allclose(found[60:], found[:24], rtol=1e-4)
 
 
 def test_some_candidates_only():

@@ -25,7 +25,10 @@ def test_orthonormal_spans_the_same(rank):
     random = np.random.default_rng(rank)
     factors = [random.standard_normal((b, rank, n)).astype(np.float32) for b, n in ((3, 40), (1, 700))]
     factors[0][1] *= 1e-30
-    for before, after in zip(factors, low_rank.orthonormal([tf.constant(f) for f in factors])):
+    vectors, made_with = low_rank.orthonormal([tf.constant(f) for f in factors])
+    for found, again in zip(vectors, low_rank.transformed([tf.constant(f) for f in factors], made_with)):
+        np.testing.assert_allclose(again, found, atol=1e-6)
+    for before, after in zip(factors, vectors):
         for x, q in zip(before.astype(np.float64), after.numpy().astype(np.float64)):
             np.testing.assert_allclose(q @ q.T, np.eye(rank), atol=2e-6)
             best, _ = np.linalg.qr(x.T)
@@ -35,7 +38,7 @@ def test_orthonormal_spans_the_same(rank):
 def test_dependent_vectors_become_zero():
     x = np.random.default_rng(0).standard_normal((3, 50)).astype(np.float32)
     x[1], x[2] = 2.0 * x[0], 0.0
-    (q,) = low_rank.orthonormal([tf.constant(x[None])])
+    (q,), _ = low_rank.orthonormal([tf.constant(x[None])])
     np.testing.assert_allclose(q[0, 0], x[0] / np.linalg.norm(x[0]), atol=1e-6)
     np.testing.assert_array_equal(q[0, 1:], 0.0)
 

@@ -195,6 +195,20 @@ def test_the_table_of_progress_is_what_was_measured():
         assert f"| `{compressor}` | {' | '.join(numbers)} |\n" in TEXTS["docs/auto.md"]
 
 
+def test_what_is_said_of_a_gpu_is_what_was_measured():
+    (found,) = results("gpu/train_gpt2_10gbit")
+    runs = {run["method"]: run for run in found["runs"]}
+    for method, run in runs.items():
+        label = f"{method} ({run['chosen'].split(',')[0]})" if run["chosen"] else method
+        each = run["bytes"] / run["curve"][-1][0] / 1e6
+        row = f"{run['step_ms']:.0f} | {each:.0f} | {run['first_step']:.1f} | {run['steps']} | {run['seconds']:.1f}"
+        assert f"| {label} | {row} |\n" in TEXTS["docs/results.md"]
+    auto, stock = runs["auto"], runs["horovod none"]
+    text = TEXTS["README.md"].replace("\n", " ")
+    assert f"reaches a loss {stock['seconds'] / auto['seconds']:.1f} times as fast with `auto` as with Horovod" in text
+    assert f"a step takes {auto['step_ms']:.0f} ms in place of {stock['step_ms']:.0f}" in text
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_numbers_that_open_a_page(page):
     text = TEXTS[page].replace("\n", " ")

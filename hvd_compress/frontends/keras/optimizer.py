@@ -16,7 +16,7 @@ from ...compressors.resolve import CompressionLike
 from ...engine.settings import MIN_COMPRESS_SIZE
 from ..shared import check_undistributed, settings_from
 from .distribution import DistributedMixin
-from .optimizer_state import innermost, is_adaptive, own_momentum
+from .optimizer_state import innermost, is_adaptive, is_normalized, own_momentum
 
 _EXCLUDED = "_exclude_from_weight_decay"  # the prefix of Keras's attributes
 
@@ -143,7 +143,7 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     base, mixin = type(optimizer), _mixin(optimizer)
     checks.text("name", name)
-    arguments["adaptive"] = is_adaptive(optimizer)
+    arguments["adaptive"], arguments["normalized"] = is_adaptive(optimizer), is_normalized(optimizer)
     settings = settings_from(arguments, name or f"Distributed{base.__name__}")
     accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
     if accumulates and settings.backward_passes_per_step > 1:

@@ -95,6 +95,11 @@ def is_adaptive(optimizer: Any) -> bool:
     return not any(cls.__name__ == "SGD" for cls in type(innermost(optimizer)).__mro__)
 
 
+def is_normalized(optimizer: Any) -> bool:
+    """Whether an optimizer divides the update of each layer by its norm, as LAMB does."""
+    return any(cls.__name__.lower() == "lamb" for cls in type(innermost(optimizer)).__mro__)
+
+
 def learning_rate(optimizer: Any) -> Any:
     """The variable with the learning rate, or the schedule or function that computes it, or None."""
     optimizer = innermost(optimizer)
