@@ -45,7 +45,7 @@ def estimates(task_name: str, kind: str, seed: int, specs: Sequence[str]) -> lis
     """The progress of each candidate after each of `STEPS`, by its spec."""
     task, model, batches = tasks.begin(task_name, seed)
     # So high a limit lets only no compression be chosen, and all candidates be traced at once.
-    spec = f"auto:candidates=({'|'.join(specs)}),min_progress=1,link=1gbit"
+    spec = f"auto:candidates=({'|'.join(['none', *specs])}),min_progress=1,link=1gbit"
     optimizer = tasks.optimizer(task_name, kind, spec)
     step, found = tasks.training_step(task, model, optimizer), []
     for number in common.progress(range(1, STEPS[-1] + 1), f"seed {seed}", hvd.rank() == 0):

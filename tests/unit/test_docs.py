@@ -193,6 +193,13 @@ def test_the_table_of_progress_is_what_was_measured():
         cells.setdefault(row["compressor"], []).extend(f"{value:.2f}" for value in (*estimates, row["true"]))
     for compressor, numbers in cells.items():
         assert f"| `{compressor}` | {' | '.join(numbers)} |\n" in TEXTS["docs/auto.md"]
+    of_lamb = {row["compressor"]: row for row in results("progress_gpt_lamb")[0]["rows"]}
+    (int4, int4_is), (hadamard, hadamard_is), (bits, bits_is) = (
+        (f"{of_lamb[spec]['after 275'][0]:.2f}", f"{of_lamb[spec]['true']:.2f}")
+        for spec in ("int4", "hadamard", "quantize:bits=2")
+    )
+    estimated = f"are {int4} for `int4`, {hadamard} for `hadamard` and {bits} for `quantize:bits=2`; true are "
+    assert f"{estimated}{int4_is}, {hadamard_is} and {bits_is} (" in TEXTS["docs/auto.md"].replace("\n", " ")
 
 
 def test_what_is_said_of_a_gpu_is_what_was_measured():
