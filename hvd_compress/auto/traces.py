@@ -27,6 +27,8 @@ _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
+# Candidates are compared if they are estimated to save the time of a trace divided by this.
+_MARGIN = 2.0
 
 
 class Traces:
@@ -67,7 +69,9 @@ class Traces:
             self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
         self._simulated = state.progress.numpy()  # `State.progress`, while `watch` follows the measurements
         self._least_progress, lost = predictions.prior.progress.numpy(), predictions.prior.lost.numpy()
-        self._hoped = np.maximum(self._least_progress, predictions.usual).tolist()  # the progress, until it is measured
+        self._hoped = np.maximum(self._least_progress, predictions.usual)  # the progress, until it is measured
+        encode, messages, transfer, decode = (cost.numpy().sum(0) for cost in predictions.costs)
+        self._coding, self._transfer = encode + messages + decode, transfer  # seconds of all buckets, [C]
         self._slowdown = (1.0 + auto.max_slowdown * lost).tolist()
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
@@ -206,17 +210,18 @@ class Traces:
     def _most_saved(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
         """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
 
-        This is a bound that is quick to compute.
+        A quick estimate, with a margin: one candidate for all buckets, which do not overlap.
         """
         rows = 0.0
         if not self.compresses_rows:
             link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
             rows = self._predictions.row_savings.now(counts, link)
-        gained = self._hoped[now]
+        gained = self._hoped.copy()
         if self._is_simulated(now):
-            gained = float(progress.rates(np, self._simulated, self._least_progress, [now])[now])
-        # No exchange takes less than no time, and no candidate makes more progress than no compression.
-        return max((rest + span) * self._slowdown[now] / gained - rest, rows)
+            gained[now] = progress.rates(np, self._simulated, self._least_progress, [now])[now]
+        rate = max(0.0, span - self._coding[now]) / self._transfer[now]
+        seconds = (rest + self._coding + rate * self._transfer) / gained
+        return max(_MARGIN * float((rest + span) * self._slowdown[now] / gained[now] - seconds.min()), rows)
 
     def _is_simulated(self, candidate: int) -> bool:
         return bool(self._simulated[-1, candidate] > 0.0)

@@ -1,8 +1,12 @@
 """When does `auto` compare candidates that are not in the graph?"""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 
 from hvd_compress.auto.comparisons import Comparisons
+from hvd_compress.auto.traces import Traces
 
 
 def due_steps(comparisons, spans, saving=1.0):
@@ -50,3 +54,18 @@ def test_no_comparison_before_a_trace_could_pay():
     # A trace takes a second or more: 100 steps have to go by if each might save 10 ms.
     assert due_steps(Comparisons(), [0.01] * 600, saving=0.01) == [128, 512]
     assert due_steps(Comparisons(), [0.01] * 40 + [0.1] * 20, saving=0.0) == []
+
+
+@pytest.mark.parametrize("slower", [1.0, 100.0])
+def test_what_others_might_save(slower):
+    """None is compared with what is best already; on a link that has become slower, others save most of the time."""
+    traces = SimpleNamespace(
+        compresses_rows=True, _hoped=np.array([1.0, 1.0, 0.5]), _slowdown=[1.0, 1.0, 1.0],
+        _coding=np.array([0.0, 0.01, 0.012]), _transfer=np.array([0.1, 0.0125, 0.001]), _is_simulated=lambda c: False,
+    )  # fmt: skip
+    rest, spans = 0.02, traces._coding + slower * traces._transfer
+    costs = (rest + spans) / traces._hoped
+    for now in range(3):
+        saved = Traces._most_saved(traces, now, rest, spans[now], None)
+        assert saved == pytest.approx(2.0 * (costs[now] - costs.min()))
+    assert costs.argmin() == (1 if slower == 1.0 else 2)
