@@ -21,9 +21,9 @@ class Comparisons:
 
     These are the steps 8, 32, 128 and so on, counted from where this process began. When the exchange takes three times
     as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50
-    to 150 ms, which would be too much in each step. None is made before a trace could pay: when the seconds that each step
-    might save come to the least that a trace takes, in as many steps as so far. All ranks come to the same result, from
-    numbers that are the same.
+    to 150 ms, which would be too much in each step. None is made before a trace could pay: when the seconds that each
+    step might save come to the least that a trace takes, in as many steps as so far. All ranks come to the same result,
+    from numbers that are the same.
     """
 
     def __init__(self) -> None:
