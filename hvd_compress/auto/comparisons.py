@@ -21,7 +21,7 @@ class Comparisons:
 
     These are the steps 8, 32, 128 and so on, counted from where this process began. When the exchange takes three times
     as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes 50
-    to 150 ms, which would be too much in each step. None is made before a trace could pay: when the seconds that each
+    to 150 ms, which would be too much in each step. None is made before a trace may pay: when the seconds that each
     step might save come to the least that a trace takes, in as many steps as so far. All ranks come to the same result,
     from numbers that are the same.
     """
@@ -41,7 +41,7 @@ class Comparisons:
     def add(self, numbers: np.ndarray, span: float, saving: float) -> bool:
         """Adds the numbers of a step, and returns whether to compare now.
 
-        The exchange took `span` seconds. Other candidates might have saved `saving` seconds at most.
+        The exchange took `span` seconds. Other candidates might have saved `saving` seconds, see `Traces`.
         """
         self._steps += 1
         self._numbers.append(numbers)

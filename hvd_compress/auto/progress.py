@@ -45,7 +45,7 @@ _LONGEST_MEAN = 1000.0  # steps that v averages over at most
 _MOMENTUM = 0.9  # of optimizers that normalize updates, by default
 # v is at least this share of its mean. An element whose gradients were all 0 so far says nothing.
 _SMALLEST = 1e-8
-_LEAST = 0.02  # progress
+LEAST = 0.02  # progress
 # The rows of `ProgressSample.measure`.
 ROWS = 5
 # In each step that is measured, the sums of what was measured before decay by this factor; a variance by its square.
@@ -152,11 +152,12 @@ class _Simulation:
         zeros = tf.zeros([elements])
         self._mean_square, self._steps = (tracing.variable(x, _NAME) for x in (zeros, tf.constant(0.0)))
         self._residuals = [tracing.variable(zeros, _NAME) for _ in columns]
-        # P c(t) of each candidate, then P g(t).
+        # P c(t) of each candidate, then P g(t); each divided by the norm of its update if updates are normalized.
         self._sent = tracing.variable(tf.zeros([count + 1, elements]), _NAME)
-        # The updates: running means of `_sent`.
-        self._updates = tracing.variable(tf.zeros([count + 1, elements]), _NAME) if normalized else None
-        self._weight = tracing.variable(tf.constant(0.0), _NAME)  # the sum of the weights in these means
+        self._updates: tf.Variable | None = None
+        if normalized:  # weighted sums of P c(t) and P g(t), and the sum of the weights
+            self._updates = tracing.variable(tf.zeros([count + 1, elements]), _NAME)
+            self._weight = tracing.variable(tf.constant(0.0), _NAME)
         factors = [candidate.initial_factors([shape]) for candidate in self._candidates.values()]
         self._factors = [None if x is None else tracing.variable(x, _NAME) for x in factors]
 
@@ -232,9 +233,9 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
     doubt, known = 2.0 * xp.sqrt(variance), xp.maximum(whole, 0.0)
     weight = known + doubt
     gained = xp.where(whole > 0.0, gained, 0.0)
-    ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), _LEAST, 1.0)
+    ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), LEAST, 1.0)
     speed = xp.mean(xp.take(xp.where(weight > 0.0, ratio, 1.0), choice))
-    return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), _LEAST, 1.0)
+    return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), LEAST, 1.0)
 
 
 def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:

@@ -27,8 +27,9 @@ _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
-# Candidates are compared if they are estimated to save the time of a trace divided by this.
+# What others might save counts so many times.
 _MARGIN = 2.0
+_LEAST_TRANSFER = 1e-9  # seconds
 
 
 class Traces:
@@ -69,9 +70,11 @@ class Traces:
             self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
         self._simulated = state.progress.numpy()  # `State.progress`, while `watch` follows the measurements
         self._least_progress, lost = predictions.prior.progress.numpy(), predictions.prior.lost.numpy()
-        self._hoped = np.maximum(self._least_progress, predictions.usual)  # the progress, until it is measured
+        hoped = np.maximum(self._least_progress, predictions.usual)
+        self._hoped = np.maximum(hoped, progress.LEAST)  # the progress, until it is measured
         encode, messages, transfer, decode = (cost.numpy().sum(0) for cost in predictions.costs)
-        self._coding, self._transfer = encode + messages + decode, transfer  # seconds of all buckets, [C]
+        # Seconds of all buckets, [C].
+        self._coding, self._transfer = encode + messages + decode, np.maximum(transfer, _LEAST_TRANSFER)
         self._slowdown = (1.0 + auto.max_slowdown * lost).tolist()
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
@@ -129,8 +132,8 @@ class Traces:
         mask = self.mask()
         rest, span, wanted = self._format.times_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
-        most = self._most_saved(running[0], rest, span, counts) if self._follows else math.inf
-        due = self._comparisons.add(numbers, span, most)
+        might_save = self._might_save(running[0], rest, span, counts) if self._follows else math.inf
+        due = self._comparisons.add(numbers, span, might_save)
         if not due and not missing:
             return mask
         with tf.init_scope(), tf.device("CPU"):
@@ -207,10 +210,12 @@ class Traces:
         # `numbers` are those of the last steps only.
         return state._replace(progress=tf.constant(self._simulated)) if self._follows else state
 
-    def _most_saved(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
+    def _might_save(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
         """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
 
-        A quick estimate, with a margin: one candidate for all buckets, which do not overlap.
+        A quick estimate, with a margin, of one candidate for all buckets. If the exchange takes longer than predicted,
+        the link may be slower, or ranks may wait for the backward pass or for each other. Whichever lets others save
+        more is assumed.
         """
         rows = 0.0
         if not self.compresses_rows:
@@ -219,9 +224,12 @@ class Traces:
         gained = self._hoped.copy()
         if self._is_simulated(now):
             gained[now] = progress.rates(np, self._simulated, self._least_progress, [now])[now]
-        rate = max(0.0, span - self._coding[now]) / self._transfer[now]
-        seconds = (rest + self._coding + rate * self._transfer) / gained
-        return max(_MARGIN * float((rest + span) * self._slowdown[now] / gained[now] - seconds.min()), rows)
+        cost = (rest + span) * self._slowdown[now] / gained[now]
+        known = self._coding + self._time_per_byte * self._transfer
+        waited = known + max(0.0, span - known[now])
+        slower = max(self._time_per_byte, (span - self._coding[now]) / self._transfer[now])
+        least = min(((rest + seconds) / gained).min() for seconds in (waited, self._coding + slower * self._transfer))
+        return max(_MARGIN * float(cost - least), rows)
 
     def _is_simulated(self, candidate: int) -> bool:
         return bool(self._simulated[-1, candidate] > 0.0)

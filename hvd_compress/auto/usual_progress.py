@@ -26,8 +26,8 @@ OF_DELAY = 0.6
 _FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
 
 
-# With an optimizer that normalizes updates, for all that lose more than this share but quantizers: these round small
-# values to 0, and add little to the norm.
+# A factor with an optimizer that normalizes updates, for all that lose more than this share but `quantize`: it rounds
+# small values to 0, which adds little to the norm.
 _NORMALIZED, _LITTLE = 0.8, 0.02
 
 
@@ -44,7 +44,10 @@ def usual(lost: float, name: str = "", normalized: bool = False) -> float:
 
 
 def at_least(lost: float, name: str = "", normalized: bool = False) -> float:
-    """A lower bound: what gets through of white noise is not out of date. Arguments as for `usual`."""
+    """A lower bound: what gets through of white noise is not out of date. With LAMB, its factor is fitted, too.
+
+    Arguments as for `usual`.
+    """
     return max(0.0, 1.0 - lost) * _of_norm(lost, name, normalized)
 
 

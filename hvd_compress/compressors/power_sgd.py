@@ -33,7 +33,7 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
 
     Wire size: 4 rank (rows + columns) bytes, which a ring of many ranks sends twice, as in any allreduce; 4 n bytes
     for uncompressed tensors. In training, 8 rank^2 bytes for each matrix are added, with which all ranks make the same
-    P.
+    P. They do not count in the decision which tensors are sent uncompressed.
 
     Error: P P^T is a projection, so ||error||^2 = ||M||^2 - ||Q||^2, a contraction: with error feedback. With a warm
     start, P approaches the largest singular vectors within some steps (Vogels et al., Theorem I).

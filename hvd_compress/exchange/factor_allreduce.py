@@ -111,8 +111,8 @@ class FactorAllreduce(Collective):
         # 5. P Q^T, and the other tensors behind the left factors.
         factor = flags.scale_or_nan(scale, ok)
         if batches:
-            mean = factors.unpack_last(incoming[:-1] / incoming[-1], made_with)
-            lefts = factors.per_matrix(subspace.transformed(left_sums, mean))
+            means = [tensor / incoming[-1] for tensor in factors.unpack_last(incoming[:-1], made_with)]
+            lefts = factors.per_matrix(subspace.transformed(left_sums, means))
             rights = factors.per_matrix(factors.unpack(incoming * factor, batches, "columns"))
             for i, left, right in zip(matrix_chunks, lefts, rights):
                 chunks[i] = tf.reshape(subspace.product(left, right), shapes[i])
