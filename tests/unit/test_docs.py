@@ -202,6 +202,21 @@ def test_the_table_of_progress_is_what_was_measured():
     assert f"{estimated}{int4_is}, {hadamard_is} and {bits_is} (" in TEXTS["docs/auto.md"].replace("\n", " ")
 
 
+def test_the_table_of_the_soak_is_what_was_measured():
+    (found,) = results("chaos_20s")
+    for run in found["runs"]:
+        training, goodput = run["training"], run["goodput"]
+        faults, seconds = training["faults"], training["progress"]["seconds"]
+        cells = [
+            run["seed"], len(faults), f"{seconds / len(faults):.0f}", training["progress"]["steps"],
+            f"{goodput['steps']:.2f}", f"{goodput['worker_steps']:.2f}", len(training["restarts"]),
+            f"{max(fault['pause'] for fault in faults):.0f}", len(training["violations"]),
+        ]  # fmt: skip
+        assert f"| {' | '.join(map(str, cells))} |\n" in TEXTS["docs/reliability.md"]
+    commits = sum(run["training"]["counts"]["commit"] for run in found["runs"])
+    assert f"after each of {commits:,} commits" in TEXTS["docs/reliability.md"]
+
+
 def test_what_is_said_of_a_gpu_is_what_was_measured():
     (found,) = results("gpu/train_gpt2_10gbit")
     runs = {run["method"]: run for run in found["runs"]}
