@@ -229,7 +229,7 @@ class Traces:
         waited = known + max(0.0, span - known[now])
         slower = max(self._time_per_byte, (span - self._coding[now]) / self._transfer[now])
         least = min(((rest + seconds) / gained).min() for seconds in (waited, self._coding + slower * self._transfer))
-        return max(_MARGIN * float(cost - least), rows)
+        return max(0.0, _MARGIN * float(cost - least), rows)
 
     def _is_simulated(self, candidate: int) -> bool:
         return bool(self._simulated[-1, candidate] > 0.0)
