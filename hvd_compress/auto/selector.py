@@ -30,10 +30,9 @@ from .progress import ROWS, ProgressSample
 from .step_numbers import StepNumbers
 from .step_times import StepTimer, StepTimes
 from .traces import Traces, traces_all
+from .usual_progress import LOSES_LITTLE
 
 _NAME = "hvdc_auto"  # of variables
-# A candidate makes about as much progress as no compression if it loses less than this share of white noise.
-_LOSES_LITTLE = 0.02
 
 
 class AutoSelector(ModelSelector):
@@ -82,7 +81,7 @@ class AutoSelector(ModelSelector):
         self._new_sample = functools.partial(
             ProgressSample, self.auto, shapes, decays, settings.adaptive, settings.normalized
         )
-        self._loses_little = (predictions.prior.lost.numpy() < _LOSES_LITTLE).tolist()
+        self._loses_little = (predictions.prior.lost.numpy() < LOSES_LITTLE).tolist()
         self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is in doubt
         self._follow_warmup(int(self._steps))
         self._renew_sample()

@@ -27,9 +27,9 @@ _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer, and 1.7 for a small CNN.
 _TRACE_FACTOR = 1.5
-# What others might save counts so many times.
+# What others might save counts so many times: they are estimated as one for all buckets, without overlap.
 _MARGIN = 2.0
-_LEAST_TRANSFER = 1e-9  # seconds
+_LEAST_TRANSFER = 1e-9  # seconds: a user's compressor may send nothing
 
 
 class Traces:

@@ -24,11 +24,11 @@ OF_DELAY = 0.6
 # By the compressor's name: a factor, and a power of the share. Gradients are closer to low rank than noise, and signs
 # keep the sizes of a block's values from the optimizer.
 _FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
-
-
-# A factor with an optimizer that normalizes updates, for all that lose more than this share but `quantize`: it rounds
-# small values to 0, which adds little to the norm.
-_NORMALIZED, _LITTLE = 0.8, 0.02
+# A candidate makes about as much progress as no compression if it loses less than this share of white noise.
+LOSES_LITTLE = 0.02
+# A factor with an optimizer that normalizes updates, for all that lose more but `quantize`: it rounds small values to
+# 0, which adds little to the norm.
+_NORMALIZED = 0.8
 
 
 def usual(lost: float, name: str = "", normalized: bool = False) -> float:
@@ -62,4 +62,4 @@ def of_round(local_steps: int) -> float:
 
 
 def _of_norm(lost: float, name: str, normalized: bool) -> float:
-    return _NORMALIZED if normalized and lost > _LITTLE and name != "quantize" else 1.0
+    return _NORMALIZED if normalized and lost >= LOSES_LITTLE and name != "quantize" else 1.0

@@ -37,8 +37,7 @@ def test_measured_is_what_the_formulas_say(adaptive, normalized, decay):
     """Relative progress by its definition, with the residuals of error feedback and the mean square of gradients."""
     auto, gradients = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1), gradients_of(8)
     found = run(sample_of(auto, decay=decay, adaptive=adaptive, normalized=normalized), gradients)
-    residual = sent = plain = mean_square = 0.0
-    updates = 0.0
+    residual = sent = plain = mean_square = updates = 0.0
     for i, step in enumerate(gradients):
         g = np.concatenate([x.ravel() for x in step]).astype(np.float64)
         if i:
