@@ -29,6 +29,7 @@ from typing import Any
 
 NETWORK = "10.77.0"
 UNSHAPED = "unshaped"
+BURST = "256kb"
 NOBODY = "02:00:00:00:00:01"  # no network card has this address
 # Replaces ssh: ignores the options, and runs the command in the namespace that has the address.
 SSH = """#!/bin/sh
@@ -63,6 +64,7 @@ class Netlab:
         delay: float = 0.0,
         loss: float = 0.0,
         cores: int = 1,
+        burst: str = BURST,
     ) -> None:
         """Stores the settings; the hosts are created on entering the context.
 
@@ -73,8 +75,9 @@ class Netlab:
             delay: Seconds that a packet takes from one host to another, in addition to the time on the links.
             loss: The probability with which a packet is lost.
             cores: Cores of each host. Hosts share them if the machine has fewer.
+            burst: Bytes that a link transmits at once after a pause, in the notation of tc. They take no time.
         """
-        self.hosts, self.rate, self.workers = hosts, rate, workers_per_host
+        self.hosts, self.rate, self.workers, self._burst = hosts, rate, workers_per_host, burst
         self._delay, self._loss, self._cores_per_host = delay, loss, cores
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(hosts)]
         self._prefix = f"hvdc{os.getpid()}"
@@ -110,7 +113,7 @@ class Netlab:
                 if rate == UNSHAPED:
                     _run(*where, "del", "dev", device, "root", check=False)
                 else:
-                    limits = ("burst", "256kb", "latency", "100ms")
+                    limits = ("burst", self._burst, "latency", "100ms")
                     _run(*where, "replace", "dev", device, "root", "tbf", "rate", rate, *limits)
         if hosts is None:
             self.rate = rate
@@ -292,6 +295,7 @@ def main() -> int:
         default=UNSHAPED,
         help="of each link, as tc writes it: 100mbit, 10gbit (default: %(default)s)",
     )
+    parser.add_argument("--burst", default=BURST, help="bytes that a link transmits at once (default: %(default)s)")
     parser.add_argument(
         "--workers-per-host",
         "--workers",
@@ -313,7 +317,7 @@ def main() -> int:
         parser.error("--hosts must be from 1 to 250, --workers-per-host and --cores at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with Netlab(args.hosts, args.rate, args.workers_per_host, args.delay, args.loss, args.cores) as lab:
+        with Netlab(args.hosts, args.rate, args.workers_per_host, args.delay, args.loss, args.cores, args.burst) as lab:
             return lab.run(args.command).returncode
     except NetlabError as error:
         print(f"netlab: {error}", file=sys.stderr)

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from netlab import UNSHAPED, Netlab, NetlabError, probability, seconds
+from netlab import BURST, UNSHAPED, Netlab, NetlabError, probability, seconds
 
 WORKER = Path(__file__).resolve().parent / "train_worker.py"
 
@@ -76,7 +76,8 @@ METHODS = [
 ]  # fmt: skip
 
 
-OLDER = {"delay": 0.0, "loss": 0.0, "change": [], "cores": 1, "decay": False}  # settings that older files do not name
+# Settings that older files do not name.
+OLDER = {"delay": 0.0, "loss": 0.0, "change": [], "cores": 1, "decay": False, "burst": BURST}
 
 
 def arguments() -> argparse.Namespace:
@@ -86,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=1, help="of each host (default: %(default)s)")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link, as tc writes it (default: %(default)s)")
     parser.add_argument("--change", type=rate_and_step, metavar="RATE@STEP", help="another rate after so many steps")
+    parser.add_argument("--burst", default=BURST, help="bytes that a link transmits at once (default: %(default)s)")
     parser.add_argument("--delay", type=seconds, default=0.0, help="one way, such as 50ms (default: none)")
     parser.add_argument("--loss", type=probability, default=0.0, help="of packets, such as 1%% (default: 0)")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all compressors")
@@ -203,8 +205,8 @@ def oracles(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[list[s
 def main() -> int:
     args = arguments()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    settings = {key: vars(args)[key] for key in ("task", "hosts", "cores", "rate", "delay", "loss", "target", "steps")}
-    settings |= {"change": list(args.change or []), "decay": args.decay}
+    plain = ("task", "hosts", "cores", "rate", "burst", "delay", "loss", "target", "steps", "decay")
+    settings = {**{key: vars(args)[key] for key in plain}, "change": list(args.change or [])}
     runs: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
@@ -215,7 +217,7 @@ def main() -> int:
     done = {(run["method"], run["seed"]) for run in runs}
     todo = [(seed, method) for seed in args.seeds for method in args.methods if (method, seed) not in done]
     try:
-        with Netlab(args.hosts, args.rate, delay=args.delay, loss=args.loss, cores=args.cores) as lab:
+        with Netlab(args.hosts, args.rate, delay=args.delay, loss=args.loss, cores=args.cores, burst=args.burst) as lab:
             for seed, method in common.progress(todo, "trainings"):
                 runs.append(train(lab, method, seed, args))
                 common.save(args.json, {"benchmark": "train", **settings, "runs": runs}, show=False)
