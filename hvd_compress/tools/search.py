@@ -6,13 +6,15 @@ import dataclasses
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..auto.usual_progress import OF_DELAY, of_round
 from ..engine.layout import BUCKET_BYTES
 from ..formats.registry import FORMATS
 from ..monitor.tune_protocol import EACH_STEP
+from .prediction import expected_progress, noise_lost, per_progress
 
 KINDS = tuple(name for name in FORMATS.classes if name != "dgc")
 BUCKETS = tuple(2**20 * mebibytes for mebibytes in (1, 4, 10, 25, 50))
@@ -34,8 +36,8 @@ _OPENING = (
 _OPENING_OF_OTHERS = ("int8", "int4")
 # While a gap in the first argument of a compressor is halved, a second argument has this value.
 _SECOND_ARGUMENT = {"bits": 4, "block": 16}
-_SIMILAR = 1.1  # Steps whose times differ by less may be equally fast.
-_WORTHWHILE = 0.95  # A family is worth a run if its step may take this share of the best one.
+_SIMILAR = 1.1  # Settings whose costs differ by less may be equally fast.
+_WORTHWHILE = 0.85  # A gap is worth a run if its cost may be this share of the best one.
 _STATUS = {"COMPLETE": "done", "PRUNED": "too slow", "FAIL": "failed"}
 _SEED = 0
 
@@ -52,6 +54,17 @@ class Setting:
     def title(self) -> str:
         """The compressor, and when it exchanges if not in each step."""
         return self.compression if self.exchange == EACH_STEP else f"{self.compression}, {self.exchange}"
+
+    @property
+    def progress(self) -> float:
+        """The progress that a step is expected to make, relative to an uncompressed one with an exchange."""
+        name, _, count = self.exchange.partition("=")
+        share = {EACH_STEP: 1.0, "delay": OF_DELAY}.get(name) or of_round(int(count))
+        return share * expected_progress(FORMATS.parse(self.compression))
+
+    def cost(self, step: float) -> float:
+        """Seconds for the progress of an uncompressed step, as in `plan`, of steps that take `step` seconds."""
+        return per_progress(step, self.progress, noise_lost(FORMATS.parse(self.compression)))
 
     def line(self) -> str:
         """The line that gives a script this setting for good."""
@@ -75,6 +88,11 @@ class Outcome:
     loss_increase: float | None  # by how much the metric is worse than without compression, as a mean; None likewise
     allowed: float  # by how much it may be worse
     runs: int  # their number
+
+    @property
+    def cost(self) -> float:
+        """Seconds for the progress of an uncompressed step; infinity if no run made enough steps."""
+        return self.setting.cost(self.step) if self.step < math.inf else math.inf
 
     @property
     def verdict(self) -> str:
@@ -118,25 +136,36 @@ def runs(study: Any) -> list[Any]:
 
 def row(trial: Any) -> dict[str, Any]:
     """What users see of a run."""
-    keys = ("compression", "bucket_bytes", "exchange", "step", "metric", "loss_increase", "seconds")
-    return {**{key: trial.user_attrs.get(key) for key in keys}, "status": _STATUS[trial.state.name]}
+    facts, keys = trial.user_attrs, ("metric", "loss_increase", "seconds")
+    setting, step = _setting_of(trial), facts.get("step")
+    return {
+        **dataclasses.asdict(setting),
+        "step": step,
+        "progress": setting.progress,
+        "per_progress": None if step is None else setting.cost(step),
+        **{key: facts.get(key) for key in keys},
+        "status": _STATUS[trial.state.name],
+    }
+
+
+def _setting_of(trial: Any) -> Setting:
+    return Setting(*(trial.user_attrs[field.name] for field in dataclasses.fields(Setting)))
 
 
 def outcomes(study: Any, allowed: float) -> list[Outcome]:
-    """The outcomes of all settings, the fastest first.
+    """The outcomes of all settings, those with the lowest cost first.
 
     `study.best_trial` would not do: it knows neither means of runs nor another `allowed` than that of earlier calls.
     """
     trials_of: dict[Setting, list[Any]] = {}
     for trial in runs(study):
-        setting = Setting(*(trial.user_attrs[field.name] for field in dataclasses.fields(Setting)))
-        trials_of.setdefault(setting, []).append(trial)
+        trials_of.setdefault(_setting_of(trial), []).append(trial)
     tried = []
     for setting, trials in trials_of.items():
         step, metric, loss_increase = (_mean(trials, key) for key in ("step", "metric", "loss_increase"))
         step, status = math.inf if step is None else step, _STATUS[trials[0].state.name]
         tried.append(Outcome(setting, trials[0].params, status, step, metric, loss_increase, allowed, len(trials)))
-    return sorted(tried, key=lambda outcome: outcome.step)
+    return sorted(tried, key=lambda outcome: outcome.cost)
 
 
 def _mean(trials: list[Any], key: str) -> float | None:
@@ -163,7 +192,7 @@ def suggest(trial: Any, kinds: Sequence[str], exchanges: Sequence[str]) -> Setti
     exchange = trial.suggest_categorical("exchange", list(exchanges))
     if exchange.startswith("delay") and FORMATS.classes[kind].model_wide:  # `engine.settings` refuses it
         exchange = EACH_STEP
-    return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes, exchange)
+    return Setting(_spec(kind, arguments), bucket_bytes, exchange)
 
 
 def next_parameters(
@@ -171,7 +200,7 @@ def next_parameters(
 ) -> dict[str, Any] | None:
     """The parameters to try next; None if Optuna's sampler should suggest them.
 
-    `tried` are the outcomes so far, the fastest first. With `may_repeat`, a setting may be run again.
+    `tried` are the outcomes so far, those with the lowest cost first. With `may_repeat`, a setting may be run again.
     """
     known = [outcome.parameters for outcome in tried]
     opening = [(spec, exchange) for exchange in exchanges[1:] for spec in _OPENING_OF_OTHERS]
@@ -188,19 +217,19 @@ def uncertain(tried: Sequence[Outcome]) -> dict[str, Any] | None:
     """The parameters of the best setting or its closest rival, if it has one run and noise may decide between them."""
     good = good_outcomes(tried)[:2]
     for outcome in good:
-        if outcome.runs == 1 and outcome.step <= _SIMILAR * good[0].step:
+        if outcome.runs == 1 and outcome.cost <= _SIMILAR * good[0].cost:
             return outcome.parameters
     return None
 
 
 def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] | None:
-    """Parameters in the gap of the most promising family; None if all gaps are closed.
+    """Parameters in the most promising gap between settings of a family; None if no gap is worth a run.
 
-    A family is a compressor with one argument left open. What sends less is faster and loses more. So the best setting
-    of a family is between the mildest one that loses too much and the next milder one. Optuna's samplers do not know
+    A family is a compressor with one argument left open. What sends less takes less time and loses more. So the best
+    setting of a family is beside its best one so far, and above all that lose too much. Optuna's samplers do not know
     this: with one of the four loss limits of the tests, the best of TPE's 17 runs took twice as long as possible.
     """
-    best = good_outcomes(tried)[0].step
+    least = good_outcomes(tried)[0].cost
     gaps = []
     for kind in kinds:
         if not ARGUMENTS[kind]:
@@ -210,20 +239,35 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] 
         family = {"compressor": kind, **second, "bucket_bytes": BUCKET_BYTES, "exchange": EACH_STEP}
         of_family = [outcome for outcome in tried if family.items() <= outcome.parameters.items()]
         known = {outcome.parameters[argument]: outcome for outcome in of_family}
-        steps = {value: outcome.step for value, outcome in known.items() if outcome.step < math.inf}
-        lossy = [value for value in steps if known[value].verdict == "loses too much"]
-        low = max(lossy, default=-math.inf)
-        high = min((value for value in steps if value > low), default=math.inf)
-        inside = [value for value in VALUES[argument] if low < value < high]
-        if lossy:  # All that are milder than `low` are slower.
-            is_promising = steps[low] < _WORTHWHILE * best
-            middle = len(inside) // 2 if high < math.inf else -1
-        else:  # A stronger one may be faster if the family is among the fastest.
-            is_promising = min(steps.values(), default=math.inf) <= _SIMILAR * best
-            middle = 0
-        if is_promising and inside and inside[middle] not in known:
-            gaps.append((steps.get(low, 0.0), {**family, argument: inside[middle]}))
+        timed = {value: outcome for value, outcome in known.items() if outcome.step < math.inf}
+        for low, high in _gaps_beside_best(timed):
+            inside = [value for value in VALUES[argument] if low < value < high]
+            if not inside:
+                continue
+            middle = inside[0 if low == -math.inf else -1 if high == math.inf else len(inside) // 2]
+            if low in timed:  # The step takes at least as long as with `low`.
+                at_least = timed[low].step / Setting(_spec(kind, {**second, argument: middle}), BUCKET_BYTES).progress
+                is_promising = at_least < _WORTHWHILE * least
+            else:  # A stronger one may be better if the family is among the best.
+                at_least, is_promising = 0.0, timed[high].cost <= _SIMILAR * least
+            if is_promising and middle not in known:
+                gaps.append((at_least, {**family, argument: middle}))
     return min(gaps, key=lambda gap: gap[0])[1] if gaps else None
+
+
+def _gaps_beside_best(known: Mapping[float, Outcome]) -> list[tuple[float, float]]:
+    """The gaps of a family beside the best value of those above all that lose too much. Ends may be infinite."""
+    low = max((value for value in known if known[value].verdict == "loses too much"), default=-math.inf)
+    usable = sorted(value for value in known if value > low)
+    if not usable:
+        return [(low, math.inf)] if known else []
+    best = usable.index(min(usable, key=lambda value: known[value].cost))
+    ends = [low, *usable, math.inf]
+    return list(zip(ends[best : best + 2], ends[best + 1 : best + 3]))
+
+
+def _spec(kind: str, arguments: Mapping[str, Any]) -> str:
+    return FORMATS.classes[kind](**arguments).spec
 
 
 def is_maximized(metric: str) -> bool:

@@ -129,8 +129,12 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     if best is baseline:
         out.print("Nothing that was tried is faster within the loss that is allowed: do not compress.")
     else:
-        gain = baseline.step / best.step
-        out.print(f"{gain:.2f} times as fast as without compression. Write into the script:")
+        gain = baseline.cost / best.cost
+        out.print(
+            f"{units.show_seconds(best.step)} in place of {units.show_seconds(baseline.step)} per step, which "
+            f"makes {best.setting.progress:.0%} of the progress. Training is {gain:.2f} times as fast as without "
+            "compression. Write into the script:"
+        )
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
     if plot is not None:
@@ -150,12 +154,17 @@ def _outlook(study: Any, allowed: float, left: int) -> str:
     about = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
     tried = search.outcomes(study, allowed)
     best, baseline = search.good_outcomes(tried)[0], next(one for one in tried if one.setting == BASELINE)
-    return f"; about {about} left; best so far {best.setting.title}, {baseline.step / best.step:.2f}x"
+    return f"; about {about} left; best so far {best.setting.title}, {baseline.cost / best.cost:.2f}x"
 
 
 def _json_outcome(outcome: Outcome) -> dict[str, Any]:
     keys = ("status", "step", "metric", "loss_increase", "runs")
-    return {**dataclasses.asdict(outcome.setting), **{key: getattr(outcome, key) for key in keys}}
+    return {
+        **dataclasses.asdict(outcome.setting),
+        "progress": outcome.setting.progress,
+        "per_progress": outcome.cost,
+        **{key: getattr(outcome, key) for key in keys},
+    }
 
 
 def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, tuner: Tuner) -> Table:
@@ -168,6 +177,8 @@ def _table(tried: list[Outcome], baseline: Outcome, best: Outcome, tuner: Tuner)
             "bucket": units.show_bytes(outcome.setting.bucket_bytes),
             "step": units.show_seconds(outcome.step) if is_timed else "",
             "speedup": f"{baseline.step / outcome.step:.2f}x" if is_timed else "",
+            "progress": f"{outcome.setting.progress:.0%}",
+            "training": f"{baseline.cost / outcome.cost:.2f}x" if is_timed else "",
             "metric": f"{outcome.metric:.4g}" if outcome.metric is not None else "",
             "verdict": "best" if outcome is best else outcome.verdict,
         })  # fmt: skip

@@ -16,8 +16,8 @@ from . import search, trial, units
 from .search import BASELINE, Outcome, Setting
 from .trial import Run
 
-# A run is stopped if its steps take so many times as long as those of the best setting.
-_SLOW_STEPS = 1.5
+# A run is stopped if training with it takes so many times as long as with the best setting.
+_SLOW = 1.5
 _FEWEST_STEPS = 20  # steps before this is judged
 _FEWEST_ROUNDS = 4  # of local steps, or the setting counts as failed
 # A run is stopped if it takes so many times as long as the first one, plus seconds for starting and compiling.
@@ -87,7 +87,7 @@ class Tuner:
         limit, first = self.time_limit, self._first_run()
         if limit is None and first is not None:
             limit = _SLOW_RUN * first["seconds"] + _STARTUP
-        slow = _SLOW_STEPS * search.good_outcomes(tried)[0].step if tried else math.inf
+        slow = _SLOW * search.good_outcomes(tried)[0].cost if tried else math.inf
         size = units.show_bytes(setting.bucket_bytes)
 
         def watch(run: Run) -> str | None:
@@ -96,7 +96,7 @@ class Tuner:
                 return None
             if not math.isfinite(run.metrics.get(self.metric_name, 0.0)):
                 return "diverged"
-            return "slow" if run.step > slow else None
+            return "slow" if setting.cost(run.step) > slow else None
 
         environment = {
             "HVD_COMPRESS": setting.compression,
@@ -125,14 +125,14 @@ class Tuner:
         elif run.status == "slow":
             state = TrialState.PRUNED
             facts["step"] = run.step
-            asked.report(run.step, len(run.steps))  # for Optuna's sampler
+            asked.report(setting.cost(run.step), len(run.steps))  # for Optuna's sampler
         else:  # "done" or "diverged"
             state = TrialState.COMPLETE
             self._check_use(run, setting)
             facts.update(step=run.step, **self._compare(self._metric_of(run)))
         for key, value in facts.items():
             asked.set_user_attr(key, value)
-        self.study.tell(asked, run.step if state == TrialState.COMPLETE else None, state)
+        self.study.tell(asked, setting.cost(run.step) if state == TrialState.COMPLETE else None, state)
 
     def _first_run(self) -> dict[str, Any] | None:
         """What is recorded of the first run, which is without compression."""
