@@ -44,7 +44,7 @@ def fit(
         moments: [6], sums over past steps, and how many times as long as expected the last one took; zeros at first.
         factors: [2], of latency and of time per byte, so far; ones at first.
         messages: Scalar, the predicted seconds of latency in this step.
-        transfer: Scalar, the predicted seconds for the bytes of this step.
+        transfer: Scalar, the predicted seconds for the bytes of this step, without those that a burst has hidden.
         seconds: Scalar, the measured seconds on the wire.
         coding: Scalar, the seconds of encoding and decoding. `seconds` and `coding` are 0 if nothing was measured.
 

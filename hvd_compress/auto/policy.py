@@ -22,6 +22,8 @@ from . import choices, link_tracker, progress, trials
 _NEWEST_WEIGHT = 0.3
 # Seconds that a step is taken to need besides the exchange, until that is measured.
 FIRST_REST = 0.03
+# The largest share of a transfer that is taken to be hidden by a burst.
+_MOST_HIDDEN = 0.9
 
 makespan = functools.partial(choices.makespan, tnp)
 
@@ -198,32 +200,37 @@ def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Ten
     )
 
 
-def follow(state: State, step: Measured, costs: Costs) -> State:
-    """Updates the state with the measurements of the step before, in which `state.before` was in use."""
+def follow(state: State, step: Measured, costs: Costs, burst: float = 0.0) -> State:
+    """Updates the state with the measurements of the step before, in which `state.before` was in use.
+
+    A burst may hide up to `burst` seconds of the step's transfer on the calibrated link.
+    """
     is_used = tf.one_hot(state.before, costs.encode.shape[1])
 
     def used(table: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(is_used * table, -1)
 
     timed = step.wire > 0.0
-    bias = used(state.bias)
-    messages, transfer = (tf.reduce_sum(bias * used(table)) for table in (costs.messages, costs.transfer))
     # Without the bias: with it, the link and the bias could drift, one up and the other down.
+    messages, transfer = (tf.reduce_sum(used(table)) for table in (costs.messages, costs.transfer))
     coding = tf.where(timed, tf.reduce_sum(used(costs.encode + costs.decode)), 0.0)
     # A bucket seems to be on the wire for longer than the link takes, if another one is encoded on the same core
     # meanwhile. The difference is unknown, so the measured time is limited: to the expected one, or to the span without
     # the coding if that is longer.
     expected = messages * state.link[0] + transfer * state.link[1]
     wire = tf.minimum(step.wire, tf.maximum(expected, step.span - coding))
+    # What a burst may hide says nothing about the rate: with few bytes, a slow link would seem to be a fast one.
+    most = tf.minimum(burst, _MOST_HIDDEN * transfer)
+    hidden = tf.clip_by_value(transfer - (wire - messages * state.link[0]) / state.link[1], 0.0, most)
     # Trials do not change the link: the bias of the tried candidate refers to the link as the choice measured it. Nor
     # does the first step after a switch, which may compile kernels.
     chosen = tf.reduce_all(state.before == state.choice)
     follows_link = chosen & state.steady
-    new_moments, new_link = link_tracker.fit(state.link_moments, state.link, messages, transfer, wire, coding)
+    new_moments, new_link = link_tracker.fit(state.link_moments, state.link, messages, transfer - hidden, wire, coding)
     link_moments = tf.where(follows_link, new_moments, state.link_moments)
     link = tf.where(follows_link, new_link, state.link)
     waits = average(state.waits, step.waits, timed)
-    ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link)) * bias))
+    ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link) * state.bias)))
     ratio = tf.where(timed & state.steady, ratio, 0.0)
     new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
     return state._replace(

@@ -17,6 +17,7 @@ class Predictions(NamedTuple):
     rules: policy.Rules  # what may be chosen, from the arguments of `auto`
     nbytes: Sequence[int]  # [B], bytes of each bucket, as float32
     costs: policy.Costs
+    burst: float  # seconds of a step's transfer that may take no time, because the link transmits them at once
     prior: policy.Value  # what candidates are worth at least
     usual: np.ndarray  # float32 [C], the progress that they usually make
     row_savings: RowSavings  # what it saves to compress the rows of embeddings

@@ -262,7 +262,7 @@ class AutoSelector(ModelSelector):
         rules, costs, prior = self._predictions.rules, self._predictions.costs, self._predictions.prior
         state = policy.State(*(variable.read_value() for variable in self.state))
         agreed, trial, measured = self._format.unpack(numbers)
-        state = policy.follow(state, measured, costs)
+        state = policy.follow(state, measured, costs, self._predictions.burst)
         chosen = tf.where(agreed >= 0, agreed, state.choice)
         report.log_switches(self.auto, self.nbytes, costs, state, chosen, show=self._rank == 0)
         state = policy.in_step(state, chosen, trial, measurement.committed)

@@ -15,9 +15,10 @@ from ..common.elastic import is_elastic
 from ..common.phases import Phase
 from ..compressors import Auto, Compressor
 from ..compressors.resolve import resolve
-from ..cost import Calibration, CostModel
+from ..cost import Calibration, CostModel, Link
 from ..cost.calibrate import estimate
 from ..cost.measure_kernels import default_costs
+from ..cost.measure_links import LARGEST_BURST
 from ..engine import agreement
 from ..engine.grouping import Shape
 from ..engine.model_layout import ModelLayout
@@ -39,6 +40,8 @@ _LEAST_TRANSFER = 1e-10
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
 # The same for rows of embeddings, whose native operations take less than 0.1 s to trace.
 _LEAST_GAIN_OF_ROWS = {"xla": 0.01, "native": 0.0005}
+# On links slower than this, in bits per second, a calibration does not see bursts.
+_SLOW_RATE = 30e6
 # With less, the quotient of time and progress says nothing.
 _LEAST_PROGRESS = 1e-3
 # Horovod's own compressor: reports compare with it, candidate or not.
@@ -54,6 +57,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
     auto: Auto = layout.auto
     if auto.warmup and not tracing.can_forget_traces():
         raise ValueError("auto: warmup needs a version of TensorFlow whose functions can be traced again: leave it out")
+    burst = _burst(calibrated) if auto.link is None else 0.0
     own_costs, shapes = _costs(plan, calibrated, auto.candidates), layout.shapes_of(layout.auto_buckets[0])
     own_seconds, nbytes, rules = sum(own_costs), _nbytes(layout), _rules(auto)
     own_lost = [_lost(c, layout.model_wide.shapes if c.model_wide else shapes) for c in auto.candidates]
@@ -66,13 +70,15 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         return policy.Value(np.array(of_each, np.float32), np.array(lost, np.float32))
 
     with tf.device("CPU"):
-        first = _first_choice(auto, rules, nbytes, own_seconds, value_by(assumed, own_lost))
+        # If all candidates are compared from the first steps on, what is not measured yet counts with the lower bound.
+        expected = value_by(at_least if traces_all(auto) else assumed, own_lost)
+        first = _first_choice(auto, rules, nbytes, own_seconds, expected)
         least_gain = 0.0 if traces_all(auto) else _LEAST_GAIN_OF_ROWS["xla" if savings.needs_xla else "native"]
         rows = savings.at_most() >= least_gain
-        parts = [np.ravel(part) for part in (*own_costs, own_lost, first, rows)]
+        parts = [np.ravel(part) for part in (*own_costs, burst, own_lost, first, rows)]
         numbers = tf.constant(np.concatenate(parts), tf.float32)
         numbers = hvd.broadcast(numbers, group.ranks[0], name="hvdc_first_choice", process_set=group).numpy()
-        *costs, lost, choice, wants_rows = np.split(numbers, np.cumsum([part.size for part in parts[:-1]]))
+        *costs, (burst,), lost, choice, wants_rows = np.split(numbers, np.cumsum([part.size for part in parts[:-1]]))
         compresses_rows = not tracing.can_forget_traces() or not savings.any or bool(wants_rows)
         others = {
             compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
@@ -83,6 +89,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             rules=rules,
             nbytes=nbytes,
             costs=policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
+            burst=float(burst),
             prior=policy.Value(*map(tf.constant, value_by(at_least, lost.tolist()))),
             usual=value_by(usual, lost.tolist()).progress,
             row_savings=savings,
@@ -264,3 +271,13 @@ def _costs(plan: Plan, calibration: Calibration, compressors: Sequence[Compresso
 
     table = [[cost(b, candidate) for candidate in compressors] for b in layout.auto_buckets]
     return policy.Costs(*np.moveaxis(np.array(table, np.float32), 2, 0))
+
+
+def _burst(calibration: Calibration) -> float:
+    """Seconds in which the bytes would cross that a link may transmit at once after a pause, at the calibrated rate."""
+
+    def seconds(link: Link) -> float:
+        is_slow = link.beta > 8 / _SLOW_RATE
+        return link.beta * (link.burst or (LARGEST_BURST if is_slow else 0.0))
+
+    return max(map(seconds, calibration.links.values()), default=0.0)

@@ -25,8 +25,9 @@ from .step_numbers import StepNumbers
 
 _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
-# 1.0 for a transformer, and 1.7 for a small CNN.
-_TRACE_FACTOR = 1.5
+# 1.0 for a transformer, and 1.7 for a small CNN. A new model-wide one compiles kernels for each shape: with one, it was
+# 3.3 for the transformer.
+_TRACE_FACTOR, _MODEL_WIDE_TRACE_FACTOR = 1.5, 3.0
 # What others might save counts so many times: they are estimated as one for all buckets, without overlap.
 _MARGIN = 2.0
 _LEAST_TRANSFER = 1e-9  # seconds: a user's compressor may send nothing
@@ -163,6 +164,7 @@ class Traces:
         self.candidates, self._is_held = list(candidates), is_held
         self._follows = len(self.candidates) == 1
         self._comparisons.take()
+        self._comparisons.restart()
         self._simulated = self._state.progress.numpy()
 
     def retrace(self, candidates: Sequence[int]) -> None:
@@ -187,6 +189,7 @@ class Traces:
         traced = np.flatnonzero(candidates).tolist()
         if (traced, rows) != (self.candidates, self.compresses_rows):
             self.candidates, self.compresses_rows = traced, bool(rows)
+            self._comparisons.restart()
             self.rows.assign(self.compresses_rows)
             # What runs now may have another trace than the one that `_functions` had last.
             tracing.forget_traces(tracing.running_functions() | set(self._functions))
@@ -206,7 +209,8 @@ class Traces:
         state = policy.State(*(tf.convert_to_tensor(variable) for variable in self._state))
         for one in numbers if self._follows else ():
             _, _, measured = self._format.unpack(tf.constant(one))
-            state = policy.follow(state._replace(steady=tf.constant(True)), measured, self._predictions.costs)
+            state = state._replace(steady=tf.constant(True))
+            state = policy.follow(state, measured, self._predictions.costs, self._predictions.burst)
         # `numbers` are those of the last steps only.
         return state._replace(progress=tf.constant(self._simulated)) if self._follows else state
 
@@ -254,11 +258,15 @@ class Traces:
         once = max(0.0, self._trace_seconds - float(state.rest))
         saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
         gains = {
-            new: seconds * step - once * _TRACE_FACTOR * (len(self.candidates) + len(new & more))
-            for new, seconds in saved_by.items()
-            if new
+            new: seconds * step - once * self._trace_factor(new & more) for new, seconds in saved_by.items() if new
         }
         return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
+
+    def _trace_factor(self, more: Iterable[int]) -> float:
+        """How many times as long as the first trace one with these candidates in addition takes."""
+        is_wide = self._auto.model_wide_candidates
+        of_new = sum(_MODEL_WIDE_TRACE_FACTOR if is_wide[c] else _TRACE_FACTOR for c in more)
+        return _TRACE_FACTOR * len(self.candidates) + of_new
 
 
 def traces_all(auto: Auto) -> bool:

@@ -31,7 +31,7 @@ _FAST = 0.004
 # than the second, in seconds, then all later ones are timed after a pause of the third, so that each of them starts
 # with the same burst.
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
-_LARGEST_BURST = 2**20
+LARGEST_BURST = 2**20
 
 # Of an estimate: these sizes, and then the first of the larger ones that is expected to take no longer than the seconds
 # beside it. On a fast link, only a large message takes clearly longer than the times vary. A size is timed up to so
@@ -214,7 +214,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float,
     slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 2 else 0.0
     if slope > 0:
         burst = float(sizes[-1] - (times[-1] - times[0]) / slope)
-        if 2 * sizes[0] < burst <= _LARGEST_BURST:  # without a burst this is the smallest size
+        if 2 * sizes[0] < burst <= LARGEST_BURST:  # without a burst this is the smallest size
             return float(times[0]), float(slope), burst
         return max(0.0, float(times[0] - slope * sizes[0])), float(slope), 0.0
     (per_call, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)

@@ -13,24 +13,33 @@ def due_steps(comparisons, spans, saving=1.0):
     return [step for step, span in enumerate(spans) if comparisons.add(np.array([step], np.float32), span, saving)]
 
 
-def test_candidates_are_compared_in_the_eighth_step_and_after_four_times_as_many():
-    assert due_steps(Comparisons(), [0.01] * 600) == [8, 32, 128, 512]
+def test_candidates_are_compared_in_the_eighth_step_and_after_twice_as_many():
+    assert due_steps(Comparisons(), [0.01] * 600) == [8, 16, 32, 64, 128, 256, 512]
 
 
 def test_a_slower_link_is_a_reason_to_compare_earlier():
-    assert due_steps(Comparisons(), [0.01] * 40 + [0.1] * 20) == [8, 32, 42, 45, 51]
+    assert due_steps(Comparisons(), [0.01] * 40 + [0.1] * 20) == [8, 16, 32, 42, 45, 51]
 
 
 def test_the_link_may_get_slower_when_candidates_are_compared_anyway():
-    assert due_steps(Comparisons(), [0.01] * 32 + [0.1] * 20) == [8, 32, 34, 37, 43]
+    assert due_steps(Comparisons(), [0.01] * 32 + [0.1] * 20) == [8, 16, 32, 34, 37, 43]
 
 
 def test_two_slow_steps_are_none():
-    assert due_steps(Comparisons(), [0.01] * 40 + [5.0, 5.0] + [0.01] * 20) == [8, 32]
+    assert due_steps(Comparisons(), [0.01] * 40 + [5.0, 5.0] + [0.01] * 20) == [8, 16, 32]
 
 
 def test_steps_without_times_are_no_slow_ones():
-    assert due_steps(Comparisons(), [0.0] * 20 + [0.1] * 10) == [8]
+    assert due_steps(Comparisons(), [0.0] * 20 + [0.1] * 10) == [8, 16]
+
+
+def test_after_a_new_trace_other_times_are_usual():
+    comparisons = Comparisons()
+    assert due_steps(comparisons, [0.01] * 20) == [8, 16]
+    comparisons.restart()
+    assert due_steps(comparisons, [0.1] * 10) == []
+    assert comparisons.slowdown(0.3) == pytest.approx(3.0)
+    assert due_steps(comparisons, [0.5] * 4) == [2]
 
 
 def test_the_newest_numbers_are_kept_until_they_are_taken():
@@ -52,7 +61,7 @@ def test_a_slower_link_counts_with_what_may_be_saved_now():
 
 def test_no_comparison_before_a_trace_could_pay():
     # A trace takes a second or more: 100 steps have to go by if each might save 10 ms.
-    assert due_steps(Comparisons(), [0.01] * 600, saving=0.01) == [128, 512]
+    assert due_steps(Comparisons(), [0.01] * 600, saving=0.01) == [128, 256, 512]
     assert due_steps(Comparisons(), [0.01] * 40 + [0.1] * 20, saving=0.0) == []
 
 

@@ -239,6 +239,40 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
     return np.array(chosen), np.array(in_force)
 
 
+def followed(costs, wire_of, steps, burst, factor=1.0):
+    """The factor of the time per byte after steps whose bytes took `wire_of(step)` seconds, of one candidate."""
+    state = policy.initial(tf.zeros([1], tf.int32), 1)._replace(link=constant([1.0, factor]))
+    for step in range(steps):
+        wire = constant(wire_of(step))
+        seen = policy.Measured(wire, wire + 0.004, tf.zeros([1]), tf.zeros([1]), constant(0.05), tf.zeros([5, 1]))
+        state = policy.in_step(
+            policy.follow(state, seen, costs, burst), state.choice, tf.constant(-1), tf.constant(True)
+        )
+    return float(state.link[1])
+
+
+def test_bytes_that_cross_in_a_burst_do_not_make_a_slow_link_fast():
+    """20 ms of bytes, of which a token bucket lets 16 ms pass at once; then a link that is five times slower."""
+    costs = policy.Costs(*(constant([[x]]) for x in (0.002, 0.001, 0.02, 0.002)))
+    assert followed(costs, lambda step: 0.005, 40, burst=0.016) == pytest.approx(1.0, rel=0.05)
+    slower = followed(costs, lambda step: 0.005 if step < 20 else 0.085, 40, burst=0.016)
+    assert slower == pytest.approx(5.0 * 0.84, rel=0.1)
+    # Without a burst, so short a time means a link that is five times faster.
+    assert followed(costs, lambda step: 0.005, 40, burst=0.0) == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.25, 5.0])
+def test_a_rate_that_is_known_from_many_bytes_stays_when_few_are_sent(factor):
+    costs = policy.Costs(*(constant([[x]]) for x in (0.002, 0.001, 0.02, 0.002)))
+    found = followed(costs, lambda step: 0.001 + factor * 0.004, 40, burst=0.016, factor=factor)
+    assert found == pytest.approx(factor, rel=0.05)
+
+
+def test_a_slow_link_that_recovers_is_followed_with_few_bytes():
+    costs = policy.Costs(*(constant([[x]]) for x in (0.002, 0.001, 0.02, 0.002)))
+    assert followed(costs, lambda step: 0.005, 40, burst=0.016, factor=10.0) == pytest.approx(1.0, rel=0.05)
+
+
 def costs_of(seconds, buckets=4):
     """Half of it encoding, half wire."""
     table = np.broadcast_to(np.asarray(seconds, np.float32), (buckets, len(seconds)))
