@@ -99,7 +99,7 @@ def bench(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def tune(path: Path, tried: Sequence[Outcome], best: Outcome, metric: str) -> None:
-    """The time of a step and the metric of each setting that made its steps, by verdict; names where there is room."""
+    """The seconds for the same progress and the metric of each setting that was timed, by verdict."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -107,15 +107,15 @@ def tune(path: Path, tried: Sequence[Outcome], best: Outcome, metric: str) -> No
     shown = [outcome for outcome in tried if outcome.metric is not None and np.isfinite(outcome.step)]
     for verdict in dict.fromkeys(outcome.verdict for outcome in shown):
         some = [outcome for outcome in shown if outcome.verdict == verdict]
-        axes.plot([1e3 * one.step for one in some], [one.metric or 0.0 for one in some], "o", label=verdict)
+        axes.plot([1e3 * one.cost for one in some], [one.metric or 0.0 for one in some], "o", label=verdict)
     for outcome in shown:
         if outcome.verdict == "ok":
-            where = (1e3 * outcome.step, outcome.metric)
+            where = (1e3 * outcome.cost, outcome.metric)
             axes.annotate(
                 outcome.setting.title, where, (4, 4), textcoords="offset points", fontsize="x-small",
                 fontweight="bold" if outcome is best or outcome.setting == BASELINE else "normal",
             )  # fmt: skip
-    axes.set(xscale="log", xlabel="ms per step", ylabel=metric)
+    axes.set(xscale="log", xlabel="ms for the progress of an uncompressed step", ylabel=metric)
     axes.set_title(f"{len(tried)} settings, best: {best.setting.title}")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()

@@ -37,7 +37,7 @@ _OPENING_OF_OTHERS = ("int8", "int4")
 # While a gap in the first argument of a compressor is halved, a second argument has this value.
 _SECOND_ARGUMENT = {"bits": 4, "block": 16}
 _SIMILAR = 1.1  # Settings whose costs differ by less may be equally fast.
-_WORTHWHILE = 0.85  # A gap is worth a run if its cost may be this share of the best one.
+_WORTHWHILE = 0.85  # A gap is worth a run if its cost may be at most this share of the best one.
 _STATUS = {"COMPLETE": "done", "PRUNED": "too slow", "FAIL": "failed"}
 _SEED = 0
 

@@ -1,4 +1,4 @@
-"""`hvd-compress tune`: the fastest setting for a script, found by short runs of it."""
+"""`hvd-compress tune`: the setting with which a script trains the fastest, found by short runs of it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Examples:
 @click.option(
     "--study", "path", type=console.OUTPUT_FILE, help="What is found is kept there.  [default: tune-SCRIPT.log]"
 )
-@click.option("--plot", type=plots.PLOT_FILE, help="Draw what was tried: the time of a step and the metric.")
+@click.option("--plot", type=plots.PLOT_FILE, help="Draw what was tried: its time and the metric.")
 @console.json_option
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -81,7 +81,7 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
          allowed: float, kinds: tuple[str, ...], local_steps: tuple[int, ...], delay: bool, path: Path | None,
          plot: Path | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Find the fastest compressor, its settings and the bucket size for SCRIPT, by short runs of it.
+    """Find the compressor, its settings and the bucket size with which SCRIPT trains the fastest, by short runs of it.
 
     The script stays as it is, as long as it leaves `compression`, `bucket_bytes`, `delay` and `local_steps` of
     hvdc.DistributedOptimizer (or DistributedGradientTape) to the environment. Step times come from the optimizer;
@@ -131,9 +131,9 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
     else:
         gain = baseline.cost / best.cost
         out.print(
-            f"{units.show_seconds(best.step)} in place of {units.show_seconds(baseline.step)} per step, which "
-            f"makes {best.setting.progress:.0%} of the progress. Training is {gain:.2f} times as fast as without "
-            "compression. Write into the script:"
+            f"A step takes {units.show_seconds(best.step)} in place of {units.show_seconds(baseline.step)}, and is "
+            f"expected to make {best.setting.progress:.0%} of the progress. So training is about {gain:.2f} times as "
+            "fast as without compression. Write into the script:"
         )
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")

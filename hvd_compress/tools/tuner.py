@@ -49,7 +49,7 @@ class Tuner:
         identity = {
             "command": shlex.join(self.command), "metric": self.metric, "mode": self.mode,
             "pattern": self.pattern and self.pattern.pattern, "choice of compressors": list(self.kinds),
-            "choice of exchanges": list(self.exchanges),
+            "choice of exchanges": list(self.exchanges), "objective": "progress per second",
         }  # fmt: skip
         earlier = self.study.user_attrs.get("of", identity)
         for key, value in identity.items():

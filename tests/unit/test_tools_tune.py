@@ -170,7 +170,17 @@ def test_steps_that_make_little_progress_must_be_shorter(tune):
     int8, hybrid = found["trials"][1:]
     assert hybrid["progress"] < 0.6 and hybrid["per_progress"] > int8["per_progress"] == pytest.approx(0.05, rel=1e-3)
     assert hybrid["step"] < int8["step"] and found["best"]["compression"] == "int8"
-    assert "Training is 2.00 times as fast" in " ".join(tune("--trials", "3", script=script).output.split())
+    assert "training is about 2.00 times as fast" in " ".join(tune("--trials", "3", script=script).output.split())
+
+
+def test_local_steps_and_a_delay_make_their_own_progress():
+    each, delayed, rounds = (
+        search.Setting("int8", search.BASELINE.bucket_bytes, e) for e in ("each step", "delay=1", "local_steps=8")
+    )
+    assert each.progress == pytest.approx(1.0, abs=1e-3)
+    assert delayed.progress == pytest.approx(0.6 * each.progress)
+    assert rounds.progress == pytest.approx(8**-0.07 * each.progress)
+    assert delayed.cost(0.06) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_what_takes_too_long_is_ended(tune):
