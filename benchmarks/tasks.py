@@ -98,6 +98,30 @@ def gpt2() -> Task:
     return _language_model(layers=12, width=768, heads=12, context=256)
 
 
+def mlp(context: int = 16) -> Task:
+    """Dense layers that predict the next byte of the same text from the last 16 (Bengio et al. 2003): 3.4M parameters.
+
+    They compute little for so many parameters, so training waits for the network.
+    """
+    task = _language_model(layers=0, width=0, heads=0, context=context, batch_size=128)
+    source = text.load(None)
+    starts = np.arange(4096) * (len(source.validation) // 4097)
+    inputs, labels = map(tf.constant, _windows(source.validation, starts[hvd.rank() :: hvd.size()], context))
+
+    def build_model() -> keras.Model:
+        data = keras.Input([context], dtype="int32")
+        x = keras.layers.Flatten()(keras.layers.Embedding(256, 64)(data))
+        for width in (1536, 1024):
+            x = keras.layers.LayerNormalization()(keras.layers.Dense(width, "relu")(x))
+        return keras.Model(data, keras.layers.Dense(256)(x))
+
+    return task._replace(
+        build_model=build_model,
+        batches=lambda random: ((x, y[:, -1]) for x, y in task.batches(random)),
+        metric=lambda model: float(task.loss(labels[:, -1], model(inputs, training=False))),
+    )
+
+
 def _language_model(layers: int, width: int, heads: int, context: int, batch_size: int = 8) -> Task:
     source = text.load(None)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -145,7 +169,8 @@ def recommender(batch_size: int = 512) -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "digits": digits, "resnet20": resnet20, "gpt": gpt, "gpt2": gpt2, "recommender": recommender,
+    "digits": digits, "resnet20": resnet20, "gpt": gpt, "gpt2": gpt2, "mlp": mlp,
+    "recommender": recommender,
 }  # fmt: skip
 
 
@@ -164,6 +189,7 @@ RATES = {
     "resnet20": {"sgd": 0.1, "adam": 2e-3},
     "gpt": {"adam": 1e-3, "sgd": 0.2, "adamw": 1e-3, "lamb": 1e-2},
     "gpt2": {"adam": 3e-4},
+    "mlp": {"adam": 1e-3},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import page_tables
+from netlab import BURST
 from plot import finish, plt
 
 from hvd_compress.common.units import parse_rate
@@ -78,19 +79,24 @@ def table(result: Result) -> str:
 def title(result: Result) -> str:
     then = "{} after {} steps".format(*result["change"]) if result.get("change") else ""
     return ", ".join(
-        filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], *_delay_and_loss(result), then])
+        filter(None, [result["task"], f"{result['hosts']} hosts", result["rate"], *_other_settings(result), then])
     )
 
 
-def _delay_and_loss(result: Result) -> list[str]:
-    """Those of packets, where there are any."""
+def _other_settings(result: Result) -> list[str]:
+    """The delay and loss of packets, where there are any, and the burst if it is not the usual one."""
     delay, loss = result.get("delay"), result.get("loss")
-    return [*([f"{delay * 1e3:g}ms"] if delay else []), *([f"{loss:.1%} lost"] if loss else [])]
+    burst = result.get("burst", BURST)
+    return [
+        *([f"{delay * 1e3:g}ms"] if delay else []),
+        *([f"{loss:.1%} lost"] if loss else []),
+        *([f"bursts of {burst}"] if burst != BURST else []),
+    ]
 
 
 def link_of(result: Result) -> str:
-    """The rate, delay and loss, and of a link that changes the other rate and the step."""
-    return "_".join([result["rate"], *_delay_and_loss(result), *map(str, result.get("change") or [])]).replace(" ", "_")
+    """The rate and other settings, and of a link that changes the other rate and the step."""
+    return "_".join([result["rate"], *_other_settings(result), *map(str, result.get("change") or [])]).replace(" ", "_")
 
 
 def curves(result: Result, path: Path) -> None:
@@ -133,7 +139,7 @@ def overview(results: list[Result], path: Path) -> None:
             cost.scatter(*zip(*points), color=color, s=12, alpha=0.6, zorder=2)
         gain.axvline(1, color="black", linewidth=0.6)
         gain.set_xscale("log")
-        gain.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        gain.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
         gain.minorticks_off()
         gain.set_xlabel("times as fast to the target as Horovod without compression")
         gain.set_title(f"{task}: gain")
@@ -159,7 +165,7 @@ def main() -> None:
     results.sort(key=lambda result: parse_rate(result["rate"]))
     for result in results:
         curves(result, args.out / f"train_{result['task']}_{link_of(result)}.png")
-    steady = [r for r in results if not (r.get("change") or _delay_and_loss(r))]
+    steady = [r for r in results if not (r.get("change") or _other_settings(r))]
     steady = [r for r in steady if "horovod none" in methods_of(r)]
     if steady:
         overview(steady, args.out / "train_overview.png")

@@ -136,10 +136,12 @@ def trainings():
 
 def test_tables_of_trainings_are_those_of_the_measured_results():
     sys.path.insert(0, str(ROOT / "benchmarks"))
+    import switching
     from train_results import link_of, table
 
     shown = re.findall(r"<!-- table: (.+) -->\n\n((?:\|.*\n)+)\n<!-- end of table -->", TEXTS["docs/results.md"])
     measured = {f"{result['task']} {link_of(result)}": table(result) + "\n" for result in trainings()}
+    measured["switching"] = switching.table(trainings()) + "\n"
     assert {f"{task} {rate}" for task in ("gpt", "digits") for rate in ("100mbit", "1gbit", "10gbit")} <= set(measured)
     assert dict(shown) == measured
 
