@@ -133,8 +133,10 @@ def tune(script: Path, arguments: tuple[str, ...], ranks: int, hosts: str | None
         out.print(
             f"A step takes {units.show_seconds(best.step)} in place of {units.show_seconds(baseline.step)}, and is "
             f"expected to make {best.setting.progress:.0%} of the progress. So training is about {gain:.2f} times as "
-            "fast as without compression. Write into the script:"
+            "fast as without compression.",
+            soft_wrap=True,
         )
+        out.print("Write into the script:")
     out.print(f"    {best.setting.line()}", soft_wrap=True)
     out.print(f"The study is {path}: call again with more --trials to go on.")
     if plot is not None:
