@@ -90,12 +90,12 @@ def resnet20() -> Task:
 
 def gpt(context: int = 64) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 1.0M parameters."""
-    return _language_model(layers=2, width=192, heads=4, context=context)
+    return _language_model(lambda: keras_gpt.build_model(2, 192, context, 4), context)
 
 
-def gpt2() -> Task:
+def gpt2(context: int = 256) -> Task:
     """The same with the layers, the width and the heads of GPT-2 small: 85M parameters, for GPUs."""
-    return _language_model(layers=12, width=768, heads=12, context=256)
+    return _language_model(lambda: keras_gpt.build_model(12, 768, context, 12), context)
 
 
 def mlp(context: int = 16) -> Task:
@@ -103,37 +103,41 @@ def mlp(context: int = 16) -> Task:
 
     They compute little for so many parameters, so training waits for the network.
     """
-    task = _language_model(layers=0, width=0, heads=0, context=context, batch_size=128)
-    source = text.load(None)
-    starts = np.arange(4096) * (len(source.validation) // 4097)
-    inputs, labels = map(tf.constant, _windows(source.validation, starts[hvd.rank() :: hvd.size()], context))
 
     def build_model() -> keras.Model:
-        data = keras.Input([context], dtype="int32")
-        x = keras.layers.Flatten()(keras.layers.Embedding(256, 64)(data))
+        inputs = keras.Input([context], dtype="int32")
+        x = keras.layers.Flatten()(keras.layers.Embedding(256, 64)(inputs))
         for width in (1536, 1024):
             x = keras.layers.LayerNormalization()(keras.layers.Dense(width, "relu")(x))
-        return keras.Model(data, keras.layers.Dense(256)(x))
+        return keras.Model(inputs, keras.layers.Dense(256)(x))
 
-    return task._replace(
-        build_model=build_model,
-        batches=lambda random: ((x, y[:, -1]) for x, y in task.batches(random)),
-        metric=lambda model: float(task.loss(labels[:, -1], model(inputs, training=False))),
-    )
+    return _language_model(build_model, context, batch_size=128, validation=4096, predicted=-1)
 
 
-def _language_model(layers: int, width: int, heads: int, context: int, batch_size: int = 8) -> Task:
+def _language_model(
+    build_model: Callable[[], keras.Model],
+    context: int,
+    batch_size: int = 8,
+    validation: int = 256,
+    predicted: int | slice = slice(None),
+) -> Task:
+    """Predicts the bytes at the places `predicted` of each window, from those before; with `validation` windows."""
     source = text.load(None)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    starts = np.arange(256) * (len(source.validation) // 257)
-    inputs, labels = map(tf.constant, _windows(source.validation, starts[hvd.rank() :: hvd.size()], context))
+
+    def windows(text_bytes: np.ndarray, starts: np.ndarray) -> Arrays:
+        inputs, labels = _windows(text_bytes, starts, context)
+        return inputs, labels[:, predicted]
+
+    starts = np.arange(validation) * (len(source.validation) // (validation + 1))
+    inputs, labels = map(tf.constant, windows(source.validation, starts[hvd.rank() :: hvd.size()]))
 
     def batches(random: np.random.Generator) -> Batches:
         while True:  # any windows: in so short a training, ranks hardly ever meet the same
-            yield _windows(source.train, random.integers(0, len(source.train) - context - 1, batch_size), context)
+            yield windows(source.train, random.integers(0, len(source.train) - context - 1, batch_size))
 
     return Task(
-        build_model=lambda: keras_gpt.build_model(layers, width, context, heads),
+        build_model=build_model,
         batches=batches,
         loss=loss,
         metric=lambda model: float(loss(labels, model(inputs, training=False))),

@@ -192,7 +192,7 @@ def suggest(trial: Any, kinds: Sequence[str], exchanges: Sequence[str]) -> Setti
     exchange = trial.suggest_categorical("exchange", list(exchanges))
     if exchange.startswith("delay") and FORMATS.classes[kind].model_wide:  # `engine.settings` refuses it
         exchange = EACH_STEP
-    return Setting(_spec(kind, arguments), bucket_bytes, exchange)
+    return Setting(FORMATS.classes[kind](**arguments).spec, bucket_bytes, exchange)
 
 
 def next_parameters(
@@ -246,7 +246,7 @@ def halve_gap(tried: Sequence[Outcome], kinds: Sequence[str]) -> dict[str, Any] 
                 continue
             middle = inside[0 if low == -math.inf else -1 if high == math.inf else len(inside) // 2]
             if low in timed:  # The step takes at least as long as with `low`.
-                at_least = timed[low].step / Setting(_spec(kind, {**second, argument: middle}), BUCKET_BYTES).progress
+                at_least = timed[low].step / expected_progress(FORMATS.classes[kind](**{**second, argument: middle}))
                 is_promising = at_least < _WORTHWHILE * least
             else:  # A stronger one may be better if the family is among the best.
                 at_least, is_promising = 0.0, timed[high].cost <= _SIMILAR * least
@@ -264,10 +264,6 @@ def _gaps_beside_best(known: Mapping[float, Outcome]) -> list[tuple[float, float
     best = usable.index(min(usable, key=lambda value: known[value].cost))
     ends = [low, *usable, math.inf]
     return list(zip(ends[best : best + 2], ends[best + 1 : best + 3]))
-
-
-def _spec(kind: str, arguments: Mapping[str, Any]) -> str:
-    return FORMATS.classes[kind](**arguments).spec
 
 
 def is_maximized(metric: str) -> bool:
