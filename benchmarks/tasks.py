@@ -187,11 +187,13 @@ def begin(name: str, seed: int) -> tuple[Task, keras.Model, Batches]:
     return task, model, task.batches(np.random.default_rng([seed, hvd.rank()]))
 
 
+# Optimizers other than SGD by the kinds that methods name, as Keras calls them.
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "muon": "Muon"}
 # Learning rates for two workers. The first kind of optimizer is the usual one for the task.
 RATES = {
     "digits": {"adam": 2e-3, "sgd": 0.05, "adamw": 2e-3, "lamb": 1e-2},
     "resnet20": {"sgd": 0.1, "adam": 2e-3},
-    "gpt": {"adam": 1e-3, "sgd": 0.2, "adamw": 1e-3, "lamb": 1e-2},
+    "gpt": {"adam": 1e-3, "sgd": 0.2, "adamw": 1e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 1e-3},
     "gpt2": {"adam": 3e-4},
     "mlp": {"adam": 1e-3},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
@@ -203,7 +205,7 @@ def optimizer(task: str, kind: str, spec: str | None, options: str = "", decay_s
 
     Args:
         task: Name of the task.
-        kind: "adam", "adamw", "lamb", "sgd", or "" for the task's usual one.
+        kind: "sgd", another key of `OPTIMIZERS`, or "" for the task's usual one.
         spec: A compressor, "OneBitAdam", or None for an optimizer whose gradients Horovod's tape reduces.
         options: More arguments of `hvdc.DistributedOptimizer`, such as "local_steps=30 outer=average", or of
             `OneBitAdam`.
@@ -222,7 +224,7 @@ def optimizer(task: str, kind: str, spec: str | None, options: str = "", decay_s
         momentum = 0.0 if spec and spec.startswith("dgc") else 0.9  # dgc brings its own momentum
         inner = keras.optimizers.SGD(rate, momentum=momentum)
     else:
-        inner = getattr(keras.optimizers, {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}[kind])(rate)
+        inner = getattr(keras.optimizers, OPTIMIZERS[kind])(rate)
     return hvdc.DistributedOptimizer(inner, compression=spec, **values) if spec else inner
 
 

@@ -36,8 +36,8 @@ from ..kernels.compile import uncompiled
 _NAME = "hvdc_progress"  # of variables
 # The sample has about so many elements, in segments of the second number: quantizers scale blocks of 256.
 _ELEMENTS, _SEGMENT = 2**16, 256
-# A model-wide candidate is simulated on the largest matrix of at most so many elements.
-_MATRIX = 2**18
+# A model-wide candidate is simulated on parts of so many matrices, each of at most so many elements.
+_MATRICES, _MATRIX = 4, 2**16
 # Measured are the first steps with all candidates, and later so many steps at a time. Each time begins with residuals
 # of zero.
 FIRST_STEPS, BURST = 48, 24
@@ -89,10 +89,11 @@ class ProgressSample:
                 simulation = _Simulation(auto, flat, (elements,), decays, adaptive, normalized)
                 self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
             for c in columns:
-                if auto.candidates[c].model_wide:
-                    i, shape = _matrix_of(auto.candidates[c], shapes)
+                if c in flat:
+                    continue
+                for i, matrix, shape in _matrices_of(auto.candidates[c], shapes):
                     simulation = _Simulation(auto, [c], shape, decays, adaptive, normalized)
-                    self._samples.append((simulation, functools.partial(_first_rows, i, shape)))
+                    self._samples.append((simulation, functools.partial(_corner, i, matrix, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
@@ -117,7 +118,8 @@ class ProgressSample:
             columns: dict[int, tf.Tensor] = {}
             with tf.device("CPU"), uncompiled():
                 for (simulation, _), sample in zip(self._samples, samples):
-                    columns |= simulation.step(sample, seeds, begins)
+                    for c, numbers in simulation.step(sample, seeds, begins).items():
+                        columns[c] = columns[c] + numbers if c in columns else numbers
                 return tf.stack([columns.get(c, tf.zeros([ROWS])) for c in range(count)], 1)
 
         return tf.cond(due, simulate, lambda: tf.zeros([ROWS, count]))
@@ -292,19 +294,29 @@ def _segments_of(members: Sequence[int], stride: int, gradients: Sequence[Any]) 
     return tf.cast(tf.concat(parts, 0), tf.float32)
 
 
-def _first_rows(i: int, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
-    elements = tf.reshape(gradients[i], [-1])[: math.prod(shape)]
-    return tf.cast(tf.reshape(elements, shape), tf.float32)
+def _corner(i: int, matrix: Shape, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
+    """The first rows and columns of a gradient, float32 of `shape`."""
+    rows, columns = shape
+    return tf.cast(tf.reshape(gradients[i], matrix)[:rows, :columns], tf.float32)
 
 
-def _matrix_of(candidate: Any, shapes: Mapping[int, Shape]) -> tuple[int, Shape]:
-    """The matrix on which a model-wide candidate is simulated: a gradient's position, and the shape of its first rows.
+def _matrices_of(candidate: Any, shapes: Mapping[int, Shape]) -> list[tuple[int, Shape, Shape]]:
+    """The matrices on which a model-wide candidate is simulated: a gradient's position, its matrix, and the part of it.
 
-    It is the largest one of at most `_MATRIX` elements, or the first rows of a larger one.
+    The elements of all matrices in their order are divided into as many equal shares as there are matrices to choose,
+    and those in the middle of each share count. So layers of all depths and kinds do, by their sizes.
     """
-    matrices = {i: candidate.matrix(shape) or shape for i, shape in shapes.items()}
-    usable = {i: m for i, m in matrices.items() if candidate.matrix(shapes[i]) is not None} or matrices
-    small = {i: m for i, m in usable.items() if math.prod(m) <= _MATRIX}
-    i = max(small or usable, key=lambda i: math.prod(usable[i]))
-    rows, *columns = usable[i]
-    return i, (max(1, min(rows, _MATRIX // max(1, math.prod(columns)))), *columns)
+    matrices = {i: matrix for i, shape in shapes.items() if (matrix := candidate.matrix(shape)) is not None}
+    if not matrices:
+        matrices = {i: (1, math.prod(shape)) for i, shape in shapes.items()}  # nothing is compressed
+    ends = np.cumsum([math.prod(matrix) for matrix in matrices.values()])
+    middles = (np.arange(_MATRICES) + 0.5) / _MATRICES * ends[-1]
+    chosen = sorted({list(matrices)[place] for place in np.searchsorted(ends, middles, "right")})
+    return [(i, matrices[i], _part(*matrices[i])) for i in chosen]
+
+
+def _part(rows: int, columns: int) -> Shape:
+    """The shape of a part of at most `_MATRIX` elements that is as square as it can be: thin ones are of low rank."""
+    side = math.isqrt(_MATRIX)
+    rows_kept = min(rows, max(side, _MATRIX // columns))
+    return rows_kept, min(columns, _MATRIX // rows_kept)

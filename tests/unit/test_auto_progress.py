@@ -84,6 +84,29 @@ def test_some_candidates_only():
     np.testing.assert_array_equal(some[:, :, [0, 2]], 0.0)
 
 
+def test_powersgd_is_simulated_on_several_matrices():
+    """The sums over matrices, each simulated by itself."""
+    auto, gradients = hvdc.Compression.auto(candidates=["powersgd:rank=2"], probe_every=1), gradients_of(8)
+    found = run(sample_of(auto), gradients)
+    singles = [run(sample_of(auto, [SHAPES[i]]), [[g[i]] for g in gradients]) for i in (0, 2)]
+    np.testing.assert_allclose(found, sum(singles), rtol=1e-4, atol=1e-3)
+    assert all(np.abs(single[-1, 1]).max() > 0 for single in singles)
+
+
+def test_matrices_are_chosen_by_their_sizes_and_parts_of_them_are_square():
+    candidate = hvdc.Compression.parse("powersgd:rank=2")
+    dense = {3: (64, 64), 4: (1024, 1536), 5: (1536,), 6: (1536, 1024), 7: (1024, 256), 8: (256,)}
+    parts = [(4, (1024, 1536), (256, 256)), (6, (1536, 1024), (256, 256))]
+    assert progress._matrices_of(candidate, dense) == parts
+    deep = dict(enumerate([(128, 512)] * 96))
+    assert [i for i, _, _ in progress._matrices_of(candidate, deep)] == [12, 36, 60, 84]
+    convolutions = {0: (3, 3, 32, 64), 1: (9216, 128), 2: (128, 10)}
+    assert progress._matrices_of(candidate, convolutions) == [(1, (9216, 128), (512, 128))]
+    assert progress._part(300, 100_000) == (256, 256)
+    assert progress._part(3, 100_000) == (3, 21845)
+    assert progress._matrices_of(candidate, {0: (7,)}) == [(0, (1, 7), (1, 7))]
+
+
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "powersgd:rank=2", "onebit"])
 def test_a_constant_gradient_makes_no_candidate_late(spec):
     """Without noise, what is sent late is as good as new: once as much is sent as comes, progress is 1."""
