@@ -149,10 +149,11 @@ def test_tables_of_trainings_are_those_of_the_measured_results():
 def test_the_table_of_optimizers_is_what_was_measured():
     files = results("optimizers_gpt_100mbit", "optimizers_gpt_1gbit")
     runs = [{run["method"]: run for run in file["runs"]} for file in files]
-    for method in ("none", "int4", "hadamard", "auto"):
-        of_method = [of_rate[f"{kind} {method}"] for kind in ("adamw", "lamb") for of_rate in runs]
-        cells = " | ".join(f"{run['seconds']:.1f} ({run['steps']})" for run in of_method)
-        assert f"| {method} | {cells} |\n" in TEXTS["docs/results.md"]
+    for kind in ("AdamW", "LAMB", "Lion", "Muon"):
+        for of_rate, rate in zip(runs, ("100 Mbit/s", "1 Gbit/s")):
+            of_kind = [of_rate[f"{kind.lower()} {method}"] for method in ("none", "int4", "hadamard", "auto")]
+            cells = " | ".join(f"{run['seconds']:.1f} ({run['steps']})" for run in of_kind)
+            assert f"| {kind}, {rate} | {cells} |\n" in TEXTS["docs/results.md"]
 
 
 def test_the_table_of_recommenders_is_what_was_measured():
@@ -195,13 +196,25 @@ def test_the_table_of_progress_is_what_was_measured():
         cells.setdefault(row["compressor"], []).extend(f"{value:.2f}" for value in (*estimates, row["true"]))
     for compressor, numbers in cells.items():
         assert f"| `{compressor}` | {' | '.join(numbers)} |\n" in TEXTS["docs/auto.md"]
-    of_lamb = {row["compressor"]: row for row in results("progress_gpt_lamb")[0]["rows"]}
+    of_lamb, of_muon, of_lion = (
+        {row["compressor"]: row for row in result["rows"]}
+        for result in results("progress_gpt_lamb", "progress_gpt_muon", "progress_gpt_lion")
+    )
     (int4, int4_is), (hadamard, hadamard_is), (bits, bits_is) = (
         (f"{of_lamb[spec]['after 275'][0]:.2f}", f"{of_lamb[spec]['true']:.2f}")
         for spec in ("int4", "hadamard", "quantize:bits=2")
     )
+    text = TEXTS["docs/auto.md"].replace("\n", " ")
     estimated = f"are {int4} for `int4`, {hadamard} for `hadamard` and {bits} for `quantize:bits=2`; true are "
-    assert f"{estimated}{int4_is}, {hadamard_is} and {bits_is} (" in TEXTS["docs/auto.md"].replace("\n", " ")
+    assert f"{estimated}{int4_is}, {hadamard_is} and {bits_is} (" in text
+    (hadamard, hadamard_is), (hybrid, hybrid_is) = (
+        (f"{of_muon[spec]['after 275'][0]:.2f}", f"{of_muon[spec]['true']:.2f}")
+        for spec in ("hadamard", "hybrid:ratio=0.05,bits=4")
+    )
+    estimated = f"With Muon, they are {hadamard} for `hadamard` and {hybrid} for `hybrid:ratio=0.05,bits=4`; true are "
+    assert f"{estimated}{hadamard_is} and {hybrid_is}." in text
+    hadamard, hadamard_is = of_lion["hadamard"]["after 275"][0], of_lion["hadamard"]["true"]
+    assert f"the lower bound counts: {hadamard:.2f} for `hadamard`, where {hadamard_is:.2f} is true." in text
 
 
 def test_the_table_of_the_soak_is_what_was_measured():
