@@ -88,6 +88,28 @@ def resnet20() -> Task:
     return _images(lambda: resnet.resnet20(10, 32), (32, 32, 3), 32)
 
 
+def autoencoder() -> Task:
+    """Dense layers that reproduce the same digits through a bottleneck of 24 values: 2.2M parameters."""
+    images = data.load("digits", (28, 28, 1))
+    x, x_test = (part.reshape(len(part), -1) for part in (data.share(images)[0], images.x_test))
+    loss = keras.losses.MeanSquaredError()
+
+    def build_model() -> keras.Model:
+        outputs = inputs = keras.Input([x.shape[1]])
+        for width in (1024, 256, 24, 256, 1024):
+            outputs = keras.layers.Dense(width, "relu" if width > 24 else None)(outputs)
+        return keras.Model(inputs, keras.layers.Dense(x.shape[1], "sigmoid")(outputs))
+
+    return Task(
+        build_model=build_model,
+        batches=lambda random: _batches_of(x, x, 64, random),
+        loss=loss,
+        metric=lambda model: 100 * float(loss(x_test, model(x_test, training=False))),
+        metric_name="test error, 1/100",
+        higher_is_better=False,
+    )
+
+
 def gpt(context: int = 64) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 1.0M parameters."""
     return _language_model(lambda: keras_gpt.build_model(2, 192, context, 4), context)
@@ -174,7 +196,7 @@ def recommender(batch_size: int = 512) -> Task:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits, "resnet20": resnet20, "gpt": gpt, "gpt2": gpt2, "mlp": mlp,
-    "recommender": recommender,
+    "recommender": recommender, "autoencoder": autoencoder,
 }  # fmt: skip
 
 
@@ -196,6 +218,7 @@ RATES = {
     "gpt": {"adam": 1e-3, "sgd": 0.2, "adamw": 1e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 1e-3},
     "gpt2": {"adam": 3e-4},
     "mlp": {"adam": 1e-3},
+    "autoencoder": {"adam": 1e-3},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 

@@ -68,6 +68,7 @@ TASKS = {
     "gpt": Defaults(2.2, 300, 20, [ONE_BIT + "60"]),
     "gpt2": Defaults(3.0, 60, 10, [ONE_BIT + "12"]),
     "mlp": Defaults(1.95, 400, 20, [ONE_BIT + "80"]),
+    "autoencoder": Defaults(0.6, 300, 20, []),
     "recommender": Defaults(29.5, 300, 50, [ONE_BIT + "60", *SGD]),
 }
 METHODS = [

@@ -217,6 +217,19 @@ def test_the_table_of_progress_is_what_was_measured():
     assert f"the lower bound counts: {hadamard:.2f} for `hadamard`, where {hadamard_is:.2f} is true." in text
 
 
+def test_the_table_of_a_wrong_estimate_is_what_was_measured():
+    (found,) = results("autoencoder_100mbit")
+    of_method = {run["method"]: run for run in found["runs"]}
+    of_method["auto`, four candidates"] = of_method["auto:candidates=(none|int8|int4|hadamard)"]
+    shown = re.search(r"### Where the estimate is wrong\n(.*?)\n## ", TEXTS["docs/auto.md"], re.DOTALL)[1]
+    rows = re.findall(r"^\| `(.+?)`? \| (.+) \| (.+) \| (.+) \| (.+) \|$", shown, re.MULTILINE)
+    assert len(rows) == 10
+    for method, *cells in rows:
+        run = of_method[method]
+        seconds = "-" if run["seconds"] is None else f"{run['seconds']:.1f}"
+        assert cells == [seconds, str(run["steps"] or "-"), f"{run['step_ms']:.0f}", f"{run['metric']:.2f}"]
+
+
 def test_the_table_of_the_soak_is_what_was_measured():
     (found,) = results("chaos_20s")
     for run in found["runs"]:
