@@ -105,7 +105,7 @@ def autoencoder() -> Task:
         batches=lambda random: _batches_of(x, x, 64, random),
         loss=loss,
         metric=lambda model: 100 * float(loss(x_test, model(x_test, training=False))),
-        metric_name="test error, 1/100",
+        metric_name="test MSE x 100",
         higher_is_better=False,
     )
 

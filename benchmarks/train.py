@@ -1,7 +1,7 @@
 """Times whole trainings with every compressor.
 
     sudo python benchmarks/train.py --task gpt --rate 100mbit --json docs/results/train_gpt_100mbit.json
-    python benchmarks/train_results.py docs/results/*.json --out docs/images --page docs/results.md
+    python benchmarks/train_results.py docs/results/train_*.json --out docs/images --page docs/results.md
 
 Each training runs in processes of its own, on emulated hosts of one core or `--cores` (benchmarks/netlab.py), until the
 metric of the validation data reaches the target and `--steps` are done, or three times as many. The clock starts with
@@ -68,7 +68,7 @@ TASKS = {
     "gpt": Defaults(2.2, 300, 20, [ONE_BIT + "60"]),
     "gpt2": Defaults(3.0, 60, 10, [ONE_BIT + "12"]),
     "mlp": Defaults(1.95, 400, 20, [ONE_BIT + "80"]),
-    "autoencoder": Defaults(0.6, 300, 20, []),
+    "autoencoder": Defaults(0.6, 220, 20, []),
     "recommender": Defaults(29.5, 300, 50, [ONE_BIT + "60", *SGD]),
 }
 METHODS = [

@@ -11,7 +11,7 @@ such as Adam, and 1 for SGD. What is sent late is partly out of date, and this r
 
 LAMB divides the update of a layer by its norm (You et al. 2020, algorithm 2), which also grows with a compressor's
 errors. So with LAMB, each of P c(t) and P g(t) is divided by the norm of its own running mean, which is the update. One
-norm is taken of the whole sample.
+norm is taken of the whole sample, or of each matrix for `powersgd`.
 
 The c(t) of all candidates are simulated on a sample of this rank's gradients, whichever candidate is in use. v is the
 mean square of the same sample, never compressed. In its own training, a candidate with less progress than the one in
@@ -93,7 +93,7 @@ class ProgressSample:
                     continue
                 for i, matrix, shape in _matrices_of(auto.candidates[c], shapes):
                     simulation = _Simulation(auto, [c], shape, decays, adaptive, normalized)
-                    self._samples.append((simulation, functools.partial(_corner, i, matrix, shape)))
+                    self._samples.append((simulation, functools.partial(_part_of, i, matrix, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
@@ -294,17 +294,19 @@ def _segments_of(members: Sequence[int], stride: int, gradients: Sequence[Any]) 
     return tf.cast(tf.concat(parts, 0), tf.float32)
 
 
-def _corner(i: int, matrix: Shape, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
-    """The first rows and columns of a gradient, float32 of `shape`."""
-    rows, columns = shape
-    return tf.cast(tf.reshape(gradients[i], matrix)[:rows, :columns], tf.float32)
+def _part_of(i: int, matrix: Shape, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
+    """Rows and columns of a gradient at equal distances, float32 of `shape`."""
+    every_row, every_column = (size // kept for size, kept in zip(matrix, shape))
+    part = tf.reshape(gradients[i], matrix)[::every_row, ::every_column]
+    return tf.cast(part[: shape[0], : shape[1]], tf.float32)
 
 
 def _matrices_of(candidate: Any, shapes: Mapping[int, Shape]) -> list[tuple[int, Shape, Shape]]:
-    """The matrices on which a model-wide candidate is simulated: a gradient's position, its matrix, and the part of it.
+    """The matrices on which a model-wide candidate is simulated: a gradient's position, its shape and that of its part.
 
-    The elements of all matrices in their order are divided into as many equal shares as there are matrices to choose,
-    and those in the middle of each share count. So layers of all depths and kinds do, by their sizes.
+    The elements of all matrices in their order are divided into `_MATRICES` equal shares. The matrix in the middle of
+    each share is chosen, once if it is in several. So layers of all depths are, and small matrices among large ones
+    are not.
     """
     matrices = {i: matrix for i, shape in shapes.items() if (matrix := candidate.matrix(shape)) is not None}
     if not matrices:
@@ -312,11 +314,14 @@ def _matrices_of(candidate: Any, shapes: Mapping[int, Shape]) -> list[tuple[int,
     ends = np.cumsum([math.prod(matrix) for matrix in matrices.values()])
     middles = (np.arange(_MATRICES) + 0.5) / _MATRICES * ends[-1]
     chosen = sorted({list(matrices)[place] for place in np.searchsorted(ends, middles, "right")})
-    return [(i, matrices[i], _part(*matrices[i])) for i in chosen]
+    return [(i, matrices[i], _part_shape(*matrices[i])) for i in chosen]
 
 
-def _part(rows: int, columns: int) -> Shape:
-    """The shape of a part of at most `_MATRIX` elements that is as square as it can be: thin ones are of low rank."""
+def _part_shape(rows: int, columns: int) -> Shape:
+    """The shape of a part of at most `_MATRIX` elements that is as square as it can be.
+
+    The thinner a part, the more of its noise is of low rank. Even in a square one, it is more than in a larger matrix.
+    """
     side = math.isqrt(_MATRIX)
     rows_kept = min(rows, max(side, _MATRIX // columns))
     return rows_kept, min(columns, _MATRIX // rows_kept)

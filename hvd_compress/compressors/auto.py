@@ -39,7 +39,7 @@ class Auto(BuiltinCompressor):
             needs gradients in their own shapes, and is chosen for all buckets at once or for none.
         objective: "progress" maximizes the progress per second. "step" minimizes the seconds per step, among candidates
             that let the share `target` of the gradient through.
-        min_progress: Candidates that make less progress per step than this are not chosen, 0 to 1.
+        min_progress: Candidates that are estimated to make less progress per step than this are not chosen, 0 to 1.
         budget: Seconds that the exchange may add to a step, in a spec string also `50ms`: the candidate that makes the
             most progress per step within this time is chosen. 0 for no budget.
         link: The bandwidth and latency of the network between the ranks (between hosts, if exchanges are

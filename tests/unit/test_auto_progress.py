@@ -84,11 +84,12 @@ def test_some_candidates_only():
     np.testing.assert_array_equal(some[:, :, [0, 2]], 0.0)
 
 
-def test_powersgd_is_simulated_on_several_matrices():
+@pytest.mark.parametrize("normalized", [False, True])
+def test_powersgd_is_simulated_on_several_matrices(normalized):
     """The sums over matrices, each simulated by itself."""
     auto, gradients = hvdc.Compression.auto(candidates=["powersgd:rank=2"], probe_every=1), gradients_of(8)
-    found = run(sample_of(auto), gradients)
-    singles = [run(sample_of(auto, [SHAPES[i]]), [[g[i]] for g in gradients]) for i in (0, 2)]
+    found = run(sample_of(auto, normalized=normalized), gradients)
+    singles = [run(sample_of(auto, [SHAPES[i]], normalized=normalized), [[g[i]] for g in gradients]) for i in (0, 2)]
     np.testing.assert_allclose(found, sum(singles), rtol=1e-4, atol=1e-3)
     assert all(np.abs(single[-1, 1]).max() > 0 for single in singles)
 
@@ -102,9 +103,26 @@ def test_matrices_are_chosen_by_their_sizes_and_parts_of_them_are_square():
     assert [i for i, _, _ in progress._matrices_of(candidate, deep)] == [12, 36, 60, 84]
     convolutions = {0: (3, 3, 32, 64), 1: (9216, 128), 2: (128, 10)}
     assert progress._matrices_of(candidate, convolutions) == [(1, (9216, 128), (512, 128))]
-    assert progress._part(300, 100_000) == (256, 256)
-    assert progress._part(3, 100_000) == (3, 21845)
+    assert progress._matrices_of(candidate, {0: (40, 64), 1: (10,), 2: (16, 48)}) == [
+        (0, (40, 64), (40, 64)),
+        (2, (16, 48), (16, 48)),
+    ]
+    assert progress._part_shape(300, 100_000) == (256, 256)
+    assert progress._part_shape(3, 100_000) == (3, 21845)
     assert progress._matrices_of(candidate, {0: (7,)}) == [(0, (1, 7), (1, 7))]
+
+
+def test_a_part_has_rows_and_columns_from_everywhere():
+    matrix = np.arange(700 * 1030, dtype=np.float32).reshape(700, 1030)
+    part = progress._part_of(0, (700, 1030), (256, 256), [tf.constant(matrix.reshape(7, 100, 1030))])
+    np.testing.assert_array_equal(part, matrix[: 2 * 256 : 2, : 4 * 256 : 4])
+
+
+def test_what_powersgd_does_not_compress_makes_all_of_the_progress():
+    auto = hvdc.Compression.auto(candidates=["powersgd:rank=2"], probe_every=1)
+    found = run(sample_of(auto, [(7,), (9,)]), gradients_of(5, [(7,), (9,)]))
+    np.testing.assert_allclose(found[1:, 0], found[1:, 1])
+    assert (found[1:, 1] != 0).all() and not found[:, 3].any()
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "powersgd:rank=2", "onebit"])

@@ -102,8 +102,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", sorted(TEXTS))
 def test_files_that_are_named_exist(page):
     text = TEXTS[page]
-    for path in re.findall(r"(?<![\w/.-])((?:tests|benchmarks|examples|scripts|docs)/[\w./-]*\w)", text):
-        assert (ROOT / path).exists(), path
+    for path in re.findall(r"(?<![\w/.-])((?:tests|benchmarks|examples|scripts|docs)/[\w./*-]*\w)", text):
+        assert any(ROOT.glob(path)), path
     for path in re.findall(r"`([\w/]+\.py)`", text):
         known = [ROOT / path, *(ROOT / "hvd_compress").rglob(path)]
         assert path in MADE_UP or any(file.exists() for file in known), path
@@ -214,7 +214,7 @@ def test_the_table_of_progress_is_what_was_measured():
     estimated = f"With Muon, they are {hadamard} for `hadamard` and {hybrid} for `hybrid:ratio=0.05,bits=4`; true are "
     assert f"{estimated}{hadamard_is} and {hybrid_is}." in text
     hadamard, hadamard_is = of_lion["hadamard"]["after 275"][0], of_lion["hadamard"]["true"]
-    assert f"the lower bound counts: {hadamard:.2f} for `hadamard`, where {hadamard_is:.2f} is true." in text
+    assert f"the lower bound counts: {hadamard:.2f} for `hadamard`, where {hadamard_is:.2f} is true (" in text
 
 
 def test_the_table_of_a_wrong_estimate_is_what_was_measured():
@@ -223,7 +223,8 @@ def test_the_table_of_a_wrong_estimate_is_what_was_measured():
     of_method["auto`, four candidates"] = of_method["auto:candidates=(none|int8|int4|hadamard)"]
     shown = re.search(r"### Where the estimate is wrong\n(.*?)\n## ", TEXTS["docs/auto.md"], re.DOTALL)[1]
     rows = re.findall(r"^\| `(.+?)`? \| (.+) \| (.+) \| (.+) \| (.+) \|$", shown, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == len(found["runs"])
+    assert found["target"] == 0.6 and of_method["none"]["steps"] == 220
     for method, *cells in rows:
         run = of_method[method]
         seconds = "-" if run["seconds"] is None else f"{run['seconds']:.1f}"
