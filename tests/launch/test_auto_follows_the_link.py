@@ -22,7 +22,7 @@ import hvd_compress as hvdc
 class Slow(hvdc.Compressor):  # sends 8 bits in place of 32, and sleeps while it compresses
     def compress(self, tensor):
         scale = tf.reduce_max(tf.abs(tensor)) / 127
-        [scale] = tf.py_function(lambda scale: (time.sleep(0.05), [scale])[1], [scale], [tf.float32])
+        [scale] = tf.py_function(lambda scale: (time.sleep(0.1), [scale])[1], [scale], [tf.float32])
         scale.set_shape([])
         return (tf.cast(tf.round(tf.math.divide_no_nan(tensor, scale)), tf.int8), scale), tensor.shape
 
@@ -32,8 +32,8 @@ class Slow(hvdc.Compressor):  # sends 8 bits in place of 32, and sleeps while it
 
 
 COMPRESSION = hvdc.Compression.auto(candidates=["none", Slow()])
-variable = tf.Variable(tf.zeros([2000, 2000]))
-loss_of = tf.random.stateless_normal([2000, 2000], [hvd.rank(), 0])
+variable = tf.Variable(tf.zeros([1000, 2000]))
+loss_of = tf.random.stateless_normal([1000, 2000], [hvd.rank(), 0])
 
 @tf.function
 def step():
@@ -67,7 +67,7 @@ def test_a_slower_link_is_followed_within_20_steps(tmp_path):
         def slow_down():
             while not (log.exists() and "step 30\n" in log.read_text().replace("\r", "")):
                 time.sleep(0.02)
-            net.set_rate("50mbit")
+            net.set_rate("30mbit")
             slow.touch()
 
         threading.Thread(target=slow_down, daemon=True).start()
