@@ -21,6 +21,7 @@ class Predictions(NamedTuple):
     prior: policy.Value  # what candidates are worth at least
     usual: np.ndarray  # float32 [C], the progress that they usually make
     row_savings: RowSavings  # what it saves to compress the rows of embeddings
+    compile_seconds: Sequence[float]  # [C], that a later trace takes for kernels of a candidate that it adds
     others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
 
     @property

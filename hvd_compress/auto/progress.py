@@ -9,6 +9,14 @@ this step, the relative progress is
 P is the metric of the optimizer: 1 / sqrt(v) for optimizers that divide by the root of the gradients' mean square v,
 such as Adam, and 1 for SGD. What is sent late is partly out of date, and this ratio says how much of it still helps.
 
+Elements with large gradients dominate this ratio. That is right where each step's gain is small beside the noise. Where
+gradients hardly change from step to step, training has a long way to go, and every element has to go it. Then the way
+counts that elements go, each in its own scale:
+
+    E <P g(t+1), P c(t)> / E <P g(t+1), P g(t)>
+
+Sparse compressors send small gradients rarely, so this is smaller. The progress is between the two, see `rates`.
+
 LAMB divides the update of a layer by its norm (You et al. 2020, algorithm 2), which also grows with a compressor's
 errors. So with LAMB, each of P c(t) and P g(t) is divided by the norm of its own running mean, which is the update. One
 norm is taken of the whole sample, or of each matrix for `powersgd`.
@@ -20,6 +28,7 @@ use makes more of it: see `at_own_speed`. C candidates, K elements.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +55,25 @@ _MOMENTUM = 0.9  # of optimizers that normalize updates, by default
 # v is at least this share of its mean. An element whose gradients were all 0 so far says nothing.
 _SMALLEST = 1e-8
 LEAST = 0.02  # progress
-# The rows of `ProgressSample.measure`.
-ROWS = 5
+
+
+class Row(enum.IntEnum):
+    """The rows of what `ProgressSample.measure` returns. P c(t) and P g(t) are those of the step before."""
+
+    GAIN = 0  # <g(t+1), P c(t)>
+    WHOLE_GAIN = 1  # <g(t+1), P g(t)>
+    VARIANCE = 2  # of the latter
+    WAY = 3  # <P g(t+1), P c(t)>
+    WHOLE_WAY = 4  # <P g(t+1), P g(t)>
+    FIRST_GAIN = 5  # <g(t+1), P g(t+1)>
+    LOST = 6  # the energy of what the candidate loses
+    ENERGY = 7  # of gradient + residual
+
+
+ROWS = len(Row)
 # In each step that is measured, the sums of what was measured before decay by this factor; a variance by its square.
-_KEPT = np.array([[0.97], [0.97], [0.97**2], [0.97], [0.97]], np.float32)
+_KEPT = np.full([ROWS, 1], 0.97, np.float32)
+_KEPT[Row.VARIANCE] **= 2
 
 
 class ProgressSample:
@@ -88,12 +112,13 @@ class ProgressSample:
                 elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
                 simulation = _Simulation(auto, flat, (elements,), decays, adaptive, normalized)
                 self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
+            parts: dict[tuple[int, Shape, Shape], list[int]] = {}  # with the candidates that are simulated on them
             for c in columns:
-                if c in flat:
-                    continue
-                for i, matrix, shape in _matrices_of(auto.candidates[c], shapes):
-                    simulation = _Simulation(auto, [c], shape, decays, adaptive, normalized)
-                    self._samples.append((simulation, functools.partial(_part_of, i, matrix, shape)))
+                for part in [] if c in flat else _matrices_of(auto.candidates[c], shapes):
+                    parts.setdefault(part, []).append(c)
+            for (i, matrix, shape), wide in parts.items():
+                simulation = _Simulation(auto, wide, shape, decays, adaptive, normalized)
+                self._samples.append((simulation, functools.partial(_part_of, i, matrix, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
@@ -103,9 +128,7 @@ class ProgressSample:
             gradients: All gradients of the plan.
 
         Returns:
-            float32 [ROWS, C]: the inner products of the gradient with what each candidate and what no compression sent
-            in the step before; the variance of the latter; the energies of what each candidate loses, and of gradient +
-            residual. Zeros for candidates that are not simulated, and if this step is not measured.
+            float32 [ROWS, C], see `Row`. Zeros for candidates that are not simulated, and if this step is not measured.
         """
         with tf.device("CPU"):
             due, begins = self._due(self._calls.assign_add(1, read_value=True) - 1)
@@ -169,11 +192,11 @@ class _Simulation:
         x = tf.reshape(tf.where(finite, gradient, tf.zeros_like(gradient)), [-1])
         keep = 1.0 - tf.cast(begins, tf.float32)
         sent = self._sent.read_value() * keep
-        *gained, whole = tf.unstack(tf.linalg.matvec(sent, x))
         square = x * x
         variance = tf.reduce_sum(square * tf.square(sent[-1]))  # if all elements were independent noise
         metric = self._metric(square, finite)
-        now, columns = [], {}
+        gains, ways = (tf.unstack(row) for row in tf.unstack(tf.matmul([x, metric * x], sent, transpose_b=True)))
+        now, energies = [], []
         for place, (c, candidate) in enumerate(self._candidates.items()):
             old = self._residuals[place].read_value() * (keep * self._decays[c])
             new = self._lost(place, candidate, x, old, seeds)
@@ -181,10 +204,14 @@ class _Simulation:
                 self._residuals[place].assign(new)
             total = x + old
             now.append(metric * (total - new))
-            energies = tf.reduce_sum(new * new), tf.reduce_sum(total * total)
-            columns[c] = tf.stack([gained[place], whole, variance, *energies])
-        self._sent.assign(self._normalized(tf.stack([*now, metric * x]), keep))
-        return columns
+            energies.append((tf.reduce_sum(new * new), tf.reduce_sum(total * total)))
+        sent = self._normalized(tf.stack([*now, metric * x]), keep)
+        self._sent.assign(sent)
+        first = tf.reduce_sum(x * sent[-1]) * keep  # as the others, 0 where measuring begins
+        return {
+            c: tf.stack([gains[place], gains[-1], variance, ways[place], ways[-1], first, *energies[place]])
+            for place, c in enumerate(self._candidates)
+        }
 
     def _lost(self, place: int, candidate: Compressor, x: tf.Tensor, old: tf.Tensor, seeds: Seeds) -> tf.Tensor:
         """What the candidate does not send of a gradient and its old residual, [K]."""
@@ -223,7 +250,8 @@ class _Simulation:
 def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
     """The relative progress of the candidates, [C], from 0.02 to 1.
 
-    What is known before counts as much as two standard deviations of what was measured.
+    It is gain^(1 - r) way^r, with the two ratios in the docstring of this file, and with r, the share of a gradient
+    that the next one repeats. What is known before counts as much as two standard deviations of what was measured.
 
     Args:
         xp: The array module, `numpy` or `tf.experimental.numpy`.
@@ -231,13 +259,24 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
         prior: [C], the progress that is known before.
         choice: int32 [B], the candidates in use.
     """
-    gained, whole, variance = measured[0], measured[1], measured[2]
-    doubt, known = 2.0 * xp.sqrt(variance), xp.maximum(whole, 0.0)
+    doubt, known = 2.0 * xp.sqrt(measured[Row.VARIANCE]), xp.maximum(measured[Row.WHOLE_GAIN], 0.0)
     weight = known + doubt
-    gained = xp.where(whole > 0.0, gained, 0.0)
+    gained = xp.where(known > 0.0, measured[Row.GAIN], 0.0)
     ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), LEAST, 1.0)
+    ratio = ratio * _of_way(xp, measured, ratio) ** xp.clip(_quotient(xp, known, measured[Row.FIRST_GAIN]), 0.0, 1.0)
     speed = xp.mean(xp.take(xp.where(weight > 0.0, ratio, 1.0), choice))
     return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), LEAST, 1.0)
+
+
+def _of_way(xp: Any, measured: Any, ratio: Any) -> Any:
+    """The way that elements go with each candidate, relative to `ratio`, [C], from 0.02 to 1."""
+    way = _quotient(xp, measured[Row.WAY], measured[Row.WHOLE_WAY])
+    return xp.where(measured[Row.WHOLE_WAY] > 0.0, xp.clip(way / ratio, LEAST, 1.0), 1.0)
+
+
+def _quotient(xp: Any, numerator: Any, denominator: Any) -> Any:
+    """0 where the denominator is not positive."""
+    return xp.where(denominator > 0.0, numerator / xp.where(denominator > 0.0, denominator, 1.0), 0.0)
 
 
 def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
@@ -257,12 +296,13 @@ def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
 
 def add(xp: Any, sums: Any, measured: Any) -> Any:
     """The sums, [ROWS, C], after a step in which `ProgressSample.measure` returned `measured`; see `rates`."""
-    return sums * xp.where(xp.max(measured[-1]) > 0.0, _KEPT, np.ones_like(_KEPT)) + measured
+    return sums * xp.where(xp.max(measured[Row.ENERGY]) > 0.0, _KEPT, np.ones_like(_KEPT)) + measured
 
 
 def lost_shares(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
     """The share of the energy that each candidate loses, [C]; `prior` [C] before the first measurement."""
-    return tf.where(measured[4] > 0.0, tf.math.divide_no_nan(measured[3], measured[4]), prior)
+    lost, energy = measured[Row.LOST], measured[Row.ENERGY]
+    return tf.where(energy > 0.0, tf.math.divide_no_nan(lost, energy), prior)
 
 
 class _Segments(NamedTuple):

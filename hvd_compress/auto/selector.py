@@ -26,7 +26,7 @@ from ..engine.plan import Plan
 from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
 from .predictions import Predictions
-from .progress import ROWS, ProgressSample
+from .progress import ROWS, ProgressSample, Row
 from .step_numbers import StepNumbers
 from .step_times import StepTimer, StepTimes
 from .traces import Traces, traces_all
@@ -120,8 +120,9 @@ class AutoSelector(ModelSelector):
         if self._sample is None:
             return tf.zeros([ROWS, len(self.auto.candidates)])
         # The mean over the ranks varies less than the numbers of one of them.
-        variances = tf.constant([[1.0], [1.0], [1.0 / self._ranks], [1.0], [1.0]])
-        return self._sample.measure(seeds, gradients) * variances
+        factors = np.ones([ROWS, 1], np.float32)
+        factors[Row.VARIANCE] = 1.0 / self._ranks
+        return self._sample.measure(seeds, gradients) * factors
 
     def switch_model(
         self,
@@ -225,7 +226,7 @@ class AutoSelector(ModelSelector):
         """The reports of the buckets after `step` steps."""
         predictions, state = self._predictions, self.traces.state_now()
         prior = predictions.prior
-        is_measured = state.progress.numpy()[-1] > 0.0
+        is_measured = state.progress.numpy()[Row.ENERGY] > 0.0
         assumed = np.where(is_measured, prior.progress, np.maximum(prior.progress, predictions.usual))
         prior = prior._replace(progress=tf.constant(assumed))
         known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, prior, state)

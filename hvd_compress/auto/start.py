@@ -40,6 +40,9 @@ _LEAST_TRANSFER = 1e-10
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
 # The same for rows of embeddings, whose native operations take less than 0.1 s to trace.
 _LEAST_GAIN_OF_ROWS = {"xla": 0.01, "native": 0.0005}
+# Seconds for each shape of a matrix that a model-wide candidate compiles kernels for. On one core it was 0.6 in a first
+# trace, of dense layers and of a transformer, and 0.9 in a later one.
+_COMPILE_SECONDS = 0.8
 # On links slower than this, in bits per second, a calibration does not see bursts.
 _SLOW_RATE = 30e6
 # With less, the quotient of time and progress says nothing.
@@ -93,6 +96,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             prior=policy.Value(*map(tf.constant, value_by(at_least, lost.tolist()))),
             usual=value_by(usual, lost.tolist()).progress,
             row_savings=savings,
+            compile_seconds=[_compile_seconds(candidate, layout.model_wide.shapes) for candidate in auto.candidates],
             others=others,
         )
         chosen = AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
@@ -101,6 +105,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         in_use = first if auto.warmup_position is None else np.full_like(first, auto.warmup_position)
         report.log_start(auto, nbytes, own_seconds, in_use)
     return chosen
+
+
+def _compile_seconds(candidate: Compressor, shapes: Sequence[Shape]) -> float:
+    """Seconds that a later trace takes for a candidate's kernels; those of flat chunks are in `traces`."""
+    matrix = getattr(candidate, "matrix", lambda shape: None)
+    return _COMPILE_SECONDS * len({matrix(shape) for shape in shapes} - {None})
 
 
 def _first_choice(

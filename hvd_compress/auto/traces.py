@@ -25,9 +25,8 @@ from .step_numbers import StepNumbers
 
 _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
-# 1.0 for a transformer, and 1.7 for a small CNN. A new model-wide one compiles kernels for each shape: with one, it was
-# 3.3 for the transformer.
-_TRACE_FACTOR, _MODEL_WIDE_TRACE_FACTOR = 1.5, 3.0
+# 1.0 for a transformer and for dense layers, and 1.7 for a small CNN. A new model-wide one also compiles kernels.
+_TRACE_FACTOR = 1.5
 # What others might save counts so many times: they are estimated as one for all buckets, without overlap.
 _MARGIN = 2.0
 _LEAST_TRANSFER = 1e-9  # seconds: a user's compressor may send nothing
@@ -128,7 +127,7 @@ class Traces:
         """
         # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
         self._follows = len(running) == 1
-        if self._follows and (simulated := self._format.progress(numbers))[-1].any():
+        if self._follows and (simulated := self._format.progress(numbers))[progress.Row.ENERGY].any():
             self._simulated = progress.add(np, self._simulated, simulated)
         mask = self.mask()
         rest, span, wanted = self._format.times_and_wanted(numbers)
@@ -236,7 +235,7 @@ class Traces:
         return max(0.0, _MARGIN * float(cost - least), rows)
 
     def _is_simulated(self, candidate: int) -> bool:
-        return bool(self._simulated[-1, candidate] > 0.0)
+        return bool(self._simulated[progress.Row.ENERGY, candidate] > 0.0)
 
     def _worth_tracing(
         self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
@@ -257,16 +256,13 @@ class Traces:
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, self._trace_seconds - float(state.rest))
         saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
-        gains = {
-            new: seconds * step - once * self._trace_factor(new & more) for new, seconds in saved_by.items() if new
-        }
+        gains = {new: seconds * step - self._trace_cost(new & more, once) for new, seconds in saved_by.items() if new}
         return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
 
-    def _trace_factor(self, more: Iterable[int]) -> float:
-        """How many times as long as the first trace one with these candidates in addition takes."""
-        is_wide = self._auto.model_wide_candidates
-        of_new = sum(_MODEL_WIDE_TRACE_FACTOR if is_wide[c] else _TRACE_FACTOR for c in more)
-        return _TRACE_FACTOR * len(self.candidates) + of_new
+    def _trace_cost(self, more: Iterable[int], once: float) -> float:
+        """Seconds that a trace with these candidates in addition takes. The first trace took `once`."""
+        kernels = sum(self._predictions.compile_seconds[c] for c in more)
+        return once * _TRACE_FACTOR * len({*self.candidates, *more}) + kernels
 
 
 def traces_all(auto: Auto) -> bool:

@@ -12,6 +12,7 @@ from tensorflow import keras
 
 import hvd_compress as hvdc
 from hvd_compress.auto import comparisons, start
+from hvd_compress.auto.progress import Row
 from hvd_compress.common import determinism, tracing
 from hvd_compress.cost import Calibration, KernelCost, Link
 from hvd_compress.cost.calibration import COLLECTIVES
@@ -153,7 +154,7 @@ def test_what_candidates_lose_is_measured(training):
     for _ in range(12):
         training.step()
     measured = introspect.selector_state(training.plan).progress.numpy()
-    none, int8, hybrid = measured[3] / measured[4]
+    none, int8, hybrid = measured[Row.LOST] / measured[Row.ENERGY]
     assert none == 0 and int8 < 1e-2 and 0.1 < hybrid < 0.9  # hybrid at 5% of a heavy tail
 
 
@@ -494,7 +495,7 @@ def test_groups_with_pieces_of_different_shapes(rank, size):
         reduced = training.step()
         assert all(np.isfinite(r).all() for r in reduced)
     assert len(introspect.buckets(training.plan)) == 2 and training.traces == 1
-    assert (introspect.selector_state(training.plan).progress.numpy()[4] > 0).all()
+    assert (introspect.selector_state(training.plan).progress.numpy()[Row.ENERGY] > 0).all()
     assert len({group.shapes[0] for group in introspect.groups(training.plan)}) == 2
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress.auto.comparisons import Comparisons
+from hvd_compress.auto.progress import ROWS, Row
 from hvd_compress.auto.traces import Traces
 
 
@@ -87,7 +88,7 @@ def test_what_is_saved_on_a_link_that_became_slower():
 
 def test_what_is_saved_where_a_backward_pass_takes_most_of_the_exchange():
     """A candidate waits 0.1 s for all gradients, and makes half of the progress: int4 takes 0.226 s and not 0.43."""
-    whole, half = [1.0] * 3, [0.0, 0.0, 0.0]
-    simulated = np.array([[1.0, 1.0, 0.5], whole, half, whole, whole])
+    simulated = np.ones([ROWS, 3])
+    simulated[[Row.GAIN, Row.WAY]], simulated[Row.VARIANCE] = [1.0, 1.0, 0.5], 0.0
     saved = Traces._might_save(traces(simulated), 2, rest=0.1, span=0.112, counts=None)
     assert saved >= 0.212 / 0.5 - 0.226

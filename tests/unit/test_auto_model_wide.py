@@ -98,7 +98,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
     @tf.function(autograph=False)
     def learn(state, wire, span, choice, trial):
         zeros = tf.zeros([buckets])
-        seen = policy.Measured(wire, span, zeros, zeros, constant(1e-4), tf.zeros([5, 3]))
+        seen = policy.Measured(wire, span, zeros, zeros, constant(1e-4), tf.zeros([policy.progress.ROWS, 3]))
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
         return policy.propose(rules, state, costs, value, tf.ones([buckets]), constant(0.0), range(3))

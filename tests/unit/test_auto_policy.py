@@ -186,7 +186,7 @@ def test_what_is_measured_replaces_the_prior():
         np.testing.assert_allclose(found, expected)
     seen = policy.Measured(
         constant(0.0), constant(0.0), tf.zeros([2]), tf.zeros([2]), constant(0.0),
-        constant([[8.0, 6.0], [8.0, 8.0], [0.0, 0.0], [0.0, 2.0], [8.0, 8.0]]),
+        constant([[8.0, 6.0], [8.0, 8.0], [0.0, 0.0], [8.0, 6.0], [8.0, 8.0], [80.0, 80.0], [0.0, 2.0], [8.0, 8.0]]),
     )  # fmt: skip
     state = policy.follow(state, seen, costs)
     value = policy.value_of(state, prior)
@@ -194,11 +194,13 @@ def test_what_is_measured_replaces_the_prior():
     np.testing.assert_allclose(value.lost, [0.0, 0.25])
     # Noise of two standard deviations as large as what was measured: the prior counts as much.
     noisy = state.progress.numpy()
-    noisy[2] = 16.0
+    noisy[policy.progress.Row.VARIANCE] = 16.0
     value = policy.value_of(state._replace(progress=constant(noisy)), prior)
     np.testing.assert_allclose(value.progress, [1.0, (0.75 + 0.1) / 2], rtol=1e-5)
     # What points the wrong way counts as nothing: the prior, and with little noise the least.
-    wrong = noisy * np.array([[-1], [1], [1e-9], [1], [1]])
+    wrong = noisy.copy()
+    wrong[policy.progress.Row.GAIN] *= -1
+    wrong[policy.progress.Row.VARIANCE] *= 1e-9
     np.testing.assert_allclose(policy.progress.rates(np, wrong, prior.progress, [1]), [0.02, 0.02], rtol=1e-3)
 
 
@@ -219,7 +221,12 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
     @tf.function(autograph=False)
     def learn(state, wire, span, choice, trial):
         seen = policy.Measured(
-            wire, span, tf.zeros([buckets]), tf.zeros([buckets]), constant(1e-4), tf.zeros([5, candidates])
+            wire,
+            span,
+            tf.zeros([buckets]),
+            tf.zeros([buckets]),
+            constant(1e-4),
+            tf.zeros([policy.progress.ROWS, candidates]),
         )
         state = policy.follow(state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
@@ -244,7 +251,9 @@ def followed(costs, wire_of, steps, burst, factor=1.0):
     state = policy.initial(tf.zeros([1], tf.int32), 1)._replace(link=constant([1.0, factor]))
     for step in range(steps):
         wire = constant(wire_of(step))
-        seen = policy.Measured(wire, wire + 0.004, tf.zeros([1]), tf.zeros([1]), constant(0.05), tf.zeros([5, 1]))
+        seen = policy.Measured(
+            wire, wire + 0.004, tf.zeros([1]), tf.zeros([1]), constant(0.05), tf.zeros([policy.progress.ROWS, 1])
+        )
         state = policy.in_step(
             policy.follow(state, seen, costs, burst), state.choice, tf.constant(-1), tf.constant(True)
         )

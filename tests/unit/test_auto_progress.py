@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.auto import progress
-from hvd_compress.auto.progress import ProgressSample
+from hvd_compress.auto.progress import ROWS, ProgressSample, Row
 from hvd_compress.compressors.base import no_seeds
 
 SHAPES = ((40, 64), (10,), (16, 48))  # no sample leaves anything out of so few elements
@@ -25,6 +25,14 @@ def gradients_of(steps, shapes=SHAPES, signal=0.3):
     return [[(signal * c + random.standard_normal(c.shape)).astype(np.float32) for c in constant] for _ in range(steps)]
 
 
+def sums_of(gain, way, first, variance=0.0):
+    """What may be measured, [ROWS, C]: without compression, the gain and the way are 8."""
+    sums = np.zeros([ROWS, len(gain)])
+    sums[Row.GAIN], sums[Row.WAY], sums[Row.FIRST_GAIN], sums[Row.VARIANCE] = gain, way, first, variance
+    sums[[Row.WHOLE_GAIN, Row.WHOLE_WAY, Row.ENERGY]] = 8.0
+    return sums
+
+
 def run(sample, gradients):
     """What the steps measure, [steps, ROWS, C]."""
     step = tf.function(lambda *g: sample.measure(no_seeds(), g), autograph=False)
@@ -37,25 +45,32 @@ def test_measured_is_what_the_formulas_say(adaptive, normalized, decay):
     """Relative progress by its definition, with the residuals of error feedback and the mean square of gradients."""
     auto, gradients = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.1"], probe_every=1), gradients_of(8)
     found = run(sample_of(auto, decay=decay, adaptive=adaptive, normalized=normalized), gradients)
-    residual = sent = plain = mean_square = updates = 0.0
+    residual = mean_square = updates = 0.0
+    sent = plain = np.zeros(sum(map(np.prod, SHAPES)))
     for i, step in enumerate(gradients):
         g = np.concatenate([x.ravel() for x in step]).astype(np.float64)
-        if i:
-            gained, whole = np.sum(sent * g), np.sum(plain * g)
-            np.testing.assert_allclose(found[i, 0], [whole, gained], rtol=1e-3, atol=1e-2)
-            np.testing.assert_allclose(found[i, 1], whole, rtol=1e-3, atol=1e-2)
-            np.testing.assert_allclose(found[i, 2], np.sum(g**2 * plain**2), rtol=1e-3)
         mean_square = mean_square + (g**2 - mean_square) / (i + 1)
         metric = 1 / np.sqrt(mean_square) if adaptive else 1.0
         total = g + decay * residual
         c = np.where(np.abs(total) >= np.sort(np.abs(total))[-np.ceil(0.1 * g.size).astype(int)], total, 0.0)
-        np.testing.assert_allclose(found[i, 3], [0.0, np.sum((total - c) ** 2)], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found[i, 4], [np.sum(g**2), np.sum(total**2)], rtol=1e-4)
+        expected = {
+            Row.GAIN: [np.sum(plain * g), np.sum(sent * g)],
+            Row.WHOLE_GAIN: np.sum(plain * g),
+            Row.VARIANCE: np.sum(g**2 * plain**2),
+            Row.WAY: [np.sum(plain * metric * g), np.sum(sent * metric * g)],
+            Row.WHOLE_WAY: np.sum(plain * metric * g),
+            Row.LOST: [0.0, np.sum((total - c) ** 2)],
+            Row.ENERGY: [np.sum(g**2), np.sum(total**2)],
+        }
         residual, sent, plain = total - c, metric * c, metric * g
         if normalized:
             updates = 0.9 * updates + 0.1 * np.stack([sent, plain])
             norms = np.linalg.norm(updates / (1.0 - 0.9 ** (i + 1)), axis=1)
             sent, plain = sent / norms[0], plain / norms[1]
+        expected[Row.FIRST_GAIN] = np.sum(plain * g) if i else 0.0
+        assert len(expected) == ROWS
+        for row, values in expected.items():
+            np.testing.assert_allclose(found[i, row], np.broadcast_to(values, 2), rtol=1e-3, atol=1e-2)
 
 
 def test_errors_cost_progress_where_an_update_has_a_fixed_norm():
@@ -121,8 +136,8 @@ def test_a_part_has_rows_and_columns_from_everywhere():
 def test_what_powersgd_does_not_compress_makes_all_of_the_progress():
     auto = hvdc.Compression.auto(candidates=["powersgd:rank=2"], probe_every=1)
     found = run(sample_of(auto, [(7,), (9,)]), gradients_of(5, [(7,), (9,)]))
-    np.testing.assert_allclose(found[1:, 0], found[1:, 1])
-    assert (found[1:, 1] != 0).all() and not found[:, 3].any()
+    np.testing.assert_allclose(found[1:, Row.GAIN], found[1:, Row.WHOLE_GAIN])
+    assert (found[1:, Row.GAIN] != 0).all() and not found[:, Row.LOST].any()
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "powersgd:rank=2", "onebit"])
@@ -151,11 +166,48 @@ def test_in_its_own_training_a_candidate_is_as_late_as_the_weights_are_slow():
 
 
 def test_what_is_in_use_makes_the_progress_that_is_measured():
-    sums = np.array([[8.0, 6.0, 2.0], [8.0] * 3, [0.0] * 3, [0.0] * 3, [8.0] * 3])
+    sums = sums_of(gain=[8.0, 6.0, 2.0], way=[8.0] * 3, first=80.0)
     for choice, expected in (([0], [1.0, 2 / (1 + np.sqrt(1 + 4 / 3))]), ([1, 1], [1.0, 0.75])):
         rates = progress.rates(np, sums, np.ones(3), choice)
         np.testing.assert_allclose(rates[:2], expected, rtol=1e-6)
     assert progress.rates(np, sums, np.ones(3), [2])[2] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    "first, expected",
+    [
+        (1e9, [0.5, 0.5, 0.5]),  # noise: the inner product counts
+        (8.0, [0.5, 0.125, 0.5]),  # every gradient is as that before: the way counts, if it is shorter
+        (16.0, [0.5, np.sqrt(0.5 * 0.125), 0.5]),
+        (2.0, [0.5, 0.125, 0.5]),  # gradients grow
+    ],
+)
+def test_the_way_counts_where_gradients_repeat(first, expected):
+    sums = sums_of(gain=[4.0] * 3, way=[4.0, 1.0, 9.0], first=first)
+    for c in range(3):
+        assert progress.rates(np, sums, np.ones(3), [c])[c] == pytest.approx(expected[c])
+
+
+def test_no_gain_and_no_way_leave_what_is_known():
+    """Gradients that point against those before say nothing of the way, and no way nothing of the gain."""
+    prior = np.array([0.9, 0.3])
+    sums = sums_of(gain=[-8.0, 2.0], way=[8.0, 1.0], first=16.0, variance=4.0)
+    sums[Row.WHOLE_GAIN] = -8.0
+    assert progress.rates(np, sums, prior, [1])[1] == pytest.approx(0.3)
+    sums = sums_of(gain=[8.0, 4.0], way=[-8.0, -8.0], first=8.0)
+    sums[Row.WHOLE_WAY] = -8.0
+    assert progress.rates(np, sums, prior, [1])[1] == pytest.approx(0.5)
+
+
+def test_of_steady_gradients_a_sparse_candidate_sends_the_small_ones_late():
+    """Gradients of very different sizes repeat. Most of the gain gets through, and little of the way."""
+    auto = hvdc.Compression.auto(candidates=["none", "topk:ratio=0.05", "int8"], probe_every=1)
+    random = np.random.default_rng(0)
+    steady = [np.exp(2.0 * random.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
+    sums = run(sample_of(auto), [steady] * 48).sum(0)
+    gain, way = (sums[row] / sums[whole] for row, whole in ((Row.GAIN, Row.WHOLE_GAIN), (Row.WAY, Row.WHOLE_WAY)))
+    assert gain[1] > 0.6 and way[1] < 0.4 and min(gain[2], way[2]) > 0.97
+    assert progress.rates(np, sums, np.ones(3), [1])[1] == pytest.approx(way[1], abs=0.02)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
@@ -163,12 +215,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     broken = [g if i != 3 else [np.full_like(x, np.nan) for x in g] for i, g in enumerate(gradients)]
     found = run(sample_of(auto), broken)
     assert np.isfinite(found).all()
-    assert not found[3, [0, 1, 2]].any()
+    assert not found[3, : Row.LOST].any()
 
 
 def test_which_steps_are_measured():
     auto, gradients = hvdc.Compression.auto(candidates=["none", "int4"], probe_every=60), gradients_of(1) * 200
-    measured = run(sample_of(auto), gradients)[:, 4, 0] > 0
+    measured = run(sample_of(auto), gradients)[:, Row.ENERGY, 0] > 0
     assert measured.tolist() == [i < 48 or i % 60 < 24 for i in range(200)]
 
 
@@ -176,7 +228,7 @@ def test_which_steps_are_measured():
 def test_the_sample_is_a_part_of_each_gradient(shapes):
     auto = hvdc.Compression.auto(candidates=["none"], probe_every=1)
     values = [np.full(shape, i + 1, np.float32) for i, shape in enumerate(shapes)]
-    (energy,) = run(sample_of(auto, shapes), [values])[:, 4, 0]
+    (energy,) = run(sample_of(auto, shapes), [values])[:, Row.ENERGY, 0]
     stride = max(1, np.ceil(sum(map(np.prod, shapes)) / 2**16))
     counts = [256 * np.ceil(n // 256 / min(stride, n // 256)) if n >= 256 else n for n in map(np.prod, shapes)]
     assert energy == pytest.approx(sum((i + 1) ** 2 * n for i, n in enumerate(counts)), rel=1e-4)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import hvd_compress as hvdc
 from hvd_compress.auto import start
 from hvd_compress.auto.traces import Traces
 from hvd_compress.auto.usual_progress import assumed, at_least, usual
@@ -32,8 +33,13 @@ def test_what_a_burst_may_hide(rate, burst, seconds):
 
 
 def test_a_new_model_wide_candidate_lengthens_a_trace():
-    traces = SimpleNamespace(_auto=SimpleNamespace(model_wide_candidates=[False, False, True]), candidates=[0])
-    factors = [Traces._trace_factor(traces, more) for more in ([], [1], [2], [1, 2])]
-    np.testing.assert_allclose(factors, [1.5, 3.0, 4.5, 6.0])
+    """By kernels for each shape of a matrix."""
+    dense = [(784, 256), (256,), (256, 256), (256, 256), (3, 3, 8, 16)]
+    power_sgd, flat = (hvdc.Compression.parse(spec) for spec in ("powersgd:rank=2", "int8"))
+    seconds = [start._compile_seconds(candidate, dense) for candidate in (flat, flat, power_sgd)]
+    assert seconds == [0.0, 0.0, pytest.approx(3 * 0.8)]
+    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0])
+    costs = [Traces._trace_cost(traces, more, 2.0) for more in ([], [1], [2], [1, 2])]
+    np.testing.assert_allclose(costs, [3.0, 6.0, 8.4, 11.4])
     traces.candidates = [2]  # the first trace has already compiled it
-    assert Traces._trace_factor(traces, [1]) == 3.0
+    assert Traces._trace_cost(traces, [1], 2.0) == 6.0
