@@ -293,25 +293,14 @@ def propose(
     return state, tf.where(switch, cheapest, state.choice), tried
 
 
-def possible_saving(
-    rules: Rules,
-    state: State,
-    costs: Costs,
-    value: Value,
-    nbytes: tf.Tensor,
-    usual: np.ndarray,
-    measured: Sequence[int],
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """What candidates might save beside the current choice, with objective="progress" and without limits.
-
-    Candidates that are not at the positions `measured` are taken to make the usual progress, float32 [C].
+def possible_savings(
+    rules: Rules, state: State, costs: Costs, value: Value, nbytes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What each of the `choices.options` saves beside the current choice, with objective="progress" and without limits.
 
     Returns:
-        The best choice, int32 [B], and the seconds that it saves for the progress of an uncompressed step.
+        The options, int32 [N, B], and the seconds that each saves for the progress of an uncompressed step, [N].
     """
-    is_measured = np.isin(np.arange(value.progress.shape[0]), measured)
-    hoped = tf.maximum(value.progress, usual)
-    value = value._replace(progress=tf.where(is_measured, value.progress, hoped))
-    picks, least = best(rules, tf.ones(value.progress.shape, tf.bool), state, costs, value, nbytes)
-    (now,) = tf.unstack(cost_of(rules, state.choice[None], state, costs, value, nbytes))
-    return picks, tf.nn.relu(now - least)
+    options = choices.options(rules.uncompressed, rules.model_wide, nbytes.shape[0])
+    now, *others = cost_of(rules, tf.concat([state.choice[None], options], 0), state, costs, value, nbytes).numpy()
+    return options, now - np.array(others)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from . import policy
+from . import policy, usual_progress
 from .rows import RowSavings
 
 
@@ -20,9 +21,16 @@ class Predictions(NamedTuple):
     burst: float  # seconds of a step's transfer that may take no time, because the link transmits them at once
     prior: policy.Value  # what candidates are worth at least
     usual: np.ndarray  # float32 [C], the progress that they usually make
+    names: Sequence[str]  # of the compressors; "" without one
     row_savings: RowSavings  # what it saves to compress the rows of embeddings
     compile_seconds: Sequence[float]  # [C], that a later trace takes for kernels of a candidate that it adds
     others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
+
+    def hoped(self, value: policy.Value, measured: Sequence[int]) -> policy.Value:
+        """What candidates may be worth, if those at the positions `measured` are worth `value`, and others at least."""
+        known = {c: float(value.progress[c]) for c in measured}
+        hoped = tf.constant(usual_progress.hoped(self.usual.tolist(), self.names, known))
+        return value._replace(progress=tf.maximum(value.progress, hoped))
 
     @property
     def sizes(self) -> np.ndarray:

@@ -29,18 +29,13 @@ class Known:
     nbytes: Sequence[int]
     costs: policy.Costs
     others: Mapping[str, policy.Costs]
-    prior: policy.Value
+    value: policy.Value  # arrays
     state: policy.State
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
         """Predicted seconds of each bucket's exchange with each candidate, [B, C]."""
         return np.asarray(policy.predicted(self.costs, self.state.link) * self.state.bias)
-
-    @functools.cached_property
-    def value(self) -> policy.Value:
-        """What the candidates are worth, as arrays."""
-        return policy.Value(*map(np.asarray, policy.value_of(self.state, self.prior)))
 
 
 def of_steps(known: Known, step: int) -> AutoReport:

@@ -225,11 +225,10 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         predictions, state = self._predictions, self.traces.state_now()
-        prior = predictions.prior
-        is_measured = state.progress.numpy()[Row.ENERGY] > 0.0
-        assumed = np.where(is_measured, prior.progress, np.maximum(prior.progress, predictions.usual))
-        prior = prior._replace(progress=tf.constant(assumed))
-        known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, prior, state)
+        measured = np.flatnonzero(state.progress.numpy()[Row.ENERGY] > 0.0).tolist()
+        hoped = predictions.hoped(policy.value_of(state, predictions.prior), measured)
+        value = policy.Value(*map(np.asarray, hoped))
+        known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, value, state)
         return report.of_buckets(known, step)
 
     # Observer

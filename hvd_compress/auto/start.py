@@ -95,6 +95,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             burst=float(burst),
             prior=policy.Value(*map(tf.constant, value_by(at_least, lost.tolist()))),
             usual=value_by(usual, lost.tolist()).progress,
+            names=names,
             row_savings=savings,
             compile_seconds=[_compile_seconds(candidate, layout.model_wide.shapes) for candidate in auto.candidates],
             others=others,

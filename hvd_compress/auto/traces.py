@@ -243,26 +243,29 @@ class Traces:
         """Positions in `mask` of what might save most beyond the trace that it takes, in as many steps as so far."""
         predictions = self._predictions
         measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
-        value = policy.value_of(state, predictions.prior)
-        picks, saved = policy.possible_saving(
-            predictions.rules, state, predictions.costs, value, predictions.sizes, predictions.usual, measured
-        )
         if not float(state.rest) > 0.0:
             return frozenset()
-        more = frozenset(int(c) for c in picks) - frozenset(self.candidates)
-        rows = frozenset([len(self._auto.candidates)] if not self.compresses_rows else [])
-        saved_by_more = float(saved) if more else 0.0
-        saved_by_rows = predictions.row_savings.now(counts, float(state.link[1])) if rows else 0.0
+        value = predictions.hoped(policy.value_of(state, predictions.prior), measured)
+        rules, costs, sizes = predictions.rules, predictions.costs, predictions.sizes
+        options, savings = policy.possible_savings(rules, state, costs, value, sizes)
+        saved_by: dict[frozenset[int], float] = {frozenset(): 0.0}  # the most, with the same candidates in addition
+        for picks, saved in zip(options.tolist(), savings.tolist()):
+            if more := frozenset(picks) - frozenset(self.candidates):
+                saved_by[more] = max(saved_by.get(more, 0.0), saved)
+        if not self.compresses_rows:
+            rows = frozenset([len(self._auto.candidates)])
+            saved_by_rows = predictions.row_savings.now(counts, float(state.link[1]))
+            saved_by |= {more | rows: saved + saved_by_rows for more, saved in saved_by.items()}
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, self._trace_seconds - float(state.rest))
-        saved_by = {more: saved_by_more, rows: saved_by_rows, more | rows: saved_by_more + saved_by_rows}
-        gains = {new: seconds * step - self._trace_cost(new & more, once) for new, seconds in saved_by.items() if new}
+        gains = {new: seconds * step - self._trace_cost(new, once) for new, seconds in saved_by.items() if new}
         return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
 
     def _trace_cost(self, more: Iterable[int], once: float) -> float:
-        """Seconds that a trace with these candidates in addition takes. The first trace took `once`."""
-        kernels = sum(self._predictions.compile_seconds[c] for c in more)
-        return once * _TRACE_FACTOR * len({*self.candidates, *more}) + kernels
+        """Seconds that a trace with these positions in `mask` in addition takes. The first trace took `once`."""
+        candidates = {c for c in more if c < len(self._predictions.compile_seconds)}
+        kernels = sum(self._predictions.compile_seconds[c] for c in candidates)
+        return once * _TRACE_FACTOR * len(candidates.union(self.candidates)) + kernels
 
 
 def traces_all(auto: Auto) -> bool:

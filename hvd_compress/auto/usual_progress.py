@@ -20,6 +20,7 @@ powersgd:rank=4, 300 steps lead as far as 140, 165 and 200 without compression (
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 # Fitted to 0.88, 0.79 and 0.73 with 8, 32 and 90 local steps (docs/local-steps.md).
 _ROUND_POWER = 0.07
@@ -30,6 +31,7 @@ OF_DELAY = 0.6
 _FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
 # A candidate makes about as much progress as no compression if it loses less than this share of white noise.
 LOSES_LITTLE = 0.02
+_LITTLE_NOISE = 0.9  # see `hoped`
 # A factor with an optimizer that normalizes updates, for all that lose more but `quantize`: it rounds small values to
 # 0, which adds little to the norm.
 _NORMALIZED = 0.8
@@ -62,6 +64,27 @@ def assumed(lost: float, name: str = "", normalized: bool = False) -> float:
     """
     expected = usual(lost, name, normalized)
     return math.sqrt(at_least(lost, name, normalized) * expected) if name == "powersgd" else expected
+
+
+def hoped(usual_progress: Sequence[float], names: Sequence[str], measured: Mapping[int, float]) -> list[float]:
+    """The progress that candidates may make, in a training in which that of some was measured.
+
+    Others of the same name fare as a measured candidate does: if it makes the power p of its usual progress, so do
+    they. p is measured well of candidates that usually lose at least a tenth of the progress.
+
+    Args:
+        usual_progress: Of each candidate.
+        names: The compressors' names; "" for those without one.
+        measured: The measured progress of candidates, by their positions.
+    """
+    powers: dict[str, list[float]] = {}
+    for c, progress in measured.items():
+        if names[c] and usual_progress[c] < _LITTLE_NOISE:
+            powers.setdefault(names[c], []).append(math.log(progress) / math.log(usual_progress[c]))
+    return [
+        measured.get(c, progress ** (sum(of_name) / len(of_name)) if (of_name := powers.get(name)) else progress)
+        for c, (name, progress) in enumerate(zip(names, usual_progress))
+    ]
 
 
 def of_round(local_steps: int) -> float:

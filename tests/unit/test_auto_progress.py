@@ -178,7 +178,8 @@ def test_what_is_in_use_makes_the_progress_that_is_measured():
     [
         (1e9, [0.5, 0.5, 0.5]),  # noise: the inner product counts
         (8.0, [0.5, 0.125, 0.5]),  # every gradient is as that before: the way counts, if it is shorter
-        (16.0, [0.5, np.sqrt(0.5 * 0.125), 0.5]),
+        (32.0, [0.5, 0.5, 0.5]),
+        (16.0, [0.5, np.sqrt(0.5 * 0.125), 0.5]),  # half of it is repeated
         (2.0, [0.5, 0.125, 0.5]),  # gradients grow
     ],
 )

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import start
+from hvd_compress.auto import policy, start
+from hvd_compress.auto.predictions import Predictions
+from hvd_compress.auto.progress import ROWS, Row
 from hvd_compress.auto.traces import Traces
-from hvd_compress.auto.usual_progress import assumed, at_least, usual
+from hvd_compress.auto.usual_progress import assumed, at_least, hoped, usual
 from hvd_compress.cost import Calibration, Link
 
 
@@ -43,3 +46,59 @@ def test_a_new_model_wide_candidate_lengthens_a_trace():
     np.testing.assert_allclose(costs, [3.0, 6.0, 8.4, 11.4])
     traces.candidates = [2]  # the first trace has already compiled it
     assert Traces._trace_cost(traces, [1], 2.0) == 6.0
+
+
+def test_candidates_of_one_name_fare_alike():
+    usual_progress, names = [1.0, 0.96, 0.7, 0.6, 0.4, 0.5], ["none", "hadamard", "hybrid", "hybrid", "hybrid", ""]
+    assert hoped(usual_progress, names, {}) == usual_progress
+    # hybrid makes the square of its usual progress.
+    found = hoped(usual_progress, names, {3: 0.36})
+    np.testing.assert_allclose(found, [1.0, 0.96, 0.49, 0.36, 0.16, 0.5])
+    # What usually loses little tells nothing of others, and neither does one without a name.
+    assert hoped([0.99, 0.94], ["quantize", "quantize"], {0: 0.9}) == [0.9, 0.94]
+    assert hoped([0.5, 0.4], ["", ""], {0: 0.1}) == [0.1, 0.4]
+    # The mean of two.
+    np.testing.assert_allclose(hoped([0.7, 0.6, 0.4], ["hybrid"] * 3, {0: 0.49, 1: 0.6})[2], 0.4**1.5)
+
+
+def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
+    """What `Traces._worth_tracing` needs of candidates like `none`, `hadamard`, two of `hybrid`, and `powersgd`.
+
+    The third one is in use, and was measured. Steps take 10 ms besides the exchange, and the first trace 0.8 s.
+    """
+    count = len(step_seconds)
+    encode = tf.constant([step_seconds]) - 0.01
+    zeros, measured = tf.zeros_like(encode), np.zeros([ROWS, count], np.float32)
+    measured[[Row.GAIN, Row.WAY], 2] = progress_in_use
+    measured[[Row.WHOLE_GAIN, Row.WHOLE_WAY, Row.ENERGY], 2] = 1.0
+    measured[Row.FIRST_GAIN, 2] = 100.0
+    state = policy.initial(tf.constant([2]), count)._replace(rest=tf.constant(0.01), progress=tf.constant(measured))
+    predictions = Predictions(
+        rules=policy.Rules([True] + [False] * (count - 1), [False] * (count - 1) + [True], 0.0),
+        nbytes=[1e6], costs=policy.Costs(encode, zeros, zeros, zeros), burst=0.0,
+        prior=policy.Value(tf.fill([count], 0.02), tf.zeros([count])), usual=np.array(usual_progress, np.float32),
+        names=["none", "hadamard", "hybrid", "hybrid", "powersgd"], row_savings=None,
+        compile_seconds=compile_seconds, others={},
+    )  # fmt: skip
+    fields = SimpleNamespace(
+        _predictions=predictions, candidates=[2], compresses_rows=True, _trace_seconds=0.81,
+        _is_simulated=lambda candidate: True,
+    )  # fmt: skip
+    fields._trace_cost = lambda more, once: Traces._trace_cost(fields, more, once)
+    return fields, state
+
+
+@pytest.mark.parametrize(
+    "progress_in_use, step, expected",
+    [
+        (0.6, 4096, {4}),  # 50 ms for the progress of an uncompressed step; powersgd needs 40
+        (0.6, 256, set()),  # that saves 2.6 s, and its kernels take 4.8 s more
+        (0.3, 64, set()),  # 100 ms; hadamard needs 75, but a trace takes 2.4 s
+        (0.3, 128, {1}),  # it saves 3.2 s; hybrid at 10% is hoped to make half of what it usually does
+        (0.3, 512, {4}),
+    ],
+)
+def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
+    of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
+    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected

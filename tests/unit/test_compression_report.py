@@ -26,8 +26,8 @@ def auto_report():
         waits=tf.constant(WAITS), rest=tf.constant(REST), bias=tf.constant([1.0, 2.0, 1.0]),
         age=tf.constant([200.0, 0.0, 17.0]),
     )  # fmt: skip
-    prior = policy.Value(tf.constant(PROGRESS), tf.constant(LOST))
-    return report.of_steps(report.Known(AUTO, NBYTES, costs(SECONDS), {"fp16": costs(HALF)}, prior, state), 50)
+    value = policy.Value(PROGRESS, LOST)
+    return report.of_steps(report.Known(AUTO, NBYTES, costs(SECONDS), {"fp16": costs(HALF)}, value, state), 50)
 
 
 def test_steps_of_auto_by_hand():
