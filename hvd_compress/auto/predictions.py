@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from . import policy, usual_progress
+from . import policy, progress, usual_progress
 from .rows import RowSavings
 
 
@@ -26,11 +26,14 @@ class Predictions(NamedTuple):
     compile_seconds: Sequence[float]  # [C], that a later trace takes for kernels of a candidate that it adds
     others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
 
-    def hoped(self, value: policy.Value, measured: Sequence[int]) -> policy.Value:
-        """What candidates may be worth, if those at the positions `measured` are worth `value`, and others at least."""
-        known = {c: float(value.progress[c]) for c in measured}
-        hoped = tf.constant(usual_progress.hoped(self.usual.tolist(), self.names, known))
-        return value._replace(progress=tf.maximum(value.progress, hoped))
+    def hoped(self, state: policy.State, measured: Sequence[int]) -> policy.Value:
+        """What candidates may be worth. Those at the positions `measured` are worth what was measured."""
+        value = policy.value_of(state, self.prior)
+        telling = [c for c in measured if progress.outweighs_noise(state.progress.numpy()[:, c])]
+        hoped = usual_progress.hoped(self.usual.tolist(), self.names, {c: float(value.progress[c]) for c in telling})
+        is_measured = np.isin(np.arange(len(hoped)), measured)
+        most = tf.where(is_measured, value.progress, tf.maximum(value.progress, tf.constant(hoped)))
+        return value._replace(progress=most)
 
     @property
     def sizes(self) -> np.ndarray:

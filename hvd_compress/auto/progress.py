@@ -10,12 +10,13 @@ P is the metric of the optimizer: 1 / sqrt(v) for optimizers that divide by the 
 such as Adam, and 1 for SGD. What is sent late is partly out of date, and this ratio says how much of it still helps.
 
 Elements with large gradients dominate this ratio. That is right where each step's gain is small beside the noise. Where
-gradients hardly change from step to step, training has a long way to go, and every element has to go it. Then the way
-counts that elements go, each in its own scale:
+gradients hardly change from step to step, every element still has far to move. Then each element counts in its own
+scale, and the ratio is that of the ways that elements go:
 
     E <P g(t+1), P c(t)> / E <P g(t+1), P g(t)>
 
-Sparse compressors send small gradients rarely, so this is smaller. The progress is between the two, see `rates`.
+Sparse compressors send small gradients rarely, so this ratio is smaller. The progress is between the two, and at most
+the first; see `rates`.
 
 LAMB divides the update of a layer by its norm (You et al. 2020, algorithm 2), which also grows with a compressor's
 errors. So with LAMB, each of P c(t) and P g(t) is divided by the norm of its own running mean, which is the update. One
@@ -65,15 +66,15 @@ class Row(enum.IntEnum):
     VARIANCE = 2  # of the latter
     WAY = 3  # <P g(t+1), P c(t)>
     WHOLE_WAY = 4  # <P g(t+1), P g(t)>
-    FIRST_GAIN = 5  # <g(t+1), P g(t+1)>
+    OWN_GAIN = 5  # <g(t+1), P g(t+1)>
     LOST = 6  # the energy of what the candidate loses
     ENERGY = 7  # of gradient + residual
 
 
 ROWS = len(Row)
-# Up to the first share of a gradient that the next one repeats, the gain counts, and from the second on the way. Rows
-# of `hybrid` in benchmarks/progress_estimates.py: noise keeps the share below 0.2 in the trainings where the gain is
-# right (a transformer, a CNN, dense layers on text); it is 0.7 where the way is (an autoencoder).
+# Shares of a gradient that the next one repeats. Up to the first one the gain counts, and from the second one on the
+# way. The share was below 0.2 where the gain is right (a transformer, a CNN and dense layers on text, with no
+# compression in use), and 0.7 where the way is right (an autoencoder with `hybrid` or `powersgd:rank=1` in use).
 _NOISY, _STEADY = 0.3, 0.7
 # In each step that is measured, the sums of what was measured before decay by this factor; a variance by its square.
 _KEPT = np.full([ROWS, 1], 0.97, np.float32)
@@ -117,11 +118,11 @@ class ProgressSample:
                 simulation = _Simulation(auto, flat, (elements,), decays, adaptive, normalized)
                 self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
             parts: dict[tuple[int, Shape, Shape], list[int]] = {}  # with the candidates that are simulated on them
-            for c in columns:
-                for part in [] if c in flat else _matrices_of(auto.candidates[c], shapes):
+            for c in (c for c in columns if c not in flat):
+                for part in _matrices_of(auto.candidates[c], shapes):
                     parts.setdefault(part, []).append(c)
-            for (i, matrix, shape), wide in parts.items():
-                simulation = _Simulation(auto, wide, shape, decays, adaptive, normalized)
+            for (i, matrix, shape), of_part in parts.items():
+                simulation = _Simulation(auto, of_part, shape, decays, adaptive, normalized)
                 self._samples.append((simulation, functools.partial(_part_of, i, matrix, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
@@ -255,8 +256,8 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
     """The relative progress of the candidates, [C], from 0.02 to 1.
 
     It is gain^(1 - s) way^s, with the two ratios in the docstring of this file, and at most the gain. s grows from 0 to
-    1 with the share of a gradient that the next one repeats. What is known before counts as much as two standard
-    deviations of what was measured.
+    1 with the share of a gradient that the next one repeats. The gain is averaged with what is known before, which
+    counts as much as two standard deviations of what was measured. The more it counts, the smaller is s.
 
     Args:
         xp: The array module, `numpy` or `tf.experimental.numpy`.
@@ -268,15 +269,15 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
     weight = known + doubt
     gained = xp.where(known > 0.0, measured[Row.GAIN], 0.0)
     ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), LEAST, 1.0)
-    repeated = _quotient(xp, known, measured[Row.FIRST_GAIN])
-    steady = xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0)
+    repeated = _quotient(xp, known, measured[Row.OWN_GAIN])
+    steady = xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0) * _quotient(xp, known, weight)
     ratio = ratio * _of_way(xp, measured, ratio) ** steady
     speed = xp.mean(xp.take(xp.where(weight > 0.0, ratio, 1.0), choice))
     return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), LEAST, 1.0)
 
 
 def _of_way(xp: Any, measured: Any, ratio: Any) -> Any:
-    """The way that elements go with each candidate, relative to `ratio`, [C], from 0.02 to 1."""
+    """The way that elements go with each candidate, divided by `ratio`, [C], and limited to 0.02 to 1."""
     way = _quotient(xp, measured[Row.WAY], measured[Row.WHOLE_WAY])
     return xp.where(measured[Row.WHOLE_WAY] > 0.0, xp.clip(way / ratio, LEAST, 1.0), 1.0)
 
@@ -299,6 +300,11 @@ def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
     """
     late = (1.0 / ratio - 1.0) / speed
     return 2.0 / (1.0 + xp.sqrt(1.0 + 4.0 * late))
+
+
+def outweighs_noise(measured: np.ndarray) -> bool:
+    """Whether what was measured of a candidate, [ROWS], counts more than what is known before; see `rates`."""
+    return bool(measured[Row.WHOLE_GAIN] > 2.0 * math.sqrt(measured[Row.VARIANCE]))
 
 
 def add(xp: Any, sums: Any, measured: Any) -> Any:

@@ -226,8 +226,7 @@ class AutoSelector(ModelSelector):
         """The reports of the buckets after `step` steps."""
         predictions, state = self._predictions, self.traces.state_now()
         measured = np.flatnonzero(state.progress.numpy()[Row.ENERGY] > 0.0).tolist()
-        hoped = predictions.hoped(policy.value_of(state, predictions.prior), measured)
-        value = policy.Value(*map(np.asarray, hoped))
+        value = policy.Value(*map(np.asarray, predictions.hoped(state, measured)))
         known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, value, state)
         return report.of_buckets(known, step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -40,9 +41,9 @@ _LEAST_TRANSFER = 1e-10
 _LEAST_GAIN = {"xla": 0.01, "native": 0.003}
 # The same for rows of embeddings, whose native operations take less than 0.1 s to trace.
 _LEAST_GAIN_OF_ROWS = {"xla": 0.01, "native": 0.0005}
-# Seconds for each shape of a matrix that a model-wide candidate compiles kernels for. On one core it was 0.6 in a first
-# trace, of dense layers and of a transformer, and 0.9 in a later one.
-_COMPILE_SECONDS = 0.8
+# Seconds that a later trace takes for each shape of a matrix that a new model-wide candidate compiles kernels for, on
+# one core, with dense layers. In a first trace it was 0.6, as with a transformer.
+_COMPILE_SECONDS = 0.9
 # On links slower than this, in bits per second, a calibration does not see bursts.
 _SLOW_RATE = 30e6
 # With less, the quotient of time and progress says nothing.
@@ -109,9 +110,12 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
 
 
 def _compile_seconds(candidate: Compressor, shapes: Sequence[Shape]) -> float:
-    """Seconds that a later trace takes for a candidate's kernels; those of flat chunks are in `traces`."""
-    matrix = getattr(candidate, "matrix", lambda shape: None)
-    return _COMPILE_SECONDS * len({matrix(shape) for shape in shapes} - {None})
+    """Seconds that a later trace takes for a model-wide candidate's kernels.
+
+    For others it is 0: `traces` counts their kernels with their operations.
+    """
+    of_model: Any = candidate  # only model-wide ones have matrices
+    return _COMPILE_SECONDS * len({of_model.matrix(shape) for shape in shapes} - {None}) if of_model.model_wide else 0.0
 
 
 def _first_choice(

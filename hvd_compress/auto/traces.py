@@ -240,18 +240,23 @@ class Traces:
     def _worth_tracing(
         self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
     ) -> frozenset[int]:
-        """Positions in `mask` of what might save most beyond the trace that it takes, in as many steps as so far."""
-        predictions = self._predictions
-        measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
+        """Positions in `mask` of what might save the most time, less that of the trace.
+
+        It counts what is saved for the progress of as many uncompressed steps as were done.
+        """
         if not float(state.rest) > 0.0:
             return frozenset()
-        value = predictions.hoped(policy.value_of(state, predictions.prior), measured)
+        predictions = self._predictions
+        measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
+        value = predictions.hoped(state, measured)
         rules, costs, sizes = predictions.rules, predictions.costs, predictions.sizes
         options, savings = policy.possible_savings(rules, state, costs, value, sizes)
         saved_by: dict[frozenset[int], float] = {frozenset(): 0.0}  # the most, with the same candidates in addition
         for picks, saved in zip(options.tolist(), savings.tolist()):
-            if more := frozenset(picks) - frozenset(self.candidates):
-                saved_by[more] = max(saved_by.get(more, 0.0), saved)
+            more = frozenset(picks) - frozenset(self.candidates)
+            saved_by[more] = max(saved_by.get(more, 0.0), saved)
+        without = saved_by[frozenset()]  # by a switch among those that are traced
+        saved_by = {more: max(0.0, saved - without) for more, saved in saved_by.items()}
         if not self.compresses_rows:
             rows = frozenset([len(self._auto.candidates)])
             saved_by_rows = predictions.row_savings.now(counts, float(state.link[1]))

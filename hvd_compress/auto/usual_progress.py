@@ -69,8 +69,8 @@ def assumed(lost: float, name: str = "", normalized: bool = False) -> float:
 def hoped(usual_progress: Sequence[float], names: Sequence[str], measured: Mapping[int, float]) -> list[float]:
     """The progress that candidates may make, in a training in which that of some was measured.
 
-    Others of the same name fare as a measured candidate does: if it makes the power p of its usual progress, so do
-    they. p is measured well of candidates that usually lose at least a tenth of the progress.
+    Candidates of the same name fare alike: if a measured one makes the power p of its usual progress, so do they. p is
+    known well only if the usual progress is below 0.9.
 
     Args:
         usual_progress: Of each candidate.
@@ -79,12 +79,10 @@ def hoped(usual_progress: Sequence[float], names: Sequence[str], measured: Mappi
     """
     powers: dict[str, list[float]] = {}
     for c, progress in measured.items():
-        if names[c] and usual_progress[c] < _LITTLE_NOISE:
+        if names[c] and 0.0 < usual_progress[c] < _LITTLE_NOISE:
             powers.setdefault(names[c], []).append(math.log(progress) / math.log(usual_progress[c]))
-    return [
-        measured.get(c, progress ** (sum(of_name) / len(of_name)) if (of_name := powers.get(name)) else progress)
-        for c, (name, progress) in enumerate(zip(names, usual_progress))
-    ]
+    mean_powers = {name: sum(of_name) / len(of_name) for name, of_name in powers.items()}
+    return [progress ** mean_powers.get(name, 1.0) for name, progress in zip(names, usual_progress)]
 
 
 def of_round(local_steps: int) -> float:

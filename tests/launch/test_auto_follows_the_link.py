@@ -53,7 +53,7 @@ for i in range(60):
 """
 
 
-# The sleep is longer than any machine needs to send 4 MB over the first link, and shorter than the second link takes.
+# A bucket has 2 MB: the first link takes far less than the sleep, and the second one half a second.
 @needs_root
 @pytest.mark.slow
 @pytest.mark.timeout(620)
