@@ -255,9 +255,9 @@ class _Simulation:
 def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
     """The relative progress of the candidates, [C], from 0.02 to 1.
 
-    It is gain^(1 - s) way^s, with the two ratios in the docstring of this file, and at most the gain. s grows from 0 to
-    1 with the share of a gradient that the next one repeats. The gain is averaged with what is known before, which
-    counts as much as two standard deviations of what was measured. The more it counts, the smaller is s.
+    What was measured is gain^(1 - s) way^s, with the two ratios in the docstring of this file, and at most the gain. s
+    grows from 0 to 1 with the share of a gradient that the next one repeats. It is averaged with what is known before,
+    which counts as much as two standard deviations of what was measured.
 
     Args:
         xp: The array module, `numpy` or `tf.experimental.numpy`.
@@ -266,20 +266,19 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
         choice: int32 [B], the candidates in use.
     """
     doubt, known = 2.0 * xp.sqrt(measured[Row.VARIANCE]), xp.maximum(measured[Row.WHOLE_GAIN], 0.0)
-    weight = known + doubt
-    gained = xp.where(known > 0.0, measured[Row.GAIN], 0.0)
-    ratio = xp.clip((gained + doubt * prior) / xp.where(weight > 0.0, weight, 1.0), LEAST, 1.0)
+    gain = xp.clip(_quotient(xp, measured[Row.GAIN], known), LEAST, 1.0)
     repeated = _quotient(xp, known, measured[Row.OWN_GAIN])
-    steady = xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0) * _quotient(xp, known, weight)
-    ratio = ratio * _of_way(xp, measured, ratio) ** steady
-    speed = xp.mean(xp.take(xp.where(weight > 0.0, ratio, 1.0), choice))
-    return xp.clip(xp.where(weight > 0.0, at_own_speed(xp, ratio, speed), prior), LEAST, 1.0)
+    ratio = gain * _of_way(xp, measured, gain) ** xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0)
+    weight = known + doubt
+    speed = xp.mean(xp.take(xp.where(known > 0.0, ratio, xp.where(weight > 0.0, prior, 1.0)), choice))
+    average = _quotient(xp, known * at_own_speed(xp, ratio, speed) + doubt * prior, weight)
+    return xp.clip(xp.where(weight > 0.0, average, prior), LEAST, 1.0)
 
 
-def _of_way(xp: Any, measured: Any, ratio: Any) -> Any:
-    """The way that elements go with each candidate, divided by `ratio`, [C], and limited to 0.02 to 1."""
+def _of_way(xp: Any, measured: Any, gain: Any) -> Any:
+    """The way that elements go with each candidate, divided by the gain, [C], and limited to 0.02 to 1."""
     way = _quotient(xp, measured[Row.WAY], measured[Row.WHOLE_WAY])
-    return xp.where(measured[Row.WHOLE_WAY] > 0.0, xp.clip(way / ratio, LEAST, 1.0), 1.0)
+    return xp.where(measured[Row.WHOLE_WAY] > 0.0, xp.clip(way / gain, LEAST, 1.0), 1.0)
 
 
 def _quotient(xp: Any, numerator: Any, denominator: Any) -> Any:

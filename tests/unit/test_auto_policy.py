@@ -200,8 +200,25 @@ def test_what_is_measured_replaces_the_prior():
     # What points the wrong way counts as nothing: the prior, and with little noise the least.
     wrong = noisy.copy()
     wrong[policy.progress.Row.GAIN] *= -1
-    wrong[policy.progress.Row.VARIANCE] *= 1e-9
+    wrong[policy.progress.Row.VARIANCE] *= 1e-12
     np.testing.assert_allclose(policy.progress.rates(np, wrong, prior.progress, [1]), [0.02, 0.02], rtol=1e-3)
+
+
+def test_a_candidate_is_worth_what_it_was_in_its_own_training():
+    """It makes less progress while it is in use than it seems to make beside another one."""
+    costs, nbytes = costs_of([0.02, 0.01]), tf.ones([4])
+    state, value = policy.initial(tf.ones([4], tf.int32), 2), policy.Value(constant([1.0, 0.3]), constant([0.0, 0.7]))
+    candidate_rules = rules([True, False])
+    state, *_ = policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(2))
+    np.testing.assert_allclose(state.own_progress, [1.0, 0.3])
+    state = state._replace(choice=tf.zeros([4], tf.int32))
+    optimistic = policy.Value(constant([0.9, 0.8]), constant([0.0, 0.7]))
+    np.testing.assert_allclose(policy.value_of(state, optimistic).progress, [0.9, 0.3])
+    # It is forgotten slowly.
+    for _ in range(100):
+        value = policy.value_of(state, optimistic)
+        state, *_ = policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(2))
+    np.testing.assert_allclose(state.own_progress, [0.9, 0.3 ** (0.9995**100)], rtol=1e-4)
 
 
 def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
