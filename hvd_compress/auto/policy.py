@@ -70,7 +70,7 @@ def admit(xp: Any, rules: Rules, current: Any, value: Value, target: Any) -> Any
     if rules.by_progress:
         return (value.progress >= rules.min_progress) | (value.progress >= xp.max(value.progress))
     through = 1.0 - value.lost
-    in_use = xp.any(current[:, None] == np.arange(len(rules.uncompressed), dtype=np.int32), 0)
+    in_use = _in_use(xp, current, len(rules.uncompressed))
     enough = (through >= target) | (in_use & (through >= 0.5 * target))
     return enough | (value.lost <= xp.min(value.lost))
 
@@ -263,13 +263,14 @@ def value_of(state: State, prior: Value) -> Value:
     repeat more: weights move slower. Otherwise, choices would switch to and fro.
     """
     rates = progress.rates(tnp, state.progress, prior.progress, state.choice)
-    limited = tf.where(_in_use(state.choice, rates.shape[0]), rates, tf.minimum(rates, state.own_progress))
+    in_use = _in_use(tnp, state.choice, rates.shape[0])
+    limited = tf.where(in_use, rates, tf.minimum(rates, state.own_progress))
     return Value(limited, progress.lost_shares(state.progress, prior.lost))
 
 
-def _in_use(choice: tf.Tensor, candidates: int) -> tf.Tensor:
+def _in_use(xp: Any, choice: Any, candidates: int) -> Any:
     """Whether a bucket has each candidate, bool [C]; `choice` int32 [B]."""
-    return tf.reduce_any(choice[:, None] == np.arange(candidates, dtype=np.int32), 0)
+    return xp.any(choice[:, None] == np.arange(candidates, dtype=np.int32), 0)
 
 
 def propose(
@@ -302,9 +303,9 @@ def propose(
     ratios = tf.math.divide_no_nan(tf.stack(others), current_cost)
     possible = allowed & tf.reduce_any(state.choice != alone, 1)
     trial, since_trial, tried = trials.next_trial(state.trial, state.since_trial, state.age, ratios, possible & ~switch)
-    in_use = _in_use(state.choice, candidates)
+    is_seen = _in_use(tnp, state.choice, candidates) & progress.outweighs_noise(tnp, state.progress)
     state = state._replace(
-        own_progress=tf.where(in_use, value.progress, state.own_progress**_REMEMBERED),
+        own_progress=tf.where(is_seen, value.progress, state.own_progress**_REMEMBERED),
         evidence=evidence,
         reluctance=reluctance,
         trial=trial,

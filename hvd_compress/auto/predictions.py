@@ -29,7 +29,8 @@ class Predictions(NamedTuple):
     def hoped(self, state: policy.State, measured: Sequence[int]) -> policy.Value:
         """What candidates may be worth. Those at the positions `measured` are worth what was measured."""
         value = policy.value_of(state, self.prior)
-        telling = [c for c in measured if progress.outweighs_noise(state.progress.numpy()[:, c])]
+        is_clear = progress.outweighs_noise(np, state.progress.numpy())
+        telling = [c for c in measured if is_clear[c]]
         hoped = usual_progress.hoped(self.usual.tolist(), self.names, {c: float(value.progress[c]) for c in telling})
         is_measured = np.isin(np.arange(len(hoped)), measured)
         most = tf.where(is_measured, value.progress, tf.maximum(value.progress, tf.constant(hoped)))

@@ -301,9 +301,9 @@ def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
     return 2.0 / (1.0 + xp.sqrt(1.0 + 4.0 * late))
 
 
-def outweighs_noise(measured: np.ndarray) -> bool:
-    """Whether what was measured of a candidate, [ROWS], counts more than what is known before; see `rates`."""
-    return bool(measured[Row.WHOLE_GAIN] > 2.0 * math.sqrt(measured[Row.VARIANCE]))
+def outweighs_noise(xp: Any, measured: Any) -> Any:
+    """Whether what was measured, [ROWS, C], counts more than what is known before, [C]; see `rates`."""
+    return measured[Row.WHOLE_GAIN] > 2.0 * xp.sqrt(measured[Row.VARIANCE])
 
 
 def add(xp: Any, sums: Any, measured: Any) -> Any:

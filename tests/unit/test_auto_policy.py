@@ -210,7 +210,13 @@ def test_a_candidate_is_worth_what_it_was_in_its_own_training():
     state, value = policy.initial(tf.ones([4], tf.int32), 2), policy.Value(constant([1.0, 0.3]), constant([0.0, 0.7]))
     candidate_rules = rules([True, False])
     state, *_ = policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(2))
-    np.testing.assert_allclose(state.own_progress, [1.0, 0.3])
+    np.testing.assert_array_equal(state.own_progress, [1.0, 1.0])  # nothing was measured yet
+    measured = np.zeros([policy.progress.ROWS, 2])
+    measured[policy.progress.Row.WHOLE_GAIN] = 1.0
+    seen = state._replace(progress=constant(measured))
+    seen, *_ = policy.propose(candidate_rules, seen, costs, value, nbytes, constant(0.0), range(2))
+    np.testing.assert_allclose(seen.own_progress, [1.0, 0.3])
+    state = seen._replace(progress=state.progress)
     state = state._replace(choice=tf.zeros([4], tf.int32))
     optimistic = policy.Value(constant([0.9, 0.8]), constant([0.0, 0.7]))
     np.testing.assert_allclose(policy.value_of(state, optimistic).progress, [0.9, 0.3])
@@ -218,7 +224,7 @@ def test_a_candidate_is_worth_what_it_was_in_its_own_training():
     for _ in range(100):
         value = policy.value_of(state, optimistic)
         state, *_ = policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(2))
-    np.testing.assert_allclose(state.own_progress, [0.9, 0.3 ** (0.9995**100)], rtol=1e-4)
+    np.testing.assert_allclose(state.own_progress, [1.0, 0.3 ** (0.9995**100)], rtol=1e-4)
 
 
 def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
