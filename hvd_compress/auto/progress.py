@@ -33,7 +33,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -42,12 +42,9 @@ from ..common import tracing
 from ..compressors import Auto, Compressor, Seeds
 from ..engine.grouping import Shape
 from ..kernels.compile import uncompiled
+from . import gradient_parts
 
 _NAME = "hvdc_progress"  # of variables
-# The sample has about so many elements, in segments of the second number: quantizers scale blocks of 256.
-_ELEMENTS, _SEGMENT = 2**16, 256
-# A model-wide candidate is simulated on parts of so many matrices, each of at most so many elements.
-_MATRICES, _MATRIX = 4, 2**16
 # Measured are the first steps with all candidates, and later so many steps at a time. Each time begins with residuals
 # of zero.
 FIRST_STEPS, BURST = 48, 24
@@ -113,17 +110,19 @@ class ProgressSample:
             flat = [c for c in columns if not auto.candidates[c].model_wide]
             self._samples: list[tuple[_Simulation, Callable[[Sequence[Any]], tf.Tensor]]] = []
             if flat:
-                stride = max(1, math.ceil(sum(map(math.prod, shapes.values())) / _ELEMENTS))
-                elements = sum(_segments(math.prod(shape), stride).numel for shape in shapes.values())
+                sizes = [math.prod(shape) for shape in shapes.values()]
+                stride = gradient_parts.stride_of(sizes)
+                elements = sum(gradient_parts.segments(size, stride).numel for size in sizes)
                 simulation = _Simulation(auto, flat, (elements,), decays, adaptive, normalized)
-                self._samples.append((simulation, functools.partial(_segments_of, tuple(shapes), stride)))
+                take = functools.partial(gradient_parts.segments_of, tuple(shapes), stride)
+                self._samples.append((simulation, take))
             parts: dict[tuple[int, Shape, Shape], list[int]] = {}  # with the candidates that are simulated on them
             for c in (c for c in columns if c not in flat):
-                for part in _matrices_of(auto.candidates[c], shapes):
+                for part in gradient_parts.matrices_of(auto.candidates[c], shapes):
                     parts.setdefault(part, []).append(c)
             for (i, matrix, shape), of_part in parts.items():
                 simulation = _Simulation(auto, of_part, shape, decays, adaptive, normalized)
-                self._samples.append((simulation, functools.partial(_part_of, i, matrix, shape)))
+                self._samples.append((simulation, functools.partial(gradient_parts.part_of, i, matrix, shape)))
 
     def measure(self, seeds: Seeds, gradients: Sequence[Any]) -> tf.Tensor:
         """Simulates one step, if this step is measured.
@@ -212,9 +211,9 @@ class _Simulation:
             energies.append((tf.reduce_sum(new * new), tf.reduce_sum(total * total)))
         sent = self._normalized(tf.stack([*now, metric * x]), keep)
         self._sent.assign(sent)
-        first = tf.reduce_sum(x * sent[-1]) * keep  # as the others, 0 where measuring begins
+        own_gain = tf.reduce_sum(x * sent[-1]) * keep  # as the others, 0 where measuring begins
         return {
-            c: tf.stack([gains[place], gains[-1], variance, ways[place], ways[-1], first, *energies[place]])
+            c: tf.stack([gains[place], gains[-1], variance, ways[place], ways[-1], own_gain, *energies[place]])
             for place, c in enumerate(self._candidates)
         }
 
@@ -265,7 +264,7 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
         prior: [C], the progress that is known before.
         choice: int32 [B], the candidates in use.
     """
-    doubt, known = 2.0 * xp.sqrt(measured[Row.VARIANCE]), xp.maximum(measured[Row.WHOLE_GAIN], 0.0)
+    doubt, known = _doubt(xp, measured), xp.maximum(measured[Row.WHOLE_GAIN], 0.0)
     gain = xp.clip(_quotient(xp, measured[Row.GAIN], known), LEAST, 1.0)
     repeated = _quotient(xp, known, measured[Row.OWN_GAIN])
     ratio = gain * _of_way(xp, measured, gain) ** xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0)
@@ -303,7 +302,12 @@ def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
 
 def outweighs_noise(xp: Any, measured: Any) -> Any:
     """Whether what was measured, [ROWS, C], counts more than what is known before, [C]; see `rates`."""
-    return measured[Row.WHOLE_GAIN] > 2.0 * xp.sqrt(measured[Row.VARIANCE])
+    return measured[Row.WHOLE_GAIN] > _doubt(xp, measured)
+
+
+def _doubt(xp: Any, measured: Any) -> Any:
+    """What is known before counts as much as this, [C]: two standard deviations."""
+    return 2.0 * xp.sqrt(measured[Row.VARIANCE])
 
 
 def add(xp: Any, sums: Any, measured: Any) -> Any:
@@ -315,65 +319,3 @@ def lost_shares(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
     """The share of the energy that each candidate loses, [C]; `prior` [C] before the first measurement."""
     lost, energy = measured[Row.LOST], measured[Row.ENERGY]
     return tf.where(energy > 0.0, tf.math.divide_no_nan(lost, energy), prior)
-
-
-class _Segments(NamedTuple):
-    """The elements of a gradient that are in the sample: every `stride`-th segment of `length` elements."""
-
-    whole: int  # segments of the gradient; a rest is left out
-    length: int
-    stride: int
-
-    @property
-    def numel(self) -> int:
-        return math.ceil(self.whole / self.stride) * self.length
-
-
-def _segments(size: int, stride: int) -> _Segments:
-    length = min(size, _SEGMENT)
-    count = size // length
-    return _Segments(count, length, min(stride, count))
-
-
-def _segments_of(members: Sequence[int], stride: int, gradients: Sequence[Any]) -> tf.Tensor:
-    """The sample of all gradients, float32 [K]."""
-    parts = []
-    for i in members:
-        flat = tf.reshape(gradients[i], [-1])
-        segments = _segments(flat.shape[0], stride)
-        rows = tf.reshape(flat[: segments.whole * segments.length], [segments.whole, segments.length])
-        parts.append(tf.reshape(rows[:: segments.stride], [-1]))
-    return tf.cast(tf.concat(parts, 0), tf.float32)
-
-
-def _part_of(i: int, matrix: Shape, shape: Shape, gradients: Sequence[Any]) -> tf.Tensor:
-    """Rows and columns of a gradient at equal distances, float32 of `shape`."""
-    every_row, every_column = (size // kept for size, kept in zip(matrix, shape))
-    part = tf.reshape(gradients[i], matrix)[::every_row, ::every_column]
-    return tf.cast(part[: shape[0], : shape[1]], tf.float32)
-
-
-def _matrices_of(candidate: Any, shapes: Mapping[int, Shape]) -> list[tuple[int, Shape, Shape]]:
-    """The matrices on which a model-wide candidate is simulated: a gradient's position, its shape and that of its part.
-
-    The elements of all matrices in their order are divided into `_MATRICES` equal shares. The matrix in the middle of
-    each share is chosen, once if it is in several. So layers of all depths are, and small matrices among large ones
-    are not.
-    """
-    matrices = {i: matrix for i, shape in shapes.items() if (matrix := candidate.matrix(shape)) is not None}
-    if not matrices:
-        matrices = {i: (1, math.prod(shape)) for i, shape in shapes.items()}  # nothing is compressed
-    ends = np.cumsum([math.prod(matrix) for matrix in matrices.values()])
-    middles = (np.arange(_MATRICES) + 0.5) / _MATRICES * ends[-1]
-    chosen = sorted({list(matrices)[place] for place in np.searchsorted(ends, middles, "right")})
-    return [(i, matrices[i], _part_shape(*matrices[i])) for i in chosen]
-
-
-def _part_shape(rows: int, columns: int) -> Shape:
-    """The shape of a part of at most `_MATRIX` elements that is as square as it can be.
-
-    The thinner a part, the more of its noise is of low rank. Even in a square one, it is more than in a larger matrix.
-    """
-    side = math.isqrt(_MATRIX)
-    rows_kept = min(rows, max(side, _MATRIX // columns))
-    return rows_kept, min(columns, _MATRIX // rows_kept)

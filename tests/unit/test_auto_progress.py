@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import progress
+from hvd_compress.auto import gradient_parts, progress
 from hvd_compress.auto.progress import ROWS, ProgressSample, Row
 from hvd_compress.compressors.base import no_seeds
 
@@ -121,23 +121,23 @@ def test_matrices_are_chosen_by_their_sizes_and_parts_of_them_are_square():
     candidate = hvdc.Compression.parse("powersgd:rank=2")
     dense = {3: (64, 64), 4: (1024, 1536), 5: (1536,), 6: (1536, 1024), 7: (1024, 256), 8: (256,)}
     parts = [(4, (1024, 1536), (256, 256)), (6, (1536, 1024), (256, 256))]
-    assert progress._matrices_of(candidate, dense) == parts
+    assert gradient_parts.matrices_of(candidate, dense) == parts
     deep = dict(enumerate([(128, 512)] * 96))
-    assert [i for i, _, _ in progress._matrices_of(candidate, deep)] == [12, 36, 60, 84]
+    assert [i for i, _, _ in gradient_parts.matrices_of(candidate, deep)] == [12, 36, 60, 84]
     convolutions = {0: (3, 3, 32, 64), 1: (9216, 128), 2: (128, 10)}
-    assert progress._matrices_of(candidate, convolutions) == [(1, (9216, 128), (512, 128))]
-    assert progress._matrices_of(candidate, {0: (40, 64), 1: (10,), 2: (16, 48)}) == [
+    assert gradient_parts.matrices_of(candidate, convolutions) == [(1, (9216, 128), (512, 128))]
+    assert gradient_parts.matrices_of(candidate, {0: (40, 64), 1: (10,), 2: (16, 48)}) == [
         (0, (40, 64), (40, 64)),
         (2, (16, 48), (16, 48)),
     ]
-    assert progress._part_shape(300, 100_000) == (256, 256)
-    assert progress._part_shape(3, 100_000) == (3, 21845)
-    assert progress._matrices_of(candidate, {0: (7,)}) == [(0, (1, 7), (1, 7))]
+    assert gradient_parts._part_shape(300, 100_000) == (256, 256)
+    assert gradient_parts._part_shape(3, 100_000) == (3, 21845)
+    assert gradient_parts.matrices_of(candidate, {0: (7,)}) == [(0, (1, 7), (1, 7))]
 
 
 def test_a_part_has_rows_and_columns_from_everywhere():
     matrix = np.arange(700 * 1030, dtype=np.float32).reshape(700, 1030)
-    part = progress._part_of(0, (700, 1030), (256, 256), [tf.constant(matrix.reshape(7, 100, 1030))])
+    part = gradient_parts.part_of(0, (700, 1030), (256, 256), [tf.constant(matrix.reshape(7, 100, 1030))])
     np.testing.assert_array_equal(part, matrix[: 2 * 256 : 2, : 4 * 256 : 4])
 
 
