@@ -33,10 +33,10 @@ _FAST = 0.004
 _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 LARGEST_BURST = 2**20
 
-# Of an estimate: these sizes, and then the first of the larger ones that is expected to take no longer than the seconds
-# beside it. On a fast link, only a large message takes clearly longer than the times vary. A size is timed up to so
-# many times, or for so many seconds.
-_ESTIMATE_SIZES, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = (2**12, 2**19), 3, 0.03
+# Of an estimate: the smallest size, `_PROBED`, and on a fast link the first of the larger ones that is expected to take
+# no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. A size is
+# timed up to so many times, or for so many seconds.
+_SMALLEST, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = 2**12, 3, 0.03
 _ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
 # A size is timed once more if it took so many times as long as expected, or so many seconds longer: TCP may have sent a
 # packet again, after 0.2 s.
@@ -108,47 +108,58 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     """As `measure_link`, in a few tenths of a second, or in as long as some messages of 0.5 MB need on a slow link."""
     if group.size == 1:
         return Link(0.0, 0.0), 0.0
-    sizes: list[int] = []
-    seconds: list[float] = []
-    pause = 0.0
-    while (size := _size_to_estimate(sizes, seconds)) is not None:
+
+    def new_call(size: int) -> Callable[[], Any]:
         run = tf.function(new_run(name, size, group), autograph=False)
         run.get_concrete_function()
-        first, is_probe = float(_times(run, everyone, 1, pause)[0]), size <= _PROBED
-        expected = first if is_probe else seconds[0] + _expected(size, sizes, seconds)
-        if is_probe:
-            pause = _PAUSE if first > _SLOW else 0.0
-        # On a WAN, where each call takes long, only the smallest is timed again.
-        is_enough = is_probe and bool(seconds) and seconds[0] > _SHORT
-        times = np.zeros(0) if is_enough else _more_times(run, everyone, first, expected, int(is_probe), pause)
-        # The first of the second size had a longer pause, and so perhaps a larger burst.
-        if is_enough or not (is_probe and seconds and pause):
-            times = np.append(first, times)
-        sizes.append(size)
-        # The faster half: of so few, more of the others waited.
-        seconds.append(float(np.mean(np.sort(times)[: (len(times) + 1) // 2])))
+        return run
+
+    sizes, run = [_SMALLEST], new_call(_SMALLEST)
+    first = float(_times(run, everyone)[0])
+    seconds = [_faster_half([first, *_more_times(run, everyone, first, first, 1)])]
+    run = new_call(_PROBED)
+    is_wan = seconds[0] > _SHORT  # each call takes long
+    times = _times(run, everyone, calls=1 if is_wan else 2).tolist()
+    if not is_wan:
+        if times[1] > _held_up(times[0]):
+            times += _times(run, everyone).tolist()
+        sustained = min(times[1:]) - seconds[0]
+        if sustained > _SLOW:
+            # The first call has used up a burst, if there is one. So both are as one call of so many bytes.
+            sizes += [_PROBED, 2 * _PROBED - _SMALLEST]
+            seconds += [times[0], times[0] + sustained]
+            return _ring_link(name, group.size, sizes, seconds)
+        if len(times) < _ESTIMATE_REPEATS <= _ESTIMATE_SECONDS / times[0]:
+            times += _times(run, everyone).tolist()
+    sizes.append(_PROBED)
+    seconds.append(_faster_half(times))
+    larger = next((size for size, most in _ESTIMATE_LARGER if _expected(size, sizes, seconds) <= most), None)
+    if larger is not None:
+        run, expected = new_call(larger), seconds[0] + _expected(larger, sizes, seconds)
+        first = float(_times(run, everyone)[0])
+        sizes.append(larger)
+        seconds.append(_faster_half([first, *_more_times(run, everyone, first, expected, 0)]))
     return _ring_link(name, group.size, sizes, seconds)
 
 
-def _more_times(
-    run: Callable[[], Any], everyone: Group, first: float, expected: float, least: int, pause: float
-) -> np.ndarray:
+def _more_times(run: Callable[[], Any], everyone: Group, first: float, expected: float, least: int) -> list[float]:
     """Seconds of more calls, at least so many, after one that took `first` seconds; of one more if TCP held them up."""
     enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, first, 1e-9)))
     repeats = max(enough - 1, least)
-    times = _times(run, everyone, repeats, pause) if repeats else np.zeros(0)
-    if float(times.min() if repeats else first) > min(_HELD_UP * expected, expected + _HELD_UP_SECONDS):
-        times = np.append(times, _times(run, everyone, 1, pause))
+    times: list[float] = _times(run, everyone, repeats).tolist() if repeats else []
+    if min(times, default=first) > _held_up(expected):
+        times += _times(run, everyone).tolist()
     return times
 
 
-def _size_to_estimate(sizes: Sequence[int], seconds: Sequence[float]) -> int | None:
-    """The size that an estimate times after these, which took so many seconds; None if these are enough."""
-    if len(sizes) < len(_ESTIMATE_SIZES):
-        return _ESTIMATE_SIZES[len(sizes)]
-    if len(sizes) > len(_ESTIMATE_SIZES):
-        return None
-    return next((size for size, most in _ESTIMATE_LARGER if _expected(size, sizes, seconds) <= most), None)
+def _held_up(expected: float) -> float:
+    """Seconds above which TCP may have held up a call that was expected to take so long."""
+    return min(_HELD_UP * expected, expected + _HELD_UP_SECONDS)
+
+
+def _faster_half(times: Sequence[float]) -> float:
+    """The mean of the faster half: of so few, more of the others waited."""
+    return float(np.mean(np.sort(times)[: (len(times) + 1) // 2]))
 
 
 def _expected(size: int, sizes: Sequence[int], seconds: Sequence[float]) -> float:
@@ -166,17 +177,20 @@ def _ring_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[fl
     return Link(per_message / messages, per_byte / share, burst=burst * share), error
 
 
-def _times(run: Callable[[], Any], group: Group, repeats: int = 1, pause: float = 0.0) -> np.ndarray:
-    """Seconds of the slowest rank in each repeat."""
-    return slowest(np.array([_timed(run, group, pause) for _ in range(repeats)]), group, "_times")
+def _times(run: Callable[[], Any], group: Group, repeats: int = 1, pause: float = 0.0, calls: int = 1) -> np.ndarray:
+    """Seconds of the slowest rank in each call. The `calls` of a repeat follow each other at once."""
+    seconds = [_timed(run, group, pause, calls) for _ in range(repeats)]
+    return slowest(np.concatenate(seconds), group, "_times")
 
 
-def _timed(run: Callable[[], Any], group: Group, pause: float = 0.0) -> float:
+def _timed(run: Callable[[], Any], group: Group, pause: float, calls: int) -> np.ndarray:
     rest(pause)
     hvd.allreduce(tf.zeros([1]), op=hvd.Sum, **group.keywords("_barrier"))
-    start = time.perf_counter()
-    tf.nest.map_structure(lambda tensor: tensor.numpy(), run())
-    return time.perf_counter() - start
+    ends = [time.perf_counter()]
+    for _ in range(calls):
+        tf.nest.map_structure(lambda tensor: tensor.numpy(), run())
+        ends.append(time.perf_counter())
+    return np.diff(ends)
 
 
 def rest(seconds: float) -> None:

@@ -65,29 +65,36 @@ class EmulatedLink:
         self.asked = size
         return lambda: tf.zeros([])
 
-    def timed(self, run, group, pause=0.0):
-        self.calls.append(self.asked)
-        late = 0.2 if len(self.calls) - 1 in self.held_up else 0.0
-        self.left = min(self.burst, self.left + (pause + 2 * self.latency) * self.rate)  # a barrier comes before
-        at_once = min(self.left, self.asked)
-        self.left -= at_once
-        taken = self.latency + (self.asked - at_once) / self.rate + late
-        self.seconds += pause + self.latency + taken
-        return taken
+    def timed(self, run, group, pause, calls):
+        taken = []
+        self._rest(pause + self.latency)  # a barrier comes before
+        for _ in range(calls):
+            self.calls.append(self.asked)
+            late = 0.2 if len(self.calls) - 1 in self.held_up else 0.0
+            self._rest(self.latency)
+            at_once = min(self.left, self.asked)
+            self.left -= at_once
+            taken.append(self.latency + (self.asked - at_once) / self.rate + late)
+        self.seconds += pause + self.latency + sum(taken)
+        return np.array(taken)
+
+    def _rest(self, seconds):
+        self.left = min(self.burst, self.left + seconds * self.rate)
 
 
 @pytest.mark.parametrize("burst", [0, 2**18])
-@pytest.mark.parametrize("rate", [1.25e9, 1.25e8, 6e7, 1.25e7, 5e6, 1.25e6])
+@pytest.mark.parametrize("rate", [1.25e9, 1.25e8, 6e7, 2.5e7, 1.25e7, 5e6, 1.25e6])
 def test_an_estimate_finds_the_link(monkeypatch, rate, burst):
     emulated = EmulatedLink(monkeypatch, rate, burst)
     link, error = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
-    if burst and rate < 1e7:  # what is left of the burst differs, or too few sizes are timed
-        assert link.beta == pytest.approx(1 / rate, rel=0.51)
-    else:
-        assert 2 * link.alpha == pytest.approx(2e-3, rel=0.01)  # of two ranks: two messages, and all bytes
-        assert link.beta == pytest.approx(1 / rate, rel=0.01)
-        assert error < 0.01
-    assert emulated.seconds < (0.5 if rate > 1e7 else 1.2)
+    assert 2 * link.alpha == pytest.approx(2e-3, rel=0.01)  # of two ranks: two messages, and all bytes
+    is_slow = rate < 3e7
+    # In the latency of a call, a little of the burst is there again.
+    assert link.beta == pytest.approx(1 / rate, rel=0.11 if burst and is_slow else 0.01)
+    if is_slow:
+        assert link.burst == pytest.approx(burst, rel=0.11)
+    assert error < 0.01
+    assert emulated.seconds < (0.25 if rate > 1e7 else 1.2)
 
 
 @pytest.mark.parametrize("call", range(8))
