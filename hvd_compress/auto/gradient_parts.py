@@ -48,8 +48,10 @@ def segments_of(members: Sequence[int], stride: int, gradients: Sequence[Any]) -
     for i in members:
         flat = tf.reshape(gradients[i], [-1])
         of_gradient = segments(flat.shape[0], stride)
-        rows = tf.reshape(flat[: of_gradient.whole * of_gradient.length], [of_gradient.whole, of_gradient.length])
-        parts.append(tf.reshape(rows[:: of_gradient.stride], [-1]))
+        if of_gradient.numel < flat.shape[0]:  # each operation lengthens the first trace
+            rows = tf.reshape(flat[: of_gradient.whole * of_gradient.length], [of_gradient.whole, of_gradient.length])
+            flat = tf.reshape(rows[:: of_gradient.stride], [-1])
+        parts.append(flat)
     return tf.cast(tf.concat(parts, 0), tf.float32)
 
 
