@@ -78,7 +78,7 @@ def _predicted(model: CostModel, hosts: Hosts, compressor: Compressor, buckets: 
 
     def seconds(bucket: Sequence[Shape], hosts: Hosts | None) -> float:
         name = choice.choose(compressor, bucket, model.ranks, hosts).name
-        return model.predict(compressor, 4 * sum(shape[0] for shape in bucket), name).total
+        return model.predict(compressor, 4 * sum(shape[0] for shape in bucket), name).sustained.total
 
     return [sum(seconds(bucket, between) for bucket in buckets) for between in (None, hosts)]
 

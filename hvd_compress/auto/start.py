@@ -44,7 +44,7 @@ _LEAST_GAIN_OF_ROWS = {"xla": 0.01, "native": 0.0005}
 # Seconds that a later trace takes for each shape of a matrix that a new model-wide candidate compiles kernels for, on
 # one core, with dense layers. In a first trace it was 0.6, as with a transformer.
 _COMPILE_SECONDS = 0.9
-# On links slower than this, in bits per second, a calibration does not see bursts.
+# On links slower than this, in bits per second, a calibration does not see all bursts.
 _SLOW_RATE = 30e6
 # With less, the quotient of time and progress says nothing.
 _LEAST_PROGRESS = 1e-3
@@ -177,7 +177,8 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
         for b in layout.auto_buckets:
             shapes = layout.shapes_of(b)
             collective = choice.choose(candidate, shapes, group.size())
-            predicted.append(model.predict(candidate, 4 * sum(map(math.prod, shapes)), collective.name))
+            # A link grants its burst only once in a step.
+            predicted.append(model.predict(candidate, 4 * sum(map(math.prod, shapes)), collective.name).sustained)
         exchange, wire = (sum(getattr(one, name) for one in predicted) for name in ("total", "wire"))
         if auto.local_steps:
             return min((rest + exchange / length) / of_round(length) for length in auto.local_steps)
@@ -190,10 +191,10 @@ def only_candidate(settings: Settings, layout: ModelLayout, calibrated: Calibrat
         return rest + exchange if candidate.uncompressed else min(delayed, rest + exchange)
 
     def cost(candidate: Compressor) -> float:
-        lost = _lost(candidate, layout.shapes_of(layout.auto_buckets[0]))
+        lost, name = _lost(candidate, layout.shapes_of(layout.auto_buckets[0])), getattr(candidate, "name", "")
         is_normalized = settings.normalized and not auto.local_steps  # local steps exchange movements
-        progress = assumed(lost, getattr(candidate, "name", ""), is_normalized)
-        return math.inf if progress < max(auto.min_progress, _LEAST_PROGRESS) else seconds(candidate) / progress
+        is_enough = usual(lost, name, is_normalized) >= max(auto.min_progress, _LEAST_PROGRESS)
+        return seconds(candidate) / assumed(lost, name, is_normalized) if is_enough else math.inf
 
     costs = [cost(candidate) for candidate in per_bucket]
     if min(costs) == math.inf:
@@ -277,8 +278,8 @@ def _costs(plan: Plan, calibration: Calibration, compressors: Sequence[Compresso
         payload = volume.payload_bytes(candidate, shapes) if candidate.model_wide else None
         nbytes = 4 * sum(map(math.prod, shapes))
         prediction = model.predict(candidate, nbytes, plan.collective(candidate, shapes).name, payload=payload)
-        # The burst is not subtracted: a link grants it only once in a step.
-        transfer = prediction.wire + prediction.burst - prediction.latency
+        # A link grants its burst only once in a step.
+        transfer = prediction.sustained.wire - prediction.latency
         transfer = max(transfer, _LEAST_TRANSFER * prediction.payload)
         # Not part of the wire: the link inside a host does not change with the one between hosts.
         encode = prediction.encode + prediction.inside

@@ -149,7 +149,7 @@ class Traces:
                     names = [*(candidate.spec for candidate in self._auto.candidates), "compressed rows of embeddings"]
                     report.log_trace([names[i] for i in missing])
                     self._say_if_slow(step)
-            more = self._worth_tracing(state, step, counts) if self._decides else frozenset()
+            more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
         return self.mask(more)
 
     # At other times
@@ -224,10 +224,9 @@ class Traces:
         if not self.compresses_rows:
             link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
             rows = self._predictions.row_savings.now(counts, link)
-        gained, is_simulated = self._hoped, self._simulated[progress.Row.ENERGY] > 0.0
-        if is_simulated.any():
-            rates = progress.rates(np, self._simulated, self._least_progress, [now])
-            gained = np.where(is_simulated, rates, gained)
+        gained = self._hoped.copy()
+        if self._is_simulated(now):
+            gained[now] = progress.rates(np, self._simulated, self._least_progress, [now])[now]
         cost = (rest + span) * self._slowdown[now] / gained[now]
         known = self._coding + self._time_per_byte * self._transfer
         waited = known + max(0.0, span - known[now])
@@ -235,7 +234,12 @@ class Traces:
         least = min(((rest + seconds) / gained).min() for seconds in (waited, self._coding + slower * self._transfer))
         return max(0.0, _MARGIN * float(cost - least), rows)
 
-    def _worth_tracing(self, state: policy.State, step: int, counts: np.ndarray) -> frozenset[int]:
+    def _is_simulated(self, candidate: int) -> bool:
+        return bool(self._simulated[progress.Row.ENERGY, candidate] > 0.0)
+
+    def _worth_tracing(
+        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
+    ) -> frozenset[int]:
         """Positions in `mask` of what might save the most time, less that of the trace.
 
         It counts what is saved for the progress of as many uncompressed steps as were done.
@@ -243,8 +247,8 @@ class Traces:
         if not float(state.rest) > 0.0:
             return frozenset()
         predictions = self._predictions
-        measured = np.flatnonzero(state.progress.numpy()[progress.Row.ENERGY] > 0.0)
-        value = predictions.hoped(state, measured.tolist())
+        measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
+        value = predictions.hoped(state, measured)
         rules, costs, sizes = predictions.rules, predictions.costs, predictions.sizes
         options, savings = policy.possible_savings(rules, state, costs, value, sizes)
         saved_by: dict[frozenset[int], float] = {frozenset(): 0.0}  # the most, with the same candidates in addition

@@ -34,13 +34,15 @@ _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 LARGEST_BURST = 2**20
 
 # Of an estimate: the smallest size, `_PROBED`, and on a fast link the first of the larger ones that is expected to take
-# no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. A size is
-# timed up to so many times, or for so many seconds.
+# no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. The
+# smallest and the largest size are timed up to so many times, or for so many seconds.
 _SMALLEST, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = 2**12, 3, 0.03
 _ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
 # A size is timed once more if it took so many times as long as expected, or so many seconds longer: TCP may have sent a
-# packet again, after 0.2 s.
-_HELD_UP, _HELD_UP_SECONDS = 3.0, 0.15
+# packet again, after 0.2 s. Without a burst, a message takes up to about the third number of times as long.
+_HELD_UP, _HELD_UP_SECONDS, _OF_BURST = 3.0, 0.15, 2.5
+# Two messages in a row are enough if the latency is at most this share of the time that the bytes take.
+_LARGEST_LATENCY = 0.3
 
 NewRun = Callable[[str, int, Group], Callable[[], Any]]
 
@@ -105,7 +107,12 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
 
 
 def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
-    """As `measure_link`, in a few tenths of a second, or in as long as some messages of 0.5 MB need on a slow link."""
+    """As `measure_link`, with fewer messages.
+
+    1. One of 4 KB.
+    2. Two of 512 KB, the second at once after the first, which has used up a burst. On a slow link, this is all.
+    3. On a fast link, or where the latency hides part of a burst: a larger one, if it takes less than 0.2 s.
+    """
     if group.size == 1:
         return Link(0.0, 0.0), 0.0
 
@@ -118,21 +125,19 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     first = float(_times(run, everyone)[0])
     seconds = [_faster_half([first, *_more_times(run, everyone, first, first, 1)])]
     run = new_call(_PROBED)
-    is_wan = seconds[0] > _SHORT  # each call takes long
-    times = _times(run, everyone, calls=1 if is_wan else 2).tolist()
-    if not is_wan:
-        if times[1] > _held_up(times[0]):
-            times += _times(run, everyone).tolist()
-        sustained = min(times[1:]) - seconds[0]
-        if sustained > _SLOW:
-            # The first call has used up a burst, if there is one. So both are as one call of so many bytes.
+    if seconds[0] > _SHORT:  # on a WAN, where each call takes long
+        times = _times(run, everyone).tolist()
+    else:
+        times = _times_of_pairs(run, everyone)
+        rest = times[1] - seconds[0]
+        # In the latency, a burst is available again.
+        if rest > _SLOW and seconds[0] < _LARGEST_LATENCY * rest:
+            # Both messages are as one of so many bytes.
             sizes += [_PROBED, 2 * _PROBED - _SMALLEST]
-            seconds += [times[0], times[0] + sustained]
+            seconds += [times[0], times[0] + rest]
             return _ring_link(name, group.size, sizes, seconds)
-        if len(times) < _ESTIMATE_REPEATS <= _ESTIMATE_SECONDS / times[0]:
-            times += _times(run, everyone).tolist()
     sizes.append(_PROBED)
-    seconds.append(_faster_half(times))
+    seconds.append(float(np.mean(times)))
     larger = next((size for size, most in _ESTIMATE_LARGER if _expected(size, sizes, seconds) <= most), None)
     if larger is not None:
         run, expected = new_call(larger), seconds[0] + _expected(larger, sizes, seconds)
@@ -140,6 +145,21 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
         sizes.append(larger)
         seconds.append(_faster_half([first, *_more_times(run, everyone, first, expected, 0)]))
     return _ring_link(name, group.size, sizes, seconds)
+
+
+def _times_of_pairs(run: Callable[[], Any], everyone: Group) -> list[float]:
+    """Seconds of a call and of another one at once after it.
+
+    Two more are timed if that takes little time, or if TCP may have held up one of the first two. A burst is available
+    again after that, so only the last call counts then.
+    """
+    first, second = _times(run, everyone, calls=2).tolist()
+    low, high = sorted([first, second])
+    is_held_up = high > min(_HELD_UP * low, max(low + _HELD_UP_SECONDS, _OF_BURST * low))
+    if is_held_up or second <= _ESTIMATE_SECONDS:
+        third, fourth = _times(run, everyone, calls=2).tolist()
+        first, second = min(first, third), fourth if is_held_up else min(second, fourth)
+    return [first, second]
 
 
 def _more_times(run: Callable[[], Any], everyone: Group, first: float, expected: float, least: int) -> list[float]:
@@ -178,19 +198,20 @@ def _ring_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[fl
 
 
 def _times(run: Callable[[], Any], group: Group, repeats: int = 1, pause: float = 0.0, calls: int = 1) -> np.ndarray:
-    """Seconds of the slowest rank in each call. The `calls` of a repeat follow each other at once."""
-    seconds = [_timed(run, group, pause, calls) for _ in range(repeats)]
-    return slowest(np.concatenate(seconds), group, "_times")
+    """Seconds of each call, until the slowest rank ends it. The `calls` of a repeat follow each other at once."""
+    ends = slowest(np.array([_timed(run, group, pause, calls) for _ in range(repeats)]), group, "_times")
+    return np.diff(ends, prepend=0.0).ravel()
 
 
-def _timed(run: Callable[[], Any], group: Group, pause: float, calls: int) -> np.ndarray:
+def _timed(run: Callable[[], Any], group: Group, pause: float, calls: int) -> list[float]:
+    """Seconds from the begin of the first call to the end of each."""
     rest(pause)
     hvd.allreduce(tf.zeros([1]), op=hvd.Sum, **group.keywords("_barrier"))
-    ends = [time.perf_counter()]
+    begin, ends = time.perf_counter(), []
     for _ in range(calls):
         tf.nest.map_structure(lambda tensor: tensor.numpy(), run())
-        ends.append(time.perf_counter())
-    return np.diff(ends)
+        ends.append(time.perf_counter() - begin)
+    return ends
 
 
 def rest(seconds: float) -> None:

@@ -44,6 +44,11 @@ class Prediction:
         """Seconds in all, if nothing overlaps."""
         return self.encode + self.wire + self.decode + self.inside
 
+    @property
+    def sustained(self) -> Prediction:
+        """The same exchange without a pause before."""
+        return dataclasses.replace(self, wire=self.wire + self.burst, burst=0.0)
+
 
 class CostModel:
     """Predicts how long the exchange of a bucket takes.

@@ -74,7 +74,7 @@ def _mixture(work: Workload, network: Network, ranks: int) -> Forecast:
         picks = best(
             uncompressed=[candidate.uncompressed for candidate in candidates],
             waits=np.diff(work.backward * np.array([buckets[i].ready for i in compressible]), prepend=0.0),
-            seconds=np.array([[_sustained(_cost(model, e)).total for e in row] for row in exchanges]),
+            seconds=np.array([[_cost(model, e).sustained.total for e in row] for row in exchanges]),
             nbytes=np.array([buckets[i].nbytes for i in compressible], np.float64),
             rest=work.rest,
             progress=np.array([expected_progress(candidate) for candidate in candidates]),
@@ -174,11 +174,6 @@ def expected_progress(compressor: Format) -> float:
     return usual(noise_lost(compressor), compressor.name)
 
 
-def _sustained(cost: Prediction) -> Prediction:
-    """The cost without a pause before the exchange."""
-    return dataclasses.replace(cost, wire=cost.wire + cost.burst, burst=0.0)
-
-
 def _forecast(name: str, work: Workload, model: CostModel, of_step: _Exchanges) -> Forecast:
     exchanges, places = of_step.different, of_step.places
     costs = [_cost(model, exchange) for exchange in exchanges]
@@ -187,7 +182,7 @@ def _forecast(name: str, work: Workload, model: CostModel, of_step: _Exchanges) 
         return np.array(values, np.float64)[places]
 
     # Only the first exchange begins after a pause.
-    wire, total = (of_buckets([getattr(_sustained(cost), part) for cost in costs]) for part in ("wire", "total"))
+    wire, total = (of_buckets([getattr(cost.sustained, part) for cost in costs]) for part in ("wire", "total"))
     wire[0], total[0] = costs[places[0]].wire, costs[places[0]].total
     encode, latency = (of_buckets([getattr(cost, part) for cost in costs]) for part in ("encode", "latency"))
     # The encoding that passes while messages of the bucket before are on their way.

@@ -71,8 +71,8 @@ def traces(simulated=None):
     return SimpleNamespace(
         compresses_rows=True, _time_per_byte=1.0, _hoped=np.array([1.0, 1.0, 0.8]), _slowdown=[1.0, 1.0, 1.0],
         _coding=np.array([0.0, 0.01, 0.01]), _transfer=np.array([0.1, 0.016, 0.002]),
-        _least_progress=np.array([1.0, 0.98, 0.03]),
-        _simulated=np.zeros([ROWS, 3]) if simulated is None else simulated,
+        _is_simulated=lambda candidate: simulated is not None, _least_progress=np.array([1.0, 0.98, 0.03]),
+        _simulated=simulated,
     )  # fmt: skip
 
 

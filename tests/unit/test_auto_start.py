@@ -85,6 +85,7 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
     )  # fmt: skip
     fields = SimpleNamespace(
         _predictions=predictions, candidates=[2], compresses_rows=True, _trace_seconds=0.81,
+        _is_simulated=lambda candidate: True,
     )  # fmt: skip
     fields._trace_cost = lambda more, once: Traces._trace_cost(fields, more, once)
     return fields, state
@@ -103,7 +104,7 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
 def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
-    assert Traces._worth_tracing(of_trace, state, step, None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
     of_trace.compresses_rows, of_trace._auto = False, SimpleNamespace(candidates=of_trace._predictions.names)
     rows = SimpleNamespace(now=lambda counts, link: saved_by_rows)
     of_trace._predictions = of_trace._predictions._replace(row_savings=rows)
-    assert Traces._worth_tracing(of_trace, state, step, None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 @pytest.mark.parametrize("step, expected", [(8, set()), (16, {1, 3})])
@@ -132,18 +133,18 @@ def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
     costs = policy.Costs(encode, *[tf.zeros_like(encode)] * 3)
     of_trace._predictions = of_trace._predictions._replace(costs=costs, nbytes=[1e6, 1e6])
     state = policy.initial(tf.constant([2, 2]), 5)._replace(rest=state.rest, progress=state.progress)
-    assert Traces._worth_tracing(of_trace, state, step, None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
-    assert Traces._worth_tracing(of_trace, state, 512, None) == {4}
+    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
     sums = state.progress.numpy()
     sums[:, 4] = sums[:, 2]
     sums[[Row.GAIN, Row.WAY], 4] = 0.6
     of_trace.candidates = [2, 4]
-    assert Traces._worth_tracing(of_trace, state._replace(progress=tf.constant(sums)), 512, None) == set()
+    assert Traces._worth_tracing(of_trace, state._replace(progress=tf.constant(sums)), 512, [2, 4], None) == set()
 
 
 def test_noise_says_nothing_of_others():
