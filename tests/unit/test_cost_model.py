@@ -69,6 +69,7 @@ def test_what_a_burst_saves_is_told_apart():
     assert found.latency == plain.latency == pytest.approx(3 * LINK.alpha)
     assert found.burst == pytest.approx(1e5 * LINK.beta) and plain.burst == 0.0
     assert found.wire + found.burst == pytest.approx(plain.wire)
+    assert found.sustained.burst == 0.0 and found.sustained.total == pytest.approx(plain.total)
     assert CostModel(link, 4).predict("int4", 1e3, "allgather").wire == pytest.approx(3 * LINK.alpha)
     low_rank = CostModel(link, 4).predict("powersgd:rank=2", SIZE)
     assert low_rank.latency == pytest.approx(2 * 6 * LINK.alpha)
