@@ -129,12 +129,12 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
         times = _times(run, everyone).tolist()
     else:
         times = _times_of_pairs(run, everyone)
-        rest = times[1] - seconds[0]
+        of_bytes = times[1] - seconds[0]
         # In the latency, a burst is available again.
-        if rest > _SLOW and seconds[0] < _LARGEST_LATENCY * rest:
+        if of_bytes > _SLOW and seconds[0] < _LARGEST_LATENCY * of_bytes:
             # Both messages are as one of so many bytes.
             sizes += [_PROBED, 2 * _PROBED - _SMALLEST]
-            seconds += [times[0], times[0] + rest]
+            seconds += [times[0], times[0] + of_bytes]
             return _ring_link(name, group.size, sizes, seconds)
     sizes.append(_PROBED)
     seconds.append(float(np.mean(times)))
