@@ -25,6 +25,23 @@ def test_a_first_choice_counts_with_the_usual_progress():
 
 
 @pytest.mark.parametrize(
+    "milliseconds, expected",
+    [
+        ([1068, 297, 166, 108, 67, 47, 31, 25, 19], "hybrid:ratio=0.05,bits=4"),  # dense layers, 3.4M parameters
+        ([666, 191, 110, 73, 49, 37, 27, 22, 16], "hadamard"),  # an autoencoder, 2.2M
+    ],
+)
+def test_the_first_choice_is_what_was_best(milliseconds, expected):
+    """With the exchanges that were predicted at 100 Mbit/s, and what each candidate loses of white noise."""
+    auto, lost = hvdc.Compression.auto(), [0.0, 0.0, 0.01, 0.12, 0.62, 0.75, 0.92, 0.97, 0.99]
+    progress = [assumed(share, candidate.name) for share, candidate in zip(lost, auto.candidates)]
+    value = policy.Value(np.array(progress, np.float32), np.array(lost, np.float32))
+    seconds = np.array([milliseconds], np.float32) / 1000.0
+    (first,) = start._first_choice(auto, start._rules(auto), [1e7], seconds, value)
+    assert auto.candidates[first].spec == expected
+
+
+@pytest.mark.parametrize(
     ("rate", "burst", "seconds"),
     [
         (1e8, 250e3, 0.02),  # measured
