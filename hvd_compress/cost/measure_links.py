@@ -122,13 +122,12 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
         return run
 
     sizes, run = [_SMALLEST], new_call(_SMALLEST)
-    first = float(_times(run, everyone)[0])
-    seconds = [_faster_half([first, *_more_times(run, everyone, first, first, 1)])]
+    seconds = [_time_some(run, everyone, least=2)]
     run = new_call(_PROBED)
     if seconds[0] > _SHORT:  # on a WAN, where each call takes long
         times = _times(run, everyone).tolist()
     else:
-        times = _times_of_pairs(run, everyone)
+        times = _time_pair(run, everyone)
         of_bytes = times[1] - seconds[0]
         # In the latency, a burst is available again.
         if of_bytes > _SLOW and seconds[0] < _LARGEST_LATENCY * of_bytes:
@@ -140,14 +139,13 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
     seconds.append(float(np.mean(times)))
     larger = next((size for size, most in _ESTIMATE_LARGER if _expected(size, sizes, seconds) <= most), None)
     if larger is not None:
-        run, expected = new_call(larger), seconds[0] + _expected(larger, sizes, seconds)
-        first = float(_times(run, everyone)[0])
+        expected = seconds[0] + _expected(larger, sizes, seconds)
         sizes.append(larger)
-        seconds.append(_faster_half([first, *_more_times(run, everyone, first, expected, 0)]))
+        seconds.append(_time_some(new_call(larger), everyone, expected))
     return _ring_link(name, group.size, sizes, seconds)
 
 
-def _times_of_pairs(run: Callable[[], Any], everyone: Group) -> list[float]:
+def _time_pair(run: Callable[[], Any], everyone: Group) -> list[float]:
     """Seconds of a call and of another one at once after it.
 
     Two more are timed if that takes little time, or if TCP may have held up one of the first two. A burst is available
@@ -155,31 +153,33 @@ def _times_of_pairs(run: Callable[[], Any], everyone: Group) -> list[float]:
     """
     first, second = _times(run, everyone, calls=2).tolist()
     low, high = sorted([first, second])
-    is_held_up = high > min(_HELD_UP * low, max(low + _HELD_UP_SECONDS, _OF_BURST * low))
+    is_held_up = high > max(_held_up(low), _OF_BURST * low)
     if is_held_up or second <= _ESTIMATE_SECONDS:
         third, fourth = _times(run, everyone, calls=2).tolist()
         first, second = min(first, third), fourth if is_held_up else min(second, fourth)
     return [first, second]
 
 
-def _more_times(run: Callable[[], Any], everyone: Group, first: float, expected: float, least: int) -> list[float]:
-    """Seconds of more calls, at least so many, after one that took `first` seconds; of one more if TCP held them up."""
-    enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, first, 1e-9)))
-    repeats = max(enough - 1, least)
-    times: list[float] = _times(run, everyone, repeats).tolist() if repeats else []
-    if min(times, default=first) > _held_up(expected):
-        times += _times(run, everyone).tolist()
-    return times
+def _time_some(run: Callable[[], Any], everyone: Group, expected: float = 0.0, least: int = 1) -> float:
+    """Seconds of a call: the mean of the faster half of some. Of so few, more of the others waited.
+
+    At least so many calls are made, and one more if TCP held them up: if they took longer than `expected`, or than the
+    first one where nothing is expected.
+    """
+    times: list[float] = _times(run, everyone).tolist()
+    expected = expected or times[0]
+    enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, times[0], 1e-9)))
+    repeats = max(enough, least) - 1
+    again: list[float] = _times(run, everyone, repeats).tolist() if repeats else []
+    if min(again, default=times[0]) > _held_up(expected):
+        again += _times(run, everyone).tolist()
+    times += again
+    return float(np.mean(np.sort(times)[: (len(times) + 1) // 2]))
 
 
 def _held_up(expected: float) -> float:
     """Seconds above which TCP may have held up a call that was expected to take so long."""
     return min(_HELD_UP * expected, expected + _HELD_UP_SECONDS)
-
-
-def _faster_half(times: Sequence[float]) -> float:
-    """The mean of the faster half: of so few, more of the others waited."""
-    return float(np.mean(np.sort(times)[: (len(times) + 1) // 2]))
 
 
 def _expected(size: int, sizes: Sequence[int], seconds: Sequence[float]) -> float:

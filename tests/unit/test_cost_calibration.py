@@ -91,8 +91,11 @@ def test_an_estimate_finds_the_link(monkeypatch, rate, burst, latency):
     link, error = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
     # In the latency of a call, a part of the burst is available again. On fast links, messages have more of it or less.
     again = min(burst, latency * rate) / 2**19
-    again = 0.0 if again > 0.3 else max(again, 0.1) if burst and rate > 3e7 else again
-    assert link.beta == pytest.approx(1 / rate, rel=0.01 + again)
+    if again > 0.3:  # a larger message is timed, too
+        again = 0.0
+    elif burst and rate > 3e7:
+        again = 0.06
+    assert link.beta == pytest.approx(1 / rate, rel=0.01 + min(again, 0.1))
     if latency == 2e-3:
         assert 2 * link.alpha == pytest.approx(latency, rel=0.01)  # of two ranks: two messages, and all bytes
         assert error < 0.01
@@ -102,14 +105,17 @@ def test_an_estimate_finds_the_link(monkeypatch, rate, burst, latency):
 
 
 @pytest.mark.parametrize("burst", [0, 2**18])
-@pytest.mark.parametrize("call", range(5))
-@pytest.mark.parametrize("rate", [1.25e8, 1.25e7, 6.25e6, 5e6])
+@pytest.mark.parametrize(
+    "rate, call",
+    [(rate, call) for rate, calls in ((1.25e8, 8), (1.25e7, 5), (6.25e6, 5), (5e6, 5)) for call in range(calls)],
+)
 def test_a_call_that_is_held_up_does_not_count(monkeypatch, rate, call, burst):
     """TCP waits for 200 ms until it sends a packet again."""
     emulated = EmulatedLink(monkeypatch, rate, burst, held_up=[call], latency=5e-4)
     link, _ = measure_links.estimate_link("allreduce", emulated, emulated, emulated.new_run)
     assert call < len(emulated.calls)
-    assert link.beta == pytest.approx(1 / rate, rel=0.02 if burst else 0.01)
+    # After the first five calls, messages may have more of the burst or less.
+    assert link.beta == pytest.approx(1 / rate, rel=0.01 if not burst else 0.02 if call < 5 else 0.04)
     if not burst:
         assert 2 * link.alpha == pytest.approx(5e-4, rel=0.01)
 
