@@ -30,11 +30,6 @@ OF_DELAY = 0.6
 # By the compressor's name: a factor, and a power of the share. Gradients are closer to low rank than noise, and signs
 # keep the sizes of a block's values from the optimizer.
 _FITTED = {"": (1.0, 0.36), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
-# The share of the usual progress that a first choice counts with for sparse compressors, whose progress differs most
-# between trainings. `hybrid` makes 0.93 of it: the geometric mean of the five trainings above, at 5% and 1%. 0.95 is
-# chosen so that, at 100 Mbit/s, the dense layers begin with `hybrid` and the autoencoder with `hadamard`.
-_OF_SPARSE = 0.95
-_SPARSE = ("topk", "block_topk", "randomk", "hybrid")
 # A candidate makes about as much progress as no compression if it loses less than this share of white noise.
 LOSES_LITTLE = 0.02
 _LITTLE_NOISE = 0.9  # see `hoped`
@@ -66,13 +61,10 @@ def at_least(lost: float, name: str = "", normalized: bool = False) -> float:
 def assumed(lost: float, name: str = "", normalized: bool = False) -> float:
     """The progress that a first choice counts with. Arguments as above.
 
-    For powersgd, it is between the usual one and the lower bound: its kernels take seconds to compile. For sparse
-    compressors, it is a part of the usual one. Otherwise, it is the usual one.
+    It is the usual one. For powersgd, it is between that and the lower bound: its kernels take seconds to compile.
     """
     expected = usual(lost, name, normalized)
-    if name == "powersgd":
-        return math.sqrt(at_least(lost, name, normalized) * expected)
-    return _OF_SPARSE * expected if name in _SPARSE else expected
+    return math.sqrt(at_least(lost, name, normalized) * expected) if name == "powersgd" else expected
 
 
 def hoped(usual_progress: Sequence[float], names: Sequence[str], measured: Mapping[int, float]) -> list[float]:

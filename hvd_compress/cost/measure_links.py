@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,10 +35,13 @@ _PROBED, _SLOW, _PAUSE = 2**19, 0.015, 0.03
 LARGEST_BURST = 2**20
 
 # Of an estimate: the smallest size, `_PROBED`, and on a fast link the first of the larger ones that is expected to take
-# no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. The
-# smallest and the largest size are timed up to so many times, or for so many seconds.
+# no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. That one
+# is timed up to so many times, or for so many seconds.
 _SMALLEST, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = 2**12, 3, 0.03
 _ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
+# The smallest is timed so many times in a row, and so many times more if it takes less than so many seconds: Horovod
+# sends a message in one of its cycles, so a single one takes half as long or twice as long.
+_LATENCY_CALLS, _MORE_LATENCY_CALLS, _SHORT_LATENCY = 3, 4, 0.01
 # A size is timed once more if it took so many times as long as expected, or so many seconds longer: TCP may have sent a
 # packet again, after 0.2 s. Without a burst, a message takes up to about the third number of times as long.
 _HELD_UP, _HELD_UP_SECONDS, _OF_BURST = 3.0, 0.15, 2.5
@@ -109,7 +113,7 @@ def measure_link(name: str, group: Group, everyone: Group, new_run: NewRun = bet
 def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = between_ranks) -> tuple[Link, float]:
     """As `measure_link`, with fewer messages.
 
-    1. One of 4 KB.
+    1. Some of 4 KB.
     2. Two of 512 KB, the second at once after the first, which has used up a burst. On a slow link, this is all.
     3. On a fast link, or where the latency hides part of a burst: a larger one, if it takes less than 0.2 s.
     """
@@ -122,7 +126,7 @@ def estimate_link(name: str, group: Group, everyone: Group, new_run: NewRun = be
         return run
 
     sizes, run = [_SMALLEST], new_call(_SMALLEST)
-    seconds = [_time_some(run, everyone, least=2)]
+    seconds = [_time_smallest(run, everyone)]
     run = new_call(_PROBED)
     if seconds[0] > _SHORT:  # on a WAN, where each call takes long
         times = _times(run, everyone).tolist()
@@ -160,17 +164,22 @@ def _time_pair(run: Callable[[], Any], everyone: Group) -> list[float]:
     return [first, second]
 
 
-def _time_some(run: Callable[[], Any], everyone: Group, expected: float = 0.0, least: int = 1) -> float:
-    """Seconds of a call: the mean of the faster half of some. Of so few, more of the others waited.
+def _time_smallest(run: Callable[[], Any], everyone: Group) -> float:
+    """Seconds of a call: the median of some, or of two the shorter one. The first call of all takes longer."""
+    times = _times(run, everyone, calls=_LATENCY_CALLS)[1:].tolist()
+    if min(times) < _SHORT_LATENCY:
+        times += _times(run, everyone, calls=_MORE_LATENCY_CALLS).tolist()
+    return statistics.median_low(times)
 
-    At least so many calls are made, and one more if TCP held them up: if they took longer than `expected`, or than the
-    first one where nothing is expected.
+
+def _time_some(run: Callable[[], Any], everyone: Group, expected: float) -> float:
+    """Seconds of a call that is expected to take so long: the mean of the faster half of some.
+
+    Of so few, more of the others waited. One more is made if TCP held up all of them.
     """
     times: list[float] = _times(run, everyone).tolist()
-    expected = expected or times[0]
-    enough = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, times[0], 1e-9)))
-    repeats = max(enough, least) - 1
-    again: list[float] = _times(run, everyone, repeats).tolist() if repeats else []
+    repeats = min(_ESTIMATE_REPEATS, int(_ESTIMATE_SECONDS / max(expected, times[0], 1e-9))) - 1
+    again: list[float] = _times(run, everyone, repeats).tolist() if repeats > 0 else []
     if min(again, default=times[0]) > _held_up(expected):
         again += _times(run, everyone).tolist()
     times += again
