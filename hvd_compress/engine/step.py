@@ -15,7 +15,7 @@ from ..compressors import Compressor, Seeds
 from ..compressors.error_feedback import all_finite
 from ..exchange import uncompressed
 from ..exchange.group import Group
-from . import clock, delay, nonfinite, norms
+from . import clock, delay, gradient_order, nonfinite, norms
 from .embeddings import Embeddings
 from .layout import FlatLayout
 from .model_wide import reduce_model
@@ -40,6 +40,7 @@ class Step:
 
     def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
+        gradient_order.compute_in_order(gradients)
         # A gradient without a static shape gets that of its variable.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g

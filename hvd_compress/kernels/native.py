@@ -102,13 +102,6 @@ def in_use(native_format: NativeFormat | None) -> NativeFormat | None:
     return native_format if native_format is not None and kind() == "native" else None
 
 
-def threads() -> int:
-    """The threads of an operation: as many as TensorFlow gives to its own."""
-    configured = tf.config.threading.get_intra_op_parallelism_threads()
-    wanted = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
-    return configured or (int(wanted) if wanted.isdecimal() else 0) or len(os.sched_getaffinity(0))
-
-
 def encode(
     format: NativeFormat,
     nbytes: int,
@@ -271,7 +264,7 @@ def _operations() -> Any:
 
 
 def _attributes(format: NativeFormat) -> dict[str, int]:
-    return {"method": METHODS.index(format.method), "bits": format.bits, "threads": threads()}
+    return {"method": METHODS.index(format.method), "bits": format.bits, "threads": devices.intra_op_threads()}
 
 
 def _shaped(flat: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

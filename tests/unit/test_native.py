@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
+from hvd_compress.common import devices
 from hvd_compress.compressors import Seeds
 from hvd_compress.compressors.payload import join, take
 from hvd_compress.compressors.rows import Rows
@@ -168,9 +169,9 @@ def test_threads_do_not_change_the_result(use, monkeypatch):
     chunks = [heavy_tailed(3000, seed) for seed in range(9)]
     local_input = LocalInput([[chunk] for chunk in chunks], [None] * 9, 1.0, True, SEEDS)
     compressor = hvdc.Compression.parse("int4")
-    monkeypatch.setattr(native, "threads", lambda: 1)
+    monkeypatch.setattr(devices, "intra_op_threads", lambda: 1)
     one = coding.encode(compressor, local_input)
-    monkeypatch.setattr(native, "threads", lambda: 4)
+    monkeypatch.setattr(devices, "intra_op_threads", lambda: 4)
     for _ in range(20):
         four = coding.encode(compressor, local_input)
         np.testing.assert_array_equal(one.payload, four.payload)
@@ -264,9 +265,9 @@ def test_threads_do_not_change_rows(use, monkeypatch):
     use("native")
     code = Rows(hvdc.Compression.int4, 10_000, 1500)
     numbers, values = tf.range(500, dtype=tf.int64), tf.reshape(heavy_tailed(500 * 1500, 0), [500, 1500])
-    monkeypatch.setattr(native, "threads", lambda: 1)
+    monkeypatch.setattr(devices, "intra_op_threads", lambda: 1)
     one = code.encode(numbers, values, SEEDS)
-    monkeypatch.setattr(native, "threads", lambda: 4)
+    monkeypatch.setattr(devices, "intra_op_threads", lambda: 4)
     for _ in range(20):
         four = code.encode(numbers, values, SEEDS)
         for a, b in zip(one, four):

@@ -1,0 +1,56 @@
+"""Lets a single thread compute the gradient of a layer's weights before it goes on to the layer below.
+
+TensorFlow's executor may as well compute the gradients of all layers' inputs first, and then those of the weights, the
+last layer's at the end (see `exchange.send_order` for its stack). Then nothing is exchanged during the backward pass:
+a step of an autoencoder took 70 ms in place of 59, at 100 Mbit/s with one core per host. Which of both it does follows
+from the order of the graph's edges, which differs between programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..common import devices
+
+# Operations that compute the gradient of a layer's input.
+_OF_INPUT = frozenset(
+    ["MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
+     "DepthwiseConv2dNativeBackpropInput"]
+)  # fmt: skip
+# Operations between the one that computes a gradient and the gradient.
+_PASSED = frozenset(["Cast", "EnsureShape", "Identity", "Reshape"])
+
+
+def compute_in_order(gradients: Sequence[Any]) -> None:
+    """Adds control inputs to the graph of the gradients, if operations run one after the other, on a CPU.
+
+    Args:
+        gradients: Of any kind. Only dense ones are looked at.
+    """
+    if tf.executing_eagerly() or devices.has_gpu() or devices.inter_op_threads() > 1:
+        return
+    graph = tf.compat.v1.get_default_graph()
+    dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.graph is graph]
+    of_weights = {op.name: op for op in map(_computing, dense)}
+    places = {op.name: place for place, op in enumerate(graph.get_operations())} if of_weights else {}
+    for op in of_weights.values():
+        needed = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        last = max((places[other.name] for other in needed), default=-1)
+        for consumer in {consumer.name: consumer for tensor in op.inputs for consumer in tensor.consumers()}.values():
+            # What was traced after everything that `op` needs can wait for `op` without a circle, unless others were
+            # told to wait for it.
+            if consumer.type not in _OF_INPUT or places[consumer.name] < last:
+                continue
+            if consumer.name not in of_weights and not consumer._control_outputs:
+                consumer._add_control_input(op)
+
+
+def _computing(gradient: tf.Tensor) -> tf.Operation:
+    """The operation that computes a gradient."""
+    op = gradient.op
+    while op.type in _PASSED:
+        op = op.inputs[0].op
+    return op
