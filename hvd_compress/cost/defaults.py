@@ -16,7 +16,7 @@ from .kernels import KernelCost
 class Defaults(NamedTuple):
     """The costs on one machine."""
 
-    pass_seconds: float  # of `total += x` on 4 MB
+    pass_seconds: float  # of `x + 1` on 4 MB, without the time for new memory
     kernels: dict[str, KernelCost]  # by the compressor's name; call, encode, decode, decode_rank
     # None where the time grows with the bytes. Else chunks take the same time whatever their size, and these are the
     # elements of those that were timed.

@@ -20,7 +20,7 @@ from .defaults import CPU, GPU, Defaults
 # Chunks of gradient that are timed together.
 _CHUNKS = 4
 _REPEATS = 5
-# Of the machine's speed: longer than the time slice in which another thread may have the core.
+# For the machine's speed: together they take longer than a time slice, in which another thread may have the core.
 _REPEATS_OF_SPEED = 20
 _CALLS_OF_GPU = 20
 

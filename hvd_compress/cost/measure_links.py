@@ -36,11 +36,12 @@ LARGEST_BURST = 2**20
 
 # Of an estimate: the smallest size, `_PROBED`, and on a fast link the first of the larger ones that is expected to take
 # no longer than the seconds beside it: there, only a large message takes clearly longer than the times vary. That one
-# is timed up to so many times, or for so many seconds.
+# is timed up to so many times, or for so many seconds. `_PROBED` is timed twice as often if it takes no longer than
+# these seconds.
 _SMALLEST, _ESTIMATE_REPEATS, _ESTIMATE_SECONDS = 2**12, 3, 0.03
 _ESTIMATE_LARGER = ((2**22, 0.04), (2**21, 0.05), (2**20, 0.2))
 # The smallest is timed so many times in a row, and so many times more if it takes less than so many seconds: Horovod
-# sends a message in one of its cycles, so a single one takes half as long or twice as long.
+# sends a message in one of its cycles, so a single one may take half or twice the usual time.
 _LATENCY_CALLS, _MORE_LATENCY_CALLS, _SHORT_LATENCY = 3, 4, 0.01
 # A size is timed once more if it took so many times as long as expected, or so many seconds longer: TCP may have sent a
 # packet again, after 0.2 s. Without a burst, a message takes up to about the third number of times as long.
@@ -165,7 +166,7 @@ def _time_pair(run: Callable[[], Any], everyone: Group) -> list[float]:
 
 
 def _time_smallest(run: Callable[[], Any], everyone: Group) -> float:
-    """Seconds of a call: the median of some, or of two the shorter one. The first call of all takes longer."""
+    """Seconds of a call: the median of some, or the shorter one of two. The first call is longer, and is left out."""
     times = _times(run, everyone, calls=_LATENCY_CALLS)[1:].tolist()
     if min(times) < _SHORT_LATENCY:
         times += _times(run, everyone, calls=_MORE_LATENCY_CALLS).tolist()

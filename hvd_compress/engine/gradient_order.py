@@ -2,8 +2,11 @@
 
 TensorFlow's executor may as well compute the gradients of all layers' inputs first, and then those of the weights, the
 last layer's at the end (see `exchange.send_order` for its stack). Then nothing is exchanged during the backward pass:
-a step of an autoencoder took 70 ms in place of 59, at 100 Mbit/s with one core per host. Which of both it does follows
-from the order of the graph's edges, which differs between programs.
+a step of an autoencoder took 70 ms in place of 59, at 100 Mbit/s with one core per host. Which of the two it does
+follows from the order of the graph's edges, which differs between programs.
+
+Only gradients that a product or a convolution computes are put in order, in the graph in which they are reduced. Tied
+weights and gradients that were changed before, such as clipped ones, stay as they are.
 """
 
 from __future__ import annotations
@@ -15,34 +18,39 @@ import tensorflow as tf
 
 from ..common import devices
 
-# Operations that compute the gradient of a layer's input.
+_PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+# Operations that compute the gradient of a layer's weights, and of its input. None has a state: TensorFlow lets
+# operations with a state wait for others later.
+_OF_WEIGHTS = frozenset(
+    [*_PRODUCTS, "Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"]
+)
 _OF_INPUT = frozenset(
-    ["MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
-     "DepthwiseConv2dNativeBackpropInput"]
-)  # fmt: skip
-# Operations between the one that computes a gradient and the gradient.
-_PASSED = frozenset(["Cast", "EnsureShape", "Identity", "Reshape"])
+    [*_PRODUCTS, "Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"]
+)
+# Operations between the one that computes a gradient and the gradient. Batches of products are summed.
+_PASSED = frozenset(["Cast", "EnsureShape", "Identity", "Reshape", "Sum"])
 
 
 def compute_in_order(gradients: Sequence[Any]) -> None:
     """Adds control inputs to the graph of the gradients, if operations run one after the other, on a CPU.
 
     Args:
-        gradients: Of any kind. Only dense ones are looked at.
+        gradients: Of any kind. Only dense ones of weights are looked at: vectors are biases.
     """
     if tf.executing_eagerly() or devices.has_gpu() or devices.inter_op_threads() > 1:
         return
     graph = tf.compat.v1.get_default_graph()
-    dense = [g for g in gradients if isinstance(g, tf.Tensor) and g.graph is graph]
-    of_weights = {op.name: op for op in map(_computing, dense)}
+    dense = [g for g in gradients if isinstance(g, tf.Tensor) and getattr(g, "graph", None) is graph]
+    computing = [_computing(g) for g in dense if g.shape.rank is not None and g.shape.rank > 1]
+    of_weights = {op.name: op for op in computing if op.type in _OF_WEIGHTS}
     places = {op.name: place for place, op in enumerate(graph.get_operations())} if of_weights else {}
     for op in of_weights.values():
         needed = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-        last = max((places[other.name] for other in needed), default=-1)
+        last = max(places[other.name] for other in needed)
         for consumer in {consumer.name: consumer for tensor in op.inputs for consumer in tensor.consumers()}.values():
-            # What was traced after everything that `op` needs can wait for `op` without a circle, unless others were
-            # told to wait for it.
-            if consumer.type not in _OF_INPUT or places[consumer.name] < last:
+            # What was traced after everything that `op` needs can wait for `op` without a cycle, unless it is itself
+            # waited for.
+            if consumer.type not in _OF_INPUT or places[consumer.name] <= last:
                 continue
             if consumer.name not in of_weights and not consumer._control_outputs:
                 consumer._add_control_input(op)

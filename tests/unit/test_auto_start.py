@@ -17,8 +17,7 @@ from hvd_compress.cost import Calibration, Link
 
 def test_a_first_choice_counts_with_the_usual_progress():
     assert assumed(0.3, "quantize") == usual(0.3, "quantize") == pytest.approx(0.7**0.36)
-    # The progress of sparse compressors differs most.
-    assert assumed(0.75, "hybrid") == pytest.approx(0.95 * usual(0.75, "hybrid"))
+    assert assumed(0.75, "hybrid") == usual(0.75, "hybrid")
     # powersgd takes seconds to compile.
     assert at_least(0.97) < assumed(0.97, "powersgd") < usual(0.97, "powersgd")
     assert assumed(0.12, "hadamard", normalized=True) == pytest.approx(0.8 * usual(0.12, "hadamard"))
