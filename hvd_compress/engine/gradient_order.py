@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..common import devices
+from ..exchange.send_order import next_can_start, send_first
 
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 # Operations that compute the gradient of a layer's weights, and of its input. None has a state: TensorFlow lets
@@ -31,18 +32,20 @@ _OF_INPUT = frozenset(
 _PASSED = frozenset(["Cast", "EnsureShape", "Identity", "Reshape", "Sum"])
 
 
-def compute_in_order(gradients: Sequence[Any]) -> None:
+def compute_in_order(gradients: Sequence[Any]) -> list[Any]:
     """Adds control inputs to the graph of the gradients, if operations run one after the other, on a CPU.
 
     Args:
         gradients: Of any kind. Only dense ones of weights are looked at: vectors are biases.
+
+    Returns:
+        The same gradients. A bucket that is made of them is encoded before the backward pass goes on.
     """
     if tf.executing_eagerly() or devices.has_gpu() or devices.inter_op_threads() > 1:
-        return
+        return list(gradients)
     graph = tf.compat.v1.get_default_graph()
-    dense = [g for g in gradients if isinstance(g, tf.Tensor) and getattr(g, "graph", None) is graph]
-    computing = [_computing(g) for g in dense if g.shape.rank is not None and g.shape.rank > 1]
-    of_weights = {op.name: op for op in computing if op.type in _OF_WEIGHTS}
+    computing = [_computing(g) if _is_of_weights(g, graph) else None for g in gradients]
+    of_weights = {op.name: op for op in computing if op is not None and op.type in _OF_WEIGHTS}
     places = {op.name: place for place, op in enumerate(graph.get_operations())} if of_weights else {}
     for op in of_weights.values():
         needed = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
@@ -53,7 +56,15 @@ def compute_in_order(gradients: Sequence[Any]) -> None:
             if consumer.type not in _OF_INPUT or places[consumer.name] <= last:
                 continue
             if consumer.name not in of_weights and not consumer._control_outputs:
-                consumer._add_control_input(op)
+                consumer._add_control_input(next_can_start(op.outputs[0]).op)
+    return [g if op is None or op.name not in of_weights else send_first(g) for g, op in zip(gradients, computing)]
+
+
+def _is_of_weights(gradient: Any, graph: Any) -> bool:
+    """Whether it is a dense tensor of this graph, and no vector."""
+    if not isinstance(gradient, tf.Tensor) or getattr(gradient, "graph", None) is not graph:
+        return False
+    return gradient.shape.rank is not None and gradient.shape.rank > 1
 
 
 def _computing(gradient: tf.Tensor) -> tf.Operation:

@@ -40,7 +40,7 @@ class Step:
 
     def __init__(self, plan: Plan, gradients: Sequence[Any]) -> None:
         self._plan = plan
-        gradient_order.compute_in_order(gradients)
+        gradients = gradient_order.compute_in_order(gradients)
         # A gradient without a static shape gets that of its variable.
         self._gradients = [
             tf.ensure_shape(g, shape) if isinstance(g, tf.Tensor) and not g.shape.is_fully_defined() else g

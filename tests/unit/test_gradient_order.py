@@ -88,7 +88,9 @@ def test_the_layer_below_waits_for_the_weights_of_the_layer_above(loss_of, expec
     waiting = [op for op in graph.get_operations() if op.type in OF_INPUT and op.control_inputs]
     assert len(waiting) == expected
     for op in waiting:
-        (awaited,) = op.control_inputs
+        (call,) = op.control_inputs
+        (seen,) = call.control_inputs
+        awaited = seen.inputs[0].op
         assert awaited.type in ("MatMul", "Conv2DBackpropFilter")
         assert {tensor.ref() for tensor in awaited.inputs} & {tensor.ref() for tensor in op.inputs}
 
