@@ -50,13 +50,20 @@ def compute_in_order(gradients: Sequence[Any]) -> list[Any]:
     for op in of_weights.values():
         needed = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
         last = max(places[other.name] for other in needed)
-        for consumer in {consumer.name: consumer for tensor in op.inputs for consumer in tensor.consumers()}.values():
-            # What was traced after everything that `op` needs can wait for `op` without a cycle, unless it is itself
-            # waited for.
-            if consumer.type not in _OF_INPUT or places[consumer.name] <= last:
-                continue
-            if consumer.name not in of_weights and not consumer._control_outputs:
-                consumer._add_control_input(next_can_start(op.outputs[0]).op)
+        consumers = {consumer.name: consumer for tensor in op.inputs for consumer in tensor.consumers()}
+        # What was traced after everything that `op` needs can wait for `op` without a cycle, unless it is itself waited
+        # for.
+        waiting = [
+            consumer
+            for name, consumer in consumers.items()
+            if consumer.type in _OF_INPUT and places[name] > last
+            if name not in of_weights and not consumer._control_outputs
+        ]
+        if waiting:
+            # The thread goes on with this call after what follows from the gradient: it encodes and sends a bucket.
+            call = next_can_start(op.outputs[0]).op
+            for consumer in waiting:
+                consumer._add_control_input(call)
     return [g if op is None or op.name not in of_weights else send_first(g) for g, op in zip(gradients, computing)]
 
 
