@@ -1,5 +1,5 @@
 // The operations of `hvd_compress.kernels.native`: HvdCompressEncode, HvdCompressDecode and HvdCompressSubtract for
-// buckets, HvdCompressEncodeRows and HvdCompressDecodeRows for rows of tables.
+// buckets, HvdCompressEncodeTableRows and HvdCompressDecodeTableRows for rows of tables.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -368,10 +368,11 @@ struct RowPieces {
 
   explicit RowPieces(Attributes* attributes, const char* error) {
     const int64_t method = attributes->integer("method"), bits = attributes->integer("bits");
-    form = {method == kOneBit, static_cast<int>(bits), attributes->integer("columns"), attributes->integer("blocks"),
+    const rows::Code code = method == kOneBit ? rows::kSigns : method == kHadamard ? rows::kRotated : rows::kSteps;
+    form = {code, static_cast<int>(bits), attributes->integer("columns"), attributes->integer("blocks"),
             attributes->integer("block"), attributes->integer("number_bytes")};
     threads = attributes->integer("threads");
-    attributes->require((method == kQuantize || method == kOneBit) && form.is_valid(), error);
+    attributes->require((method == kQuantize || code != rows::kSteps) && form.is_valid(), error);
     piece = form.columns >= 1 ? std::max<int64_t>(1, kElementsOfThread / form.columns) : 1;
   }
 
@@ -393,7 +394,7 @@ struct EncodeRows {
 
   explicit EncodeRows(TF_OpKernelConstruction* construction) : EncodeRows(Attributes(construction)) {}
   explicit EncodeRows(Attributes&& attributes)
-      : pieces(&attributes, "HvdCompressEncodeRows: there are no such rows"),
+      : pieces(&attributes, "HvdCompressEncodeTableRows: there are no such rows"),
         stochastic(attributes.boolean("stochastic")),
         chunk(attributes.integer("chunk")),
         salt(attributes.integer("salt")) {}
@@ -405,7 +406,7 @@ struct EncodeRows {
     const float* values = call.input<float>(1, &elements);
     const int32_t* seed = call.input<int32_t>(2);
     if (call.ok() && elements != count * pieces.form.columns)
-      call.fail("HvdCompressEncodeRows: the numbers and the values are not of equally many rows");
+      call.fail("HvdCompressEncodeTableRows: the numbers and the values are not of equally many rows");
     uint8_t* payload = call.output<uint8_t>(0, TF_UINT8, {count, pieces.form.bytes()});
     float* residual = call.output<float>(1, TF_FLOAT, {count, pieces.form.columns});
     if (!call.ok()) return;
@@ -413,7 +414,7 @@ struct EncodeRows {
     const bool done = pieces.run(count, [&](int64_t first, int64_t last) {
       rows::encode(pieces.form, how, numbers, values, first, last, payload, residual);
     });
-    if (!done) call.fail("HvdCompressEncodeRows: out of memory");
+    if (!done) call.fail("HvdCompressEncodeTableRows: out of memory");
   }
 };
 
@@ -421,14 +422,14 @@ struct DecodeRows {
   RowPieces pieces;
 
   explicit DecodeRows(TF_OpKernelConstruction* construction) : DecodeRows(Attributes(construction)) {}
-  explicit DecodeRows(Attributes&& attributes) : pieces(&attributes, "HvdCompressDecodeRows: there are no such rows") {}
+  explicit DecodeRows(Attributes&& attributes) : pieces(&attributes, "HvdCompressDecodeTableRows: there are no such rows") {}
 
   void compute(TF_OpKernelContext* context) const {
     Call call(context);
     int64_t length = 0;
     const uint8_t* payload = call.input<uint8_t>(0, &length);
     if (call.ok() && length % pieces.form.bytes())
-      call.fail("HvdCompressDecodeRows: the payload has another length than expected");
+      call.fail("HvdCompressDecodeTableRows: the payload has another length than expected");
     const int64_t count = length / pieces.form.bytes();
     int64_t* numbers = call.output<int64_t>(0, TF_INT64, {count});
     float* values = call.output<float>(1, TF_FLOAT, {count, pieces.form.columns});
@@ -436,7 +437,7 @@ struct DecodeRows {
     const bool done = pieces.run(count, [&](int64_t first, int64_t last) {
       rows::decode(pieces.form, payload, first, last, numbers, values);
     });
-    if (!done) call.fail("HvdCompressDecodeRows: out of memory");
+    if (!done) call.fail("HvdCompressDecodeTableRows: out of memory");
   }
 };
 
@@ -473,11 +474,11 @@ const bool kRegistered = [] {
                       {"N: int >= 1", "C: int >= 1", "shares: int", "summed: bool", "method: int", "bits: int",
                        "sizes: list(int)", "kept: list(int)", "nbytes: int", "threads: int"});
   register_op<Subtract>("HvdCompressSubtract", {"a: uint8", "b: uint8"}, {"difference: uint8"}, {});
-  register_op<EncodeRows>("HvdCompressEncodeRows", {"numbers: int64", "values: float", "seed: int32"},
+  register_op<EncodeRows>("HvdCompressEncodeTableRows", {"numbers: int64", "values: float", "seed: int32"},
                           {"payload: uint8", "residual: float"},
                           {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
                            "stochastic: bool", "chunk: int", "salt: int", "threads: int"});
-  register_op<DecodeRows>("HvdCompressDecodeRows", {"payload: uint8"}, {"numbers: int64", "values: float"},
+  register_op<DecodeRows>("HvdCompressDecodeTableRows", {"payload: uint8"}, {"numbers: int64", "values: float"},
                           {"method: int", "bits: int", "columns: int", "blocks: int", "block: int", "number_bytes: int",
                            "threads: int"});
   return true;

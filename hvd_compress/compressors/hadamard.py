@@ -10,13 +10,12 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
-from ..formats.hadamard import BLOCK, HIGH, LOW, THRESHOLD
+from ..formats.hadamard import HIGH, LOW, THRESHOLD
 from ..kernels import bitpack, blocks, hadamard
 from ..kernels.compile import compiled
 from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
-from .quantize import Quantize
 from .registry import register
 
 # The standard deviation of normally distributed values is so many times their mean magnitude.
@@ -37,6 +36,8 @@ class Hadamard(formats.Hadamard, BuiltinCompressor):
     scale for a small error instead of none on average. R is linear, so the receiver sums the ranks' values before it
     rotates them back (as in THC, Li et al. 2024, arXiv 2302.08545).
 
+    Rows of embeddings that are short have blocks of 16, if these are fewer bytes.
+
     Wire size: ceil(n / 64) * 18 bytes.
 
     Error: per block ||error||^2 <= ||x||_2^2 - 0.81 ||R x||_1^2 / 64, up to the rounding of s. For no choice of levels
@@ -51,29 +52,48 @@ class Hadamard(formats.Hadamard, BuiltinCompressor):
         return NativeFormat("hadamard")
 
     def for_rows(self) -> Compressor:
-        """`quantize` with 2 bits: rows may be shorter than a block."""
-        return Quantize(2)
+        """The same: each row has its own blocks."""
+        return self
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        # Divided by 16 here, and by 4 in `across`: means, which cannot overflow.
-        half_rotated = hadamard.within(hadamard.to_blocks(chunk.sum()), 1.0 / 16.0)
-        scale, finite = _scales(half_rotated)
-        codes = _codes(half_rotated, scale)
-        new_residual = None
-        if chunk.keep:
-            new_residual = blocks.from_blocks(hadamard.within(_lost(half_rotated, scale, codes)), chunk.shape)
-        return Encoded([scale, codes], chunk.shape, new_residual, finite)
+        parts, new_residual, finite = encode_blocks(hadamard.to_blocks(chunk.sum()), chunk.keep)
+        if new_residual is not None:
+            new_residual = blocks.from_blocks(new_residual, chunk.shape)
+        return Encoded(parts, chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Sums the ranks' rotated values, and rotates the sum back."""
-        total = _decode_sum([list(parts) for parts in ranks], scale)
-        return blocks.from_blocks(hadamard.within(_across(total)), ctx)
+        return blocks.from_blocks(decode_blocks(ranks, scale), ctx)
+
+
+def encode_blocks(matrix: tf.Tensor, keep: bool) -> tuple[list[tf.Tensor], tf.Tensor | None, tf.Tensor]:
+    """Encodes blocks of 64 or 16 elements.
+
+    Args:
+        matrix: float32 [blocks, 64] or [blocks, 16].
+        keep: Whether new residuals are wanted.
+
+    Returns:
+        The scales, bfloat16 [blocks, 1], and the packed codes, uint8 [blocks, 16 or 4]; the new residuals, float32
+        [blocks, 4, 16 or 4]; whether all values are finite, bool scalar.
+    """
+    # Divided by 16 here, and by 4 in `across`: means, which cannot overflow.
+    half_rotated = hadamard.within(matrix, 1.0 / 16.0)
+    scale, finite = _scales(half_rotated)
+    codes = _codes(half_rotated, scale)
+    return [scale, codes], hadamard.within(_lost(half_rotated, scale, codes)) if keep else None, finite
+
+
+def decode_blocks(ranks: Sequence[Sequence[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
+    """The scaled sum of the ranks' blocks, float32 [blocks, 4, 16 or 4], from scales and codes."""
+    return hadamard.within(_across(_decode_sum([list(parts) for parts in ranks], scale)))
 
 
 @compiled
 def _scales(half_rotated: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The scale of each block, bfloat16 [blocks, 1], and whether all values are finite."""
-    magnitude = tf.abs(hadamard.across(half_rotated, 0.25)) * (1.0 / BLOCK)
+    elements = half_rotated.shape[1] * half_rotated.shape[2]
+    magnitude = tf.abs(hadamard.across(half_rotated, 0.25)) * (1.0 / elements)
     a, b, c, d = (magnitude[:, i] for i in range(4))
     mean = blocks.halving((a + b) + (c + d), tf.add)
     return tf.cast(mean * _DEVIATION, tf.bfloat16), tf.reduce_all(tf.math.is_finite(mean))
@@ -93,13 +113,13 @@ def _codes(half_rotated: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
 
 @compiled
 def _lost(half_rotated: tf.Tensor, scale: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
-    """What decoding lacks, half rotated, four times as large."""
+    """What decoding lacks, half rotated; four times as large with blocks of 64."""
     return half_rotated - hadamard.across(_decode(scale, codes))
 
 
 @compiled
 def _decode_sum(ranks: Sequence[list[tf.Tensor]], factor: tf.Tensor) -> tf.Tensor:
-    """The scaled sum of the ranks' rotated values, float32 [blocks, 4, 16]."""
+    """The scaled sum of the ranks' rotated values, float32 [blocks, 4, 16 or 4]."""
     total = None
     for scale, codes in ranks:
         values = _decode(scale, codes)
@@ -108,7 +128,7 @@ def _decode_sum(ranks: Sequence[list[tf.Tensor]], factor: tf.Tensor) -> tf.Tenso
 
 
 def _decode(scale: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
-    """One rank's rotated values, divided by 8; float32 [blocks, 4, 16]."""
+    """One rank's rotated values, divided by 8 (with blocks of 16, by 4); float32 [blocks, 4, 16 or 4]."""
     code = bitpack.unpack([codes], 2)
     magnitude = tf.where(tf.bitwise.bitwise_and(code, 1) > 0, HIGH, LOW)
     return tf.where(code >= 2, -magnitude, magnitude) * tf.cast(scale, tf.float32)[:, None]

@@ -12,6 +12,8 @@ from .registry import register
 
 # Elements of a block. Its scale of 2 bytes costs a quarter of a bit per element.
 BLOCK = 64
+# Elements of the blocks of short rows.
+SMALL_BLOCK = 16
 
 # The positive levels of the Lloyd-Max quantizer of 2 bits for a standard normal variable, the threshold midway between
 # them, and the quantizer's mean squared error (Max 1960, Table I; here to more digits).

@@ -30,7 +30,7 @@ METHODS = ("quantize", "onebit", "block_topk", "hybrid", "topk", "hadamard", "fp
 
 
 # The operation that was added last; one that changes gets another name. A library without it is older than the package.
-NEWEST = "hvd_compress_encode_rows"
+NEWEST = "hvd_compress_encode_table_rows"
 
 
 class NativeFormat(NamedTuple):
@@ -204,7 +204,7 @@ class RowForm(NamedTuple):
 def encode_rows(
     format: NativeFormat, form: RowForm, numbers: tf.Tensor, values: tf.Tensor, seed: tf.Tensor, chunk: int = 0
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Encodes rows with `quantize` or `onebit`.
+    """Encodes rows with `quantize`, `onebit` or `hadamard`.
 
     Args:
         format: How.
@@ -218,7 +218,7 @@ def encode_rows(
         The payload, uint8 [n, bytes of a row], and what it leaves out, float32 [n, columns].
     """
     with tf.device("CPU"):
-        payload, residuals = _operations().hvd_compress_encode_rows(
+        payload, residuals = _operations().hvd_compress_encode_table_rows(
             numbers=numbers,
             values=values,
             seed=seed if format.stochastic else 0,
@@ -236,7 +236,7 @@ def decode_rows(format: NativeFormat, form: RowForm, payload: tf.Tensor) -> tupl
     """The inverse of `encode_rows`: the rows' numbers, int64 [n], and their values, float32 [n, columns]."""
     attributes = {**form._asdict(), **_attributes(format)}
     with tf.device("CPU"):
-        numbers, values = _operations().hvd_compress_decode_rows(payload=payload, **attributes)
+        numbers, values = _operations().hvd_compress_decode_table_rows(payload=payload, **attributes)
     numbers.set_shape([payload.shape[0]])
     values.set_shape([payload.shape[0], form.columns])
     return numbers, values

@@ -134,7 +134,7 @@ def test_uncompressed_rows_are_summed(settings, rank, size, gather):
 @pytest.mark.parametrize(
     "spec, settings",
     [
-        ("int8", {}), ("hybrid:ratio=0.1,bits=4", {"op": hvd.Sum}), ("onebit", {}),
+        ("int8", {}), ("hybrid:ratio=0.1,bits=4", {"op": hvd.Sum}), ("onebit", {}), ("hadamard", {}),
         ("int4", {"gradient_predivide_factor": 4.0}), ("quantize:bits=4,clip=90", {"residual_dtype": "bfloat16"}),
         ("fp16", {"error_feedback": True}), ("auto", {}),
     ],
@@ -173,7 +173,7 @@ def test_ranks_without_rows(spec, kernels, rank, size, monkeypatch):
     assert (training(*empty) == 0.0).all()
 
 
-@pytest.mark.parametrize("spec", ["none", "int8", "onebit"])
+@pytest.mark.parametrize("spec", ["none", "int8", "onebit", "hadamard"])
 def test_dense_where_that_sends_less(spec, rank, size, gather):
     """To and fro in one traced function; ranks of different numbers of rows choose alike."""
     rows = 40
@@ -248,7 +248,7 @@ def payloads_of(training, steps, monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("spec, row", [("none", 3 + 256), ("int8", 3 + 8 + 64), ("int4", 3 + 8 + 32)])
+@pytest.mark.parametrize("spec, row", [("none", 3 + 256), ("int8", 3 + 8 + 64), ("int4", 3 + 8 + 32), ("hadamard", 3 + 18)])
 def test_bytes_on_the_wire(spec, row, rank, size, monkeypatch):
     rows, columns, tokens = 100_000, 64, 2048
     rng = np.random.default_rng(rank)

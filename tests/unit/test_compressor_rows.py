@@ -89,6 +89,39 @@ def test_signs_of_rows(columns):
     np.testing.assert_allclose(left, x - values, rtol=1e-6, atol=1e-12)
 
 
+def rotation(size):
+    """A Hadamard matrix with entries of one magnitude, from its definition."""
+    quarter = np.full([4, 4], 0.5) - np.eye(4)
+    return np.kron(np.kron(quarter, quarter), quarter) if size == 64 else np.kron(quarter, quarter)
+
+
+@pytest.mark.parametrize(
+    "columns, size", [(1, 16), (8, 16), (20, 16), (32, 16), (48, 64), (64, 64), (80, 16), (100, 64), (300, 64)]
+)
+def test_rotated_rows(columns, size):
+    x = draw(70, columns)
+    code = coder("hadamard", columns)
+    values, left = round_trip(code, x)
+    blocks = -(-columns // size)
+    assert code.nbytes == 2 + blocks * (2 + size // 4)
+    padded = np.pad(x.astype(np.float64), [(0, 0), (0, blocks * size - columns)]).reshape(70, blocks, size)
+    rotated = padded @ rotation(size)
+    scale = np.sqrt(np.pi / 2) * np.abs(rotated).mean(2, keepdims=True)
+    scale = scale.astype(tf.bfloat16.as_numpy_dtype).astype(np.float64)
+    level = np.where(np.abs(rotated) > 0.9815988 * scale, 1.5104176, 0.4527800)
+    expected = (np.where(rotated < 0, -level, level) * scale @ rotation(size)).reshape(70, -1)[:, :columns]
+    length = np.linalg.norm(x, axis=1, keepdims=True)
+    same = np.abs(values - expected) <= 1e-5 * length
+    assert same.all(1).mean() > 0.95  # the others have a value between two levels
+    assert (np.abs(values + left - x) <= 2e-6 * length).all()
+    assert (values[1] == 0.0).all()
+    # The error of a contraction, and that of the Lloyd-Max quantizer for the normal rows (Max 1960, Table I).
+    lost = (left.astype(np.float64)[3:] ** 2).sum(1) / length[3:, 0] ** 2
+    assert (lost < 1.0).all()
+    if columns % size == 0:
+        assert 0.09 < lost.mean() < 0.14
+
+
 def test_casts_and_plain_rows():
     x = draw(5, 7)
     values, left = round_trip(coder("none", 7), x)
@@ -123,7 +156,7 @@ def test_a_percentile_clips_each_row():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("spec", ["none", "bf16", "int8", "quantize:bits=4,clip=90", "onebit"])
+@pytest.mark.parametrize("spec", ["none", "bf16", "int8", "quantize:bits=4,clip=90", "onebit", "hadamard"])
 def test_only_rows_that_are_not_finite_are_not_finite(spec, bad):
     x = draw(5, 32)
     x[3, 17] = bad
@@ -140,7 +173,7 @@ def test_numbers_of_rows(table):
     assert 256 ** (coder("int8", 8, table).nbytes - 16) > table
 
 
-@pytest.mark.parametrize("spec", ["none", "int8", "onebit"])
+@pytest.mark.parametrize("spec", ["none", "int8", "onebit", "hadamard"])
 def test_no_rows(spec):
     values, _ = round_trip(coder(spec, 12), np.zeros((0, 12), np.float32))
     assert values.shape == (0, 12)
@@ -155,6 +188,8 @@ def test_bytes_of_a_row():
     assert nbytes("int8", 64) == 3 + 8 + 64
     assert nbytes("int4", 64) == 3 + 8 + 32
     assert nbytes("onebit", 64) == 3 + 4 + 8
+    assert nbytes("hadamard", 64) == 3 + 2 + 16
+    assert nbytes("hadamard", 32) == 3 + 2 * (2 + 4)
     assert nbytes("int8", 300) == 3 + 2 * (8 + 152)
     with pytest.raises(TypeError, match="no form for rows"):
         nbytes("topk:ratio=0.1", 64)
@@ -165,9 +200,10 @@ def test_bytes_of_a_row():
     [
         ("none", "none"), ("fp16", "fp16"), ("int4", "quantize:bits=4"), ("onebit", "onebit"),
         ("hybrid:ratio=0.01,bits=3", "quantize:bits=3"), ("topk:ratio=0.01", "none"), ("randomk:ratio=0.1", "none"),
-        ("block_sparse:ratio=0.1,block=4", "none"), ("auto", "quantize:bits=4"),
-        ("auto:candidates=(none|topk:ratio=0.01)", "none"), ("auto:candidates=(bf16|hadamard|int8)", "quantize:bits=8"),
-        ("auto:candidates=(hadamard|onebit|none)", "quantize:bits=2"), ("auto:candidates=(none|bf16)", "bf16"),
+        ("block_sparse:ratio=0.1,block=4", "none"), ("hadamard", "hadamard"), ("auto", "hadamard"),
+        ("auto:candidates=(none|topk:ratio=0.01)", "none"), ("auto:candidates=(bf16|hadamard|int8)", "hadamard"),
+        ("auto:candidates=(quantize:bits=2|onebit|int8)", "int8"), ("auto:candidates=(none|bf16)", "bf16"),
+        ("auto:candidates=(onebit|quantize:bits=2|none)", "quantize:bits=2"),
     ],
 )  # fmt: skip
 def test_what_rows_are_compressed_with(spec, expected):

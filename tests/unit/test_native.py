@@ -237,7 +237,7 @@ def test_no_kernel_is_compiled_for_a_bucket(use):
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 300, 1500])
 @pytest.mark.parametrize(
-    "spec", ["int8", "int4", "quantize:bits=3", "quantize:bits=2,rounding=stochastic,seed=5", "onebit"]
+    "spec", ["int8", "int4", "quantize:bits=3", "quantize:bits=2,rounding=stochastic,seed=5", "onebit", "hadamard"]
 )
 def test_rows_of_native_and_xla_agree(spec, columns, use):
     code = Rows(hvdc.Compression.parse(spec), 1000, columns)
@@ -255,10 +255,15 @@ def test_rows_of_native_and_xla_agree(spec, columns, use):
         np.testing.assert_allclose(
             decoded[kind, kind] + lost[kind], values, rtol=1e-5, atol=2e-6 * np.abs(values).max()
         )
+    # Values that are rotated back are sums over a block, and round as those.
+    atol = 1e-6 * np.abs(values).max(1, keepdims=True) if spec == "hadamard" else 1e-7
+
+    def agree(a, b):
+        return np.abs(a - b) <= atol + 1e-5 * np.abs(b)
+
     for made_by in native.KINDS:
-        np.testing.assert_allclose(decoded["native", made_by], decoded["xla", made_by], rtol=1e-5, atol=1e-7)
-    same = np.isclose(decoded["native", "native"], decoded["native", "xla"], rtol=1e-5, atol=1e-7)
-    assert same.mean() > 0.999
+        assert agree(decoded["native", made_by], decoded["xla", made_by]).all()
+    assert agree(decoded["native", "native"], decoded["native", "xla"]).mean() > 0.999
 
 
 def test_threads_do_not_change_rows(use, monkeypatch):
@@ -285,13 +290,13 @@ def test_rows_of_another_length_are_refused(use):
     with pytest.raises(tf.errors.InvalidArgumentError, match="not of equally many rows"):
         code.encode(tf.range(3, dtype=tf.int64), tf.zeros([4, 64]), SEEDS)
     rng = np.random.default_rng(0)
-    for spec in ("int8", "quantize:bits=3", "onebit"):  # damaged ones write nothing out of bounds
+    for spec in ("int8", "quantize:bits=3", "onebit", "hadamard"):  # damaged ones write nothing out of bounds
         code = Rows(hvdc.Compression.parse(spec), 1000, 300)
         numbers, values = code.decode(tf.constant(rng.integers(0, 256, (50, code.nbytes), np.uint8)))
         assert numbers.shape == (50,) and values.shape == (50, 300)
 
 
-@pytest.mark.parametrize("spec", ["int8", "quantize:bits=2,rounding=stochastic", "onebit"])
+@pytest.mark.parametrize("spec", ["int8", "quantize:bits=2,rounding=stochastic", "onebit", "hadamard"])
 def test_no_kernel_is_compiled_for_rows(spec, use):
     use("native")
     code = Rows(hvdc.Compression.parse(spec), 1000, 64)
@@ -302,7 +307,7 @@ def test_no_kernel_is_compiled_for_rows(spec, use):
         return code.decode(code.encode(numbers, values, SEEDS)[0])
 
     operations = [op.type for op in step.get_concrete_function().graph.get_operations()]
-    assert operations.count("HvdCompressEncodeRows") == operations.count("HvdCompressDecodeRows") == 1
+    assert operations.count("HvdCompressEncodeTableRows") == operations.count("HvdCompressDecodeTableRows") == 1
     assert not any("Call" in operation for operation in operations)
     use("xla")
     assert code.needs_xla and not Rows(hvdc.Compression.fp16, 1000, 64).needs_xla
