@@ -248,7 +248,9 @@ def payloads_of(training, steps, monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("spec, row", [("none", 3 + 256), ("int8", 3 + 8 + 64), ("int4", 3 + 8 + 32), ("hadamard", 3 + 18)])
+@pytest.mark.parametrize(
+    "spec, row", [("none", 3 + 256), ("int8", 3 + 8 + 64), ("int4", 3 + 8 + 32), ("hadamard", 3 + 18)]
+)
 def test_bytes_on_the_wire(spec, row, rank, size, monkeypatch):
     rows, columns, tokens = 100_000, 64, 2048
     rng = np.random.default_rng(rank)
