@@ -12,6 +12,7 @@
 #include "cast16.h"
 #include "chunk.h"
 #include "hadamard.h"
+#include "int2.h"
 #include "onebit.h"
 #include "pool.h"
 #include "quantize.h"
@@ -23,7 +24,9 @@
 namespace {
 
 // The same numbers as in `hvd_compress.kernels.native`.
-enum Method : int64_t { kQuantize = 0, kOneBit = 1, kBlockTopK = 2, kHybrid = 3, kTopK = 4, kHadamard = 5, kHalf = 6, kBrain = 7 };
+enum Method : int64_t {
+  kQuantize = 0, kOneBit = 1, kBlockTopK = 2, kHybrid = 3, kTopK = 4, kHadamard = 5, kHalf = 6, kBrain = 7, kInt2 = 8
+};
 
 // Payloads of more ranks are summed in groups of so many, as `exchange.coding`.
 constexpr int kRanksPerGroup = 8;
@@ -35,7 +38,7 @@ struct Format {
 
   bool is_valid() const {
     const bool has_bits = method == kQuantize || method == kHybrid;
-    return method >= kQuantize && method <= kBrain && (has_bits ? bits >= 1 && bits <= 8 : bits == 0);
+    return method >= kQuantize && method <= kInt2 && (has_bits ? bits >= 1 && bits <= 8 : bits == 0);
   }
 
   int64_t bytes(int64_t n, int64_t kept) const {
@@ -46,6 +49,7 @@ struct Format {
       case kHybrid: return strided::bytes(n, kept, static_cast<int>(bits));
       case kTopK: return topk::bytes(n, kept);
       case kHadamard: return hadamard::bytes(n);
+      case kInt2: return int2::bytes(n);
       default: return 2 * n;
     }
   }
@@ -62,6 +66,7 @@ struct Format {
         return topk::encode(source, how, payload, sums.data());
       }
       case kHadamard: return hadamard::encode(source, payload, residual);
+      case kInt2: return int2::encode(source, payload, residual);
       default: return cast16::encode(source, method == kHalf, payload, residual);
     }
   }
@@ -88,6 +93,7 @@ struct Format {
           for (int rank = 0; rank < count; ++rank) valid &= topk::decode(group[rank], n, kept, scale, &indices, out);
           break;
         case kHadamard: hadamard::decode(group, count, n, scale, add, out); break;
+        case kInt2: int2::decode(group, count, n, scale, add, out); break;
         default: cast16::decode(group, count, n, method == kHalf, scale, add, out);
       }
     }

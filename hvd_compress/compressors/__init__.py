@@ -11,6 +11,7 @@ from .cast import NoCompression as NoCompression
 from .dgc import DGC as DGC
 from .hadamard import Hadamard as Hadamard
 from .hybrid import Hybrid as Hybrid
+from .int2 import Int2 as Int2
 from .onebit import OneBit as OneBit
 from .power_sgd import PowerSGD as PowerSGD
 from .quantize import Quantize as Quantize

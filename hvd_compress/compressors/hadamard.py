@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from .. import formats
 from ..formats.base import Shape
-from ..formats.hadamard import HIGH, LOW, THRESHOLD
+from ..formats.hadamard import BLOCK, HIGH, LOW, THRESHOLD
 from ..kernels import bitpack, blocks, hadamard
 from ..kernels.compile import compiled
 from ..kernels.native import NativeFormat
@@ -56,7 +56,7 @@ class Hadamard(formats.Hadamard, BuiltinCompressor):
         return self
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
-        parts, new_residual, finite = encode_blocks(hadamard.to_blocks(chunk.sum()), chunk.keep)
+        parts, new_residual, finite = encode_blocks(blocks.to_full_blocks(chunk.sum(), BLOCK), chunk.keep)
         if new_residual is not None:
             new_residual = blocks.from_blocks(new_residual, chunk.shape)
         return Encoded(parts, chunk.shape, new_residual, finite)

@@ -34,6 +34,7 @@ class Compression(metaclass=_Registered):
     bf16: compressors.BFloat16
     int8: compressors.Quantize
     int4: compressors.Quantize
+    int2: compressors.Int2
     hadamard: compressors.Hadamard
     onebit: compressors.OneBit
     quantize: type[compressors.Quantize]

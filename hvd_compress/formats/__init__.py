@@ -10,6 +10,7 @@ from .cast import Float16 as Float16
 from .cast import NoCompression as NoCompression
 from .dgc import DGC as DGC
 from .hadamard import Hadamard as Hadamard
+from .int2 import Int2 as Int2
 from .power_sgd import PowerSGD as PowerSGD
 from .quantize import OneBit as OneBit
 from .quantize import Quantize as Quantize

@@ -28,6 +28,13 @@ def to_blocks(tensor: tf.Tensor, largest: int) -> tf.Tensor:
     return tf.reshape(flat, [-1, block])
 
 
+def to_full_blocks(tensor: tf.Tensor, block: int) -> tf.Tensor:
+    """The elements of `tensor` as [blocks, block], the last block padded with zeros."""
+    flat = tf.reshape(tensor, [-1])
+    missing = -flat.shape[0] % block
+    return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [-1, block])
+
+
 def from_blocks(blocks: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """The inverse of `to_blocks`: the first elements of `blocks` in this shape."""
     flat, n = tf.reshape(blocks, [-1]), math.prod(shape)

@@ -26,13 +26,6 @@ _TWICE_Q = np.ones([4, 4], np.float32) - 2.0 * np.eye(4, dtype=np.float32)
 _WITHIN = np.kron(_TWICE_Q, _TWICE_Q)
 
 
-def to_blocks(tensor: tf.Tensor) -> tf.Tensor:
-    """The elements of `tensor` as [blocks, 64], the last block padded with zeros."""
-    flat = tf.reshape(tensor, [-1])
-    missing = -flat.shape[0] % BLOCK
-    return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [-1, BLOCK])
-
-
 def within(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
     """The first step: `scale` * 4 * Q x Q times each 16 values.
 

@@ -26,7 +26,7 @@ VARIABLE = "HVD_COMPRESS_KERNELS"
 KINDS = ("native", "xla")
 
 # The numbers of `Method` in native/ops.cc.
-METHODS = ("quantize", "onebit", "block_topk", "hybrid", "topk", "hadamard", "fp16", "bf16")
+METHODS = ("quantize", "onebit", "block_topk", "hybrid", "topk", "hadamard", "fp16", "bf16", "int2")
 
 
 # The operation that was added last; one that changes gets another name. A library without it is older than the package.

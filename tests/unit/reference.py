@@ -87,7 +87,7 @@ def wire_bytes(compressor, shape):
     if name == "onebit":
         block = block_of(n, ONEBIT_BLOCK)
         return -(-n // block) * (block // 8 + 4)
-    if name == "hadamard":
+    if name in ("hadamard", "int2"):
         return -(-n // 64) * 18
     if name == "powersgd":
         rows, columns, rank = matrix_of(shape, compressor.rank)
@@ -164,6 +164,12 @@ def strided_rows(flat, k):
     return np.array([int(np.argmax(np.abs(flat[j::k]))) for j in range(k)])
 
 
+def int2_steps(flat):
+    """The documented distance of the levels of `int2` for each element, before it is rounded, in float64."""
+    parts = [flat[i : i + 64].astype(np.float64) for i in range(0, len(flat), 64)]
+    return np.concatenate([np.full(len(b), (max(b.max(), 0.0) - min(b.min(), 0.0)) / 3) for b in parts])
+
+
 def matrix_of(shape, rank):
     """Rows, columns and rank of a tensor as the matrix with the smallest sum of sides; a vector is one row."""
     cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) > 1, max(1, len(shape)))]
@@ -230,6 +236,10 @@ def assert_error_is_bounded(compressor, x, y, relative=2.0**-22):
     elif name == "onebit":
         expected = sum(np.sum(b**2) - np.sum(np.abs(b)) ** 2 / len(b) for b in blocks(x, ONEBIT_BLOCK))
         assert abs(total - expected) <= 1e-5 * energy + squares
+    elif name == "int2":
+        assert (error <= np.abs(x) * (1 + relative) + rounding).all()
+        step = int2_steps(flat)
+        assert (error <= 0.53 * step + rounding)[usable(flat, step)].all()
     elif name == "hadamard":
         share = 0.81 - 1e-3  # the scale is a bfloat16
         magnitudes = np.abs(rotated_blocks(x)).sum(1)

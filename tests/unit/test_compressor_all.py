@@ -223,7 +223,7 @@ FEEDBACK = {
     "none": False, "fp16": False, "bf16": False, "int8": True, "quantize:bits=2,rounding=stochastic": False,
     "onebit": True, "topk:ratio=0.01": True, "randomk:ratio=0.1": True, "randomk:ratio=0.1,unbiased=true": False,
     "block_topk:ratio=0.05": True, "block_sparse:ratio=0.1,block=4": True, "hybrid:ratio=0.05,bits=4": True,
-    "hadamard": True, "powersgd:rank=2": True,
+    "hadamard": True, "int2": True, "powersgd:rank=2": True,
 }  # fmt: skip
 
 

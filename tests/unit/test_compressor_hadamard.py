@@ -11,6 +11,7 @@ from compressors import round_trip, seeds
 import hvd_compress as hvdc
 from hvd_compress.common import devices
 from hvd_compress.formats.hadamard import HIGH, LOW, THRESHOLD
+from hvd_compress.kernels import blocks
 from hvd_compress.kernels import hadamard as kernels
 
 hadamard = hvdc.Compression.hadamard
@@ -27,7 +28,7 @@ def test_rotation_is_numpys_and_its_own_inverse(has_gpu, monkeypatch):
         monkeypatch.setattr(tf, "matmul", lambda *args, **keywords: pytest.fail("a matrix product"))
     x = reference.vector("normal", 64 * 10)
     with tf.device("CPU"):
-        rotated = kernels.across(kernels.within(kernels.to_blocks(tf.constant(x)), 1 / 4), 1 / 2)
+        rotated = kernels.across(kernels.within(blocks.to_full_blocks(tf.constant(x), 64), 1 / 4), 1 / 2)
     np.testing.assert_allclose(tf.reshape(rotated, [-1, 64]), reference.rotated_blocks(x), atol=1e-5)
     np.testing.assert_allclose(reference.rotated_blocks(reference.rotated_blocks(x).ravel()).ravel(), x, atol=1e-12)
     assert set(np.abs(reference.rotated_blocks(np.eye(64).ravel())).ravel().round(12)) == {1 / 8}

@@ -31,6 +31,7 @@ SPECS = [
     "topk:ratio=0.01",
     "topk:ratio=0.3",
     "hadamard",
+    "int2",
     "fp16",
     "bf16",
 ]
