@@ -5,12 +5,17 @@
 #include <cstring>
 
 #include "chunk.h"
+#include "hadamard.h"
 #include "quantize.h"
 #include "simd.h"
 
 namespace int2 {
 
-constexpr int64_t kBlock = 64, kCodeBytes = kBlock / 4;
+using hadamard::Floats;
+using hadamard::Ints;
+using hadamard::kVectors;
+
+constexpr int64_t kBlock = hadamard::kBlock, kCodeBytes = kBlock / 4;
 constexpr int kDropped = 17;  // bits of a step's mantissa
 constexpr int32_t kNaN = 0x7FC00000;
 
@@ -27,53 +32,65 @@ INLINE int32_t header_of(int32_t low_key, int32_t high_key, bool finite) {
   const quantize::Grid g = quantize::grid(low_key, high_key, 2, false);
   const int32_t kept = (bits_of(g.step) + (1 << (kDropped - 1))) >> kDropped;
   const float step = float_of(kept << kDropped);
-  float base = step == 0.0f ? 0.0f : std::nearbyint(float_of(quantize::ordered(low_key)) / step);
-  base = base < -3.0f ? -3.0f : base;
-  return kept << 2 | static_cast<int32_t>(-base);
+  const float below = -float_of(quantize::ordered(low_key));
+  return kept << 2 | ((below > 0.5f * step) + (below > 1.5f * step) + (below > 2.5f * step));
 }
 
-// Encodes x [64]; writes x - decoded in its place if `keep`. Returns whether all elements are finite.
-INLINE bool encode_block(float* x, uint8_t* header_bytes, uint8_t* packed, bool keep) {
-  int32_t low = INT32_MAX, high = INT32_MIN;
-  for (int64_t j = 0; j < kBlock; ++j) {
-    const int32_t key = quantize::ordered(bits_of(x[j]));
-    low = key < low ? key : low;
-    high = key > high ? key : high;
+INLINE Ints select(Ints condition, Ints a, Ints b) { return (condition & a) | (~condition & b); }
+
+// The header of a block. `finite` becomes false unless all elements are finite.
+INLINE int32_t header_of(const Floats* x, bool* finite) {
+  Ints lows = Ints{} + INT32_MAX, highs = Ints{} + INT32_MIN;
+  for (int i = 0; i < kVectors; ++i) {
+    const Ints bits = (Ints)x[i], keys = bits ^ ((bits >> 31) & kMagnitude);  // as quantize::ordered
+    lows = select(keys < lows, keys, lows);
+    highs = select(keys > highs, keys, highs);
   }
-  const bool finite = high < kInfinity && low > quantize::ordered(static_cast<int32_t>(0xFF800000u));
-  const int32_t header = header_of(low, high, finite);
-  const uint16_t header16 = static_cast<uint16_t>(header);
-  std::memcpy(header_bytes, &header16, 2);
+  int32_t low = lows[0], high = highs[0];
+  for (int lane = 1; lane < hadamard::kLanes; ++lane) {
+    low = lows[lane] < low ? lows[lane] : low;
+    high = highs[lane] > high ? highs[lane] : high;
+  }
+  const bool is_finite = high < kInfinity && low > quantize::ordered(static_cast<int32_t>(0xFF800000u));
+  *finite &= is_finite;
+  return header_of(low, high, is_finite);
+}
+
+// Writes the codes of a block; with `keep`, `x` becomes its residual.
+INLINE void encode_block(int32_t header, Floats* x, uint8_t* packed, bool keep) {
   const float step = step_of(header), inverse = step > 0.0f ? 1.0f / step : 0.0f;
   const float lowest = base_of(header) + quantize::kMagic, highest = lowest + 3.0f;
   const int32_t zero = bits_of(lowest);
-  uint8_t codes[kBlock];
-  for (int64_t j = 0; j < kBlock; ++j) {
-    float shifted = x[j] * inverse + quantize::kMagic;
-    shifted = shifted < lowest ? lowest : shifted;
-    shifted = shifted > highest ? highest : shifted;
-    codes[j] = static_cast<uint8_t>(bits_of(shifted) - zero);
-    if (keep) x[j] -= (shifted - quantize::kMagic) * step;
+  Ints codes[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    Floats shifted = x[i] * inverse + quantize::kMagic;
+    shifted = (Floats)select(shifted < lowest, (Ints)(Floats{} + lowest), (Ints)shifted);
+    shifted = (Floats)select(shifted > highest, (Ints)(Floats{} + highest), (Ints)shifted);
+    codes[i] = ((Ints)shifted - zero) & 3;
+    if (keep) x[i] = x[i] - (shifted - quantize::kMagic) * step;
   }
-  quantize::pack_field<2>(codes, kBlock, 0, packed);
-  return finite;
+  hadamard::pack<kVectors>(codes, packed);
 }
 
+// Several blocks at a time: the processor computes their headers beside each other.
 CLONED bool encode(const Source& source, uint8_t* payload, float* residual) {
+  constexpr int64_t kGroup = 8;
   const int64_t n = source.size, rows = ceil_div(n, kBlock);
   uint8_t* packed = payload + 2 * rows;
   bool finite = true;
-  for (int64_t row = 0; row < rows; ++row) {
-    float x[kBlock];
-    const int64_t begin = row * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-    if (count == kBlock) {
-      read(source, begin, kBlock, x);
-    } else {
-      read(source, begin, count, x);
-      for (int64_t j = count; j < kBlock; ++j) x[j] = 0.0f;
-    }
-    finite &= encode_block(x, payload + 2 * row, packed + row * kCodeBytes, residual != nullptr);
-    if (residual) write_back(x, count, residual + begin);
+  for (int64_t row = 0; row < rows; row += kGroup) {
+    Floats x[kGroup * kVectors];
+    float* elements = reinterpret_cast<float*>(x);
+    const int64_t begin = row * kBlock, group = rows - row < kGroup ? rows - row : kGroup;
+    const int64_t count = n - begin < group * kBlock ? n - begin : group * kBlock;
+    read(source, begin, count, elements);
+    for (int64_t j = count; j < group * kBlock; ++j) elements[j] = 0.0f;
+    uint16_t headers[kGroup];
+    for (int64_t i = 0; i < group; ++i) headers[i] = static_cast<uint16_t>(header_of(x + i * kVectors, &finite));
+    std::memcpy(payload + 2 * row, headers, 2 * group);
+    for (int64_t i = 0; i < group; ++i)
+      encode_block(headers[i], x + i * kVectors, packed + (row + i) * kCodeBytes, residual != nullptr);
+    if (residual) write_back(elements, count, residual + begin);
   }
   return finite;
 }
@@ -82,23 +99,25 @@ CLONED bool encode(const Source& source, uint8_t* payload, float* residual) {
 CLONED void decode(const uint8_t* const* ranks, int count, int64_t n, float scale, bool add, float* out) {
   const int64_t rows = ceil_div(n, kBlock);
   for (int64_t row = 0; row < rows; ++row) {
-    float total[kBlock];
+    Floats total[kVectors];
     for (int rank = 0; rank < count; ++rank) {
       uint16_t header;
       std::memcpy(&header, ranks[rank] + 2 * row, 2);
       const float step = step_of(header), base = base_of(header);
-      uint8_t codes[kBlock];
-      quantize::unpack_field<2>(ranks[rank] + 2 * rows + row * kCodeBytes, kBlock, true, codes);
-      for (int64_t j = 0; j < kBlock; ++j) {
-        const float value = (static_cast<float>(codes[j]) + base) * step;
-        total[j] = rank ? total[j] + value : value;
+      Ints codes[kVectors];
+      hadamard::unpack<kVectors>(ranks[rank] + 2 * rows + row * kCodeBytes, codes);
+      for (int i = 0; i < kVectors; ++i) {
+        const Floats value = (__builtin_convertvector(codes[i] & 3, Floats) + base) * step;
+        total[i] = rank ? total[i] + value : value;
       }
     }
+    for (int i = 0; i < kVectors; ++i) total[i] = total[i] * scale;
     const int64_t begin = row * kBlock, length = n - begin < kBlock ? n - begin : kBlock;
+    const float* elements = reinterpret_cast<const float*>(total);
     if (add) {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] += total[j] * scale;
+      for (int64_t j = 0; j < length; ++j) out[begin + j] += elements[j];
     } else {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] = total[j] * scale;
+      std::memcpy(out + begin, elements, length * sizeof(float));
     }
   }
 }

@@ -31,6 +31,7 @@ CPU = Defaults(
         "bf16": KernelCost(1.6e-4, 9.0e-11, 5.0e-11, 2.3e-11),
         "quantize": KernelCost(1.6e-4, 1.7e-10, 4.6e-11, 1.8e-11),  # at 8 bits
         "int4": KernelCost(1.6e-4, 1.7e-10, 4.1e-11, 2.0e-11),
+        "int2": KernelCost(1.6e-4, 1.7e-10, 4.1e-11, 2.0e-11),
         "hadamard": KernelCost(1.6e-4, 3.2e-10, 1.1e-10, 4.5e-11),
         "onebit": KernelCost(1.6e-4, 1.7e-10, 5.0e-11, 1.9e-11),
         "topk": KernelCost(1.6e-4, 2.9e-10, 5.1e-11, 5.5e-12),  # at 1%
@@ -49,6 +50,7 @@ GPU = Defaults(
         "bf16": KernelCost(1.8e-4, 4.9e-12, 2.1e-12, 0.0),
         "quantize": KernelCost(1.8e-4, 6.9e-12, 1.9e-12, 0.0),  # at 8 bits
         "int4": KernelCost(1.8e-4, 6.7e-12, 3.5e-12, 0.0),
+        "int2": KernelCost(1.8e-4, 6.7e-12, 3.5e-12, 0.0),  # not measured: those of int4
         "hadamard": KernelCost(1.8e-4, 1.1e-11, 4.3e-12, 2.5e-13),
         "onebit": KernelCost(1.8e-4, 6.2e-12, 3.2e-12, 0.0),
         "topk": KernelCost(1.8e-4, 2.6e-11, 8.0e-12, 9.5e-14),  # at 1%

@@ -21,8 +21,8 @@ def of_extremes(low: tf.Tensor, high: tf.Tensor) -> tf.Tensor:
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     bits = tf.where(finite, tf.bitcast(step, tf.int32) + (1 << (_DROPPED - 1)), _NAN)
     kept = tf.bitwise.right_shift(bits, _DROPPED)
-    base = tf.clip_by_value(tf.round(tf.math.divide_no_nan(low, _step(kept))), -3.0, 0.0)
-    below = tf.where(finite, tf.cast(-base, tf.int32), 0)
+    # The number of levels below zero: -low / step, rounded, but without a division.
+    below = sum(tf.cast(-low > (i + 0.5) * _step(kept), tf.int32) for i in range(3))
     return tf.bitwise.bitwise_or(tf.bitwise.left_shift(kept, 2), below)
 
 
