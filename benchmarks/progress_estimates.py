@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 import tasks
 
 COMPRESSORS = [
-    "int8", "int4", "hadamard", "quantize:bits=2", "topk:ratio=0.05", "hybrid:ratio=0.05,bits=4",
+    "int8", "int4", "int2", "hadamard", "quantize:bits=2", "topk:ratio=0.05", "hybrid:ratio=0.05,bits=4",
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=4", "powersgd:rank=2", "onebit",
 ]  # fmt: skip
 STEPS = (49, 275)  # after the first 48 steps that are measured, and the first 24 of the second time

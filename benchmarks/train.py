@@ -72,8 +72,8 @@ TASKS = {
     "recommender": Defaults(29.5, 300, 50, [ONE_BIT + "60", *SGD]),
 }
 METHODS = [
-    "horovod none", "horovod fp16", "none", "fp16", "bf16", "int8", "int4", "quantize:bits=2", "hadamard", "onebit",
-    "topk:ratio=0.05", "block_topk:ratio=0.05", "randomk:ratio=0.05", "block_sparse:ratio=0.1,block=32",
+    "horovod none", "horovod fp16", "none", "fp16", "bf16", "int8", "int4", "quantize:bits=2", "int2", "hadamard",
+    "onebit", "topk:ratio=0.05", "block_topk:ratio=0.05", "randomk:ratio=0.05", "block_sparse:ratio=0.1,block=32",
     "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4", "powersgd:rank=2", "powersgd:rank=4", "auto",
 ]  # fmt: skip
 

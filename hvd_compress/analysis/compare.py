@@ -32,7 +32,7 @@ from .named_steps import named_steps
 
 # What is compared by default: usual settings of all built-in compressors.
 SPECS = (
-    "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "quantize:bits=2", "hadamard", "onebit",
+    "none", "fp16", "bf16", "int8", "int4", "quantize:bits=3", "quantize:bits=2", "int2", "hadamard", "onebit",
     "topk:ratio=0.01", "block_topk:ratio=0.01", "block_sparse:ratio=0.1,block=32", "randomk:ratio=0.01",
     "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4",
     "dgc:ratio=0.01,warmup_epochs=0", "powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1",

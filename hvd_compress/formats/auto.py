@@ -2,7 +2,7 @@
 
 # What it chooses from.
 CANDIDATES = (
-    "none", "int8", "int4", "hadamard", "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4",
+    "none", "int8", "int4", "int2", "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4",
     "hybrid:ratio=0.01,bits=4", "powersgd:rank=4", "powersgd:rank=1",
 )  # fmt: skip
 # What it looks for.

@@ -11,7 +11,7 @@ from . import console, units
 
 # The candidates of `auto` are among them.
 SPECS = (
-    "none", "fp16", "bf16", "int8", "int4", "hadamard", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
+    "none", "fp16", "bf16", "int8", "int4", "int2", "hadamard", "onebit", "topk:ratio=0.01", "block_topk:ratio=0.01",
     "randomk:ratio=0.01", "hybrid:ratio=0.1,bits=4", "hybrid:ratio=0.05,bits=4", "hybrid:ratio=0.01,bits=4",
     "powersgd:rank=4", "powersgd:rank=1",
 )  # fmt: skip

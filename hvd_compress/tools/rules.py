@@ -38,7 +38,7 @@ _BEHIND, _PARTS, _MOST = 0.2, 8, 0.75
 _RETURNS, _STEPS = 2, 500
 # A milder compressor is worth a change if it takes this share of the time for the same progress.
 _WORTH = 0.8
-_MILD = ("int8", "int4", "hadamard")
+_MILD = ("int8", "int4", "int2", "hadamard")
 _ELEMENTS = 2**20  # of a tensor that shows how many bytes they send
 _LEAST_PROGRESS = 0.02
 _SMALL_BUCKET = 128 * 1024  # bytes; the default of bucket_bytes makes none of these

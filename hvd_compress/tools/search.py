@@ -29,8 +29,8 @@ VALUES: dict[str, tuple[float, ...]] = {
 ARGUMENTS = {kind: [f.name for f in dataclasses.fields(FORMATS.classes[kind]) if f.name in VALUES] for kind in KINDS}
 # The opening: what is tried first, strong and mild settings of each idea.
 _OPENING = (
-    "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "hadamard", "quantize:bits=2", "hybrid:ratio=0.05,bits=4",
-    "onebit", "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
+    "none", "int8", "hybrid:ratio=0.01,bits=4", "int4", "int2", "quantize:bits=3", "hybrid:ratio=0.05,bits=4", "onebit",
+    "powersgd:rank=4", "block_topk:ratio=0.01", "fp16",
 )  # fmt: skip
 # Tried with each way of exchanging less often, or later, if these are asked for.
 _OPENING_OF_OTHERS = ("int8", "int4")

@@ -27,7 +27,7 @@ def test_a_first_choice_counts_with_the_usual_progress():
     "milliseconds, expected",
     [
         ([1068, 297, 166, 108, 67, 47, 31, 25, 19], "hybrid:ratio=0.05,bits=4"),  # dense layers, 3.4M parameters
-        ([666, 191, 110, 73, 49, 37, 27, 22, 16], "hadamard"),  # an autoencoder, 2.2M
+        ([666, 191, 110, 73, 49, 37, 27, 22, 16], "int2"),  # an autoencoder, 2.2M
     ],
 )
 def test_the_first_choice_is_what_was_best(milliseconds, expected):

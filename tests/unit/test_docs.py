@@ -166,6 +166,17 @@ def test_the_table_of_recommenders_is_what_was_measured():
         assert f"| {method} | {' | '.join(cells)} | {recall:.2f} |\n" in TEXTS["docs/results.md"]
 
 
+def test_the_table_of_int2_is_what_was_measured():
+    shown = re.search(r"\n## int2\n(.*?)\n## ", TEXTS["docs/results.md"], re.DOTALL)[1]
+    rows = re.findall(r"^\| (\w+) \| `(.+?)` \| (.+) \|$", shown, re.MULTILINE)
+    files = {task: results(f"int2_{task}_100mbit")[0]["runs"] for task in ("gpt", "digits", "autoencoder", "mlp")}
+    assert len(rows) == len({(task, run["method"]) for task, runs in files.items() for run in runs})
+    columns = {"seconds": ".1f", "steps": "d", "step_ms": ".0f", "first_step": ".1f", "metric": ".2f"}
+    for task, method, cells in rows:
+        runs = [run for run in files[task] if run["method"] == method]
+        assert cells.split(" | ") == [" ".join(format(run[key], form) for run in runs) for key, form in columns.items()]
+
+
 def step_ms(*names):
     """The ms per step of each method in files of docs/results."""
     return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in results(*names)]

@@ -121,7 +121,7 @@ def test_exchanges_that_are_asked_for_are_tried(tune):
     found = json.loads(result.stdout)
     rows = {(row["compression"], row["exchange"]): row for row in found["trials"]}
     others = [(spec, e) for e in ("delay=1", "local_steps=8", "local_steps=30") for spec in ("int8", "int4")]
-    assert list(rows) == [(spec, "each step") for spec in ("none", "int8", "int4", "quantize:bits=2")] + others
+    assert list(rows) == [(spec, "each step") for spec in ("none", "int8", "int4", "quantize:bits=3")] + others
     assert rows["int8", "local_steps=8"]["step"] == pytest.approx(0.05 / 4)
     assert rows["int8", "local_steps=8"]["loss_increase"] > 0.5
     assert rows["int8", "local_steps=30"]["status"] == "failed"
@@ -383,7 +383,7 @@ def test_the_best_and_its_rival_are_run_again():
 
 
 # At 100 Mbit/s, 5 MB of gradient: what is lost grows as less is sent.
-LOST = {"none": 0.0, "fp16": 0.0, "bf16": 0.001, "onebit": 0.3, "hadamard": 0.05}
+LOST = {"none": 0.0, "fp16": 0.0, "bf16": 0.001, "onebit": 0.3, "int2": 0.06, "hadamard": 0.05}
 
 
 def lost(spec):
@@ -418,7 +418,7 @@ def test_the_default_number_of_runs_finds_one_of_the_fastest(tune, monkeypatch, 
     assert result.exit_code == 0, result.output
     best = json.loads(result.stdout)["best"]["compression"]
     ratios = np.geomspace(0.001, 0.3, 60)
-    every = ["none", "fp16", "bf16", "onebit", "hadamard"]
+    every = ["none", "fp16", "bf16", "onebit", "int2", "hadamard"]
     every += [f"quantize:bits={bits}" for bits in search.VALUES["bits"]] + [
         f"powersgd:rank={n}" for n in search.VALUES["rank"]
     ]
