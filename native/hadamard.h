@@ -54,12 +54,12 @@ INLINE void rotate(Floats* v, float factor) {
     v[i] = (sum - v[i] * 0.5f) * twice;
     v[i + 1] = (sum - v[i + 1] * 0.5f) * twice;
   }
-  if (Vectors < kVectors) return;
-  for (int half = 0; half < 2; ++half) {
-    Floats* x = v + half;
-    const Floats sum = (x[0] * 0.25f + x[2] * 0.25f) + (x[4] * 0.25f + x[6] * 0.25f);
-    for (int i = 0; i < kVectors; i += 2) x[i] = (sum - x[i] * 0.5f) * twice;
-  }
+  if constexpr (Vectors == kVectors)
+    for (int half = 0; half < 2; ++half) {
+      Floats* x = v + half;
+      const Floats sum = (x[0] * 0.25f + x[2] * 0.25f) + (x[4] * 0.25f + x[6] * 0.25f);
+      for (int i = 0; i < kVectors; i += 2) x[i] = (sum - x[i] * 0.5f) * twice;
+    }
 }
 
 // The mean magnitude of a block, summed by halves.
@@ -101,7 +101,7 @@ INLINE Floats level(Ints high_ones, Ints signs, float low, float high) {
 // of 16 are in vectors 2 apart, those of a quarter of 4 in the halves of a vector.
 template <int Vectors>
 INLINE void pack(const Ints* codes, uint8_t* out) {
-  if (Vectors == kVectors) {
+  if constexpr (Vectors == kVectors) {
     for (int half = 0; half < 2; ++half) {
       Ints bytes = codes[half];
       for (int i = 1; i < 4; ++i) bytes |= codes[2 * i + half] << (2 * i);
@@ -118,7 +118,7 @@ INLINE void pack(const Ints* codes, uint8_t* out) {
 // The inverse of `pack`. Higher bits of the results are to be ignored.
 template <int Vectors>
 INLINE void unpack(const uint8_t* in, Ints* codes) {
-  if (Vectors == kVectors) {
+  if constexpr (Vectors == kVectors) {
     for (int half = 0; half < 2; ++half) {
       Bytes packed;
       std::memcpy(&packed, in + half * kLanes, kLanes);

@@ -30,7 +30,8 @@ OF_DELAY = 0.6
 # By the compressor's name: a factor, and a power of the share. Gradients are closer to low rank than noise, and signs
 # keep the sizes of a block's values from the optimizer.
 _FITTED = {"": (1.0, 0.36), "int2": (1.0, 0.13), "topk": (1.1, 0.36), "powersgd": (3.6, 0.44), "onebit": (1.0, 1.5)}
-# The power of the lower bound, if not 1. `int2` lost 3% of the progress at most in all trainings that were measured.
+# The power of the lower bound, if not 1. In the trainings that were measured (Adam: a transformer, the digits, dense
+# layers, an autoencoder), `int2` lost at most 3% of the progress.
 _LEAST_POWER = {"int2": 0.5}
 # A candidate makes about as much progress as no compression if it loses less than this share of white noise.
 LOSES_LITTLE = 0.02
@@ -55,6 +56,8 @@ def usual(lost: float, name: str = "", normalized: bool = False) -> float:
 
 def at_least(lost: float, name: str = "", normalized: bool = False) -> float:
     """A lower bound: what gets through of white noise is not out of date. With LAMB, its factor is fitted, too.
+
+    With `int2` it is the root of that share.
 
     Arguments as for `usual`.
     """

@@ -77,7 +77,7 @@ def encode_blocks(matrix: tf.Tensor, keep: bool) -> tuple[list[tf.Tensor], tf.Te
         The scales, bfloat16 [blocks, 1], and the packed codes, uint8 [blocks, 16 or 4]; the new residuals, float32
         [blocks, 4, 16 or 4]; whether all values are finite, bool scalar.
     """
-    # Divided by 16 here, and by 4 in `across`: means, which cannot overflow.
+    # Divided by 16 here, and with blocks of 64 by 4 in `across`: means, which cannot overflow.
     half_rotated = hadamard.within(matrix, 1.0 / 16.0)
     scale, finite = _scales(half_rotated)
     codes = _codes(half_rotated, scale)
@@ -113,7 +113,7 @@ def _codes(half_rotated: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
 
 @compiled
 def _lost(half_rotated: tf.Tensor, scale: tf.Tensor, codes: tf.Tensor) -> tf.Tensor:
-    """What decoding lacks, half rotated; four times as large with blocks of 64."""
+    """What decoding lacks, half rotated, divided by 4; with blocks of 16, rotated."""
     return half_rotated - hadamard.across(_decode(scale, codes))
 
 

@@ -24,8 +24,8 @@ from .registry import register
 class Int2(formats.Int2, BuiltinCompressor):
     """Sends each value as one of four evenly spaced levels, one of which is zero.
 
-    It has as many bytes as `quantize:bits=2`, and blocks of 64 elements in place of 256: a quarter as many values round
-    to zero beside an outlier. Outliers and zeros stay what they are, which `hadamard` spreads over a block. An
+    It has as many bytes as `quantize:bits=2`, and blocks of 64 elements in place of 256: beside an outlier, 63 values
+    round to zero, and not 255. Outliers and zeros stay what they are, which `hadamard` spreads over a block. An
     optimizer that divides by the size of past gradients, such as Adam, takes large steps where these are small, so
     noise costs most there.
 
@@ -36,7 +36,8 @@ class Int2(formats.Int2, BuiltinCompressor):
     Wire size: ceil(n / 64) * 18 bytes.
 
     Error: |error| <= 0.53 step, and |error| <= |x|, as zero is a level: it is a contraction, with error feedback
-    (Karimireddy et al. 2019, Assumption A).
+    (Karimireddy et al. 2019, Assumption A). As with `quantize`, blocks whose values are all tiny (under 1e-36) or so
+    large that a level would overflow (over 2e38) decode to zero.
     """
 
     @property

@@ -31,7 +31,7 @@ CPU = Defaults(
         "bf16": KernelCost(1.6e-4, 9.0e-11, 5.0e-11, 2.3e-11),
         "quantize": KernelCost(1.6e-4, 1.7e-10, 4.6e-11, 1.8e-11),  # at 8 bits
         "int4": KernelCost(1.6e-4, 1.7e-10, 4.1e-11, 2.0e-11),
-        "int2": KernelCost(1.6e-4, 1.7e-10, 4.1e-11, 2.0e-11),
+        "int2": KernelCost(1.6e-4, 1.7e-10, 4.1e-11, 2.0e-11),  # as int4: the same times, side by side
         "hadamard": KernelCost(1.6e-4, 3.2e-10, 1.1e-10, 4.5e-11),
         "onebit": KernelCost(1.6e-4, 1.7e-10, 5.0e-11, 1.9e-11),
         "topk": KernelCost(1.6e-4, 2.9e-10, 5.1e-11, 5.5e-12),  # at 1%

@@ -59,7 +59,7 @@ def _sums_within(blocks: tf.Tensor, scale: float) -> tf.Tensor:
 def across(blocks: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
     """The second step: `scale` * 2 * Q along axis 1 of `blocks` [rows, 4, 16]; for use inside kernels.
 
-    Blocks of 16, [rows, 4, 4], are returned as they are: the first step is their whole rotation.
+    Blocks of 16, [rows, 4, 4], are returned as they are, without the factor: the first step is their whole rotation.
     """
     return _across(blocks, scale) if blocks.shape[2] == _WIDTH else blocks
 

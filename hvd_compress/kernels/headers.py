@@ -16,9 +16,9 @@ _NAN = 0x7FC00000
 
 def of_extremes(low: tf.Tensor, high: tf.Tensor) -> tf.Tensor:
     """The headers, int32 [rows, 1], of blocks with these minima and maxima, float32 [rows, 1] each."""
+    finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     low, high = tf.minimum(low, 0.0), tf.maximum(high, 0.0)
     step, _ = linear.grid(low, high, 2, False)
-    finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     bits = tf.where(finite, tf.bitcast(step, tf.int32) + (1 << (_DROPPED - 1)), _NAN)
     kept = tf.bitwise.right_shift(bits, _DROPPED)
     # The number of levels below zero: -low / step, rounded, but without a division.

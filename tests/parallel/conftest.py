@@ -71,7 +71,7 @@ def costs_file(size, tmp_path_factory):
     """A calibration of all ranks, at 1 Gbit/s: `auto` has none to make, and what it begins with is always the same."""
     link = {"alpha": 1e-4, "beta": 8e-9, "gamma": 0.0, "burst": 0.0}
     kernel = {"call": 1e-5, "encode": 1e-9, "decode": 1e-10, "decode_rank": 1e-10}
-    names = ["fp16", "bf16", "quantize", "hadamard", "onebit", "topk", "block_topk", "hybrid", "powersgd"]
+    names = ["fp16", "bf16", "quantize", "int2", "hadamard", "onebit", "topk", "block_topk", "hybrid", "powersgd"]
     calibration = {
         "format": "hvd_compress calibration 1",
         "ranks": size,

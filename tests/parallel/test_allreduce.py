@@ -101,7 +101,9 @@ def test_sum_is_size_times_average(spec, rank, size):
     np.testing.assert_allclose(total, average * size, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", ["none", "int4", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1", "powersgd:rank=2"])
+@pytest.mark.parametrize(
+    "spec", ["none", "int4", "int2", "hybrid:ratio=0.05,bits=4", "randomk:ratio=0.1", "powersgd:rank=2"]
+)
 def test_inside_a_function_as_eagerly(spec, rank):
     x = tf.constant(data(rank))
     eager = hvdc.allreduce(x, compression=spec, name="eager").numpy()

@@ -20,6 +20,9 @@ def test_a_first_choice_counts_with_the_usual_progress():
     assert assumed(0.75, "hybrid") == usual(0.75, "hybrid")
     # powersgd takes seconds to compile.
     assert at_least(0.97) < assumed(0.97, "powersgd") < usual(0.97, "powersgd")
+    assert usual(0.21, "int2") == pytest.approx(0.97, abs=0.002)
+    assert at_least(0.21, "int2") == pytest.approx(0.79**0.5)
+    assert assumed(0.21, "int2", normalized=True) == usual(0.21, "int2")
     assert assumed(0.12, "hadamard", normalized=True) == pytest.approx(0.8 * usual(0.12, "hadamard"))
 
 
@@ -32,7 +35,7 @@ def test_a_first_choice_counts_with_the_usual_progress():
 )
 def test_the_first_choice_is_what_was_best(milliseconds, expected):
     """With the exchanges that were predicted at 100 Mbit/s, and what each candidate loses of white noise."""
-    auto, lost = hvdc.Compression.auto(), [0.0, 0.0, 0.01, 0.12, 0.62, 0.75, 0.92, 0.97, 0.99]
+    auto, lost = hvdc.Compression.auto(), [0.0, 0.0, 0.01, 0.21, 0.62, 0.75, 0.92, 0.97, 0.99]
     progress = [assumed(share, candidate.name) for share, candidate in zip(lost, auto.candidates)]
     value = policy.Value(np.array(progress, np.float32), np.array(lost, np.float32))
     seconds = np.array([milliseconds], np.float32) / 1000.0

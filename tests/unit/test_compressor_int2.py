@@ -7,8 +7,17 @@ import tensorflow as tf
 from compressors import round_trip, seeds
 
 import hvd_compress as hvdc
+from hvd_compress.kernels import native
 
 int2 = hvdc.Compression.int2
+
+
+@pytest.fixture(autouse=True, params=native.KINDS)
+def kind_of_kernels(request, monkeypatch):
+    """The kernels that are in use."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip("the native kernels are not built")
+    monkeypatch.setenv(native.VARIABLE, request.param)
 
 
 def expected_of(x):
@@ -68,7 +77,7 @@ def test_loses_less_of_white_noise_than_larger_blocks_at_the_same_bytes():
     assert int2.wire_bytes(len(x)) == hvdc.Compression.quantize(2).wire_bytes(len(x))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_block_that_is_not_finite_is_not_finite(bad):
     x = reference.vector("normal", 200)
     x[70] = bad
