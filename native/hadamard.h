@@ -171,6 +171,17 @@ INLINE void decode_block(const uint8_t* scale_bytes, const uint8_t* codes, Float
   rotate<Vectors>(x, 2.0f);
 }
 
+// Adds a block, whose first element is the one at `begin` of `n`, to `out` [n], or writes it there.
+INLINE void write_block(const Floats* x, int64_t begin, int64_t n, bool add, float* out) {
+  const int64_t length = n - begin < kBlock ? n - begin : kBlock;
+  const float* elements = reinterpret_cast<const float*>(x);
+  if (add) {
+    for (int64_t j = 0; j < length; ++j) out[begin + j] += elements[j];
+  } else {
+    std::memcpy(out + begin, elements, length * sizeof(float));
+  }
+}
+
 CLONED bool encode(const Source& source, uint8_t* payload, float* residual) {
   const int64_t n = source.size, rows = ceil_div(n, kBlock);
   uint8_t* codes = payload + 2 * rows;
@@ -202,13 +213,7 @@ CLONED void decode(const uint8_t* const* ranks, int count, int64_t n, float scal
     }
     for (int i = 0; i < kVectors; ++i) total[i] = total[i] * scale;
     rotate<kVectors>(total, 2.0f);
-    const int64_t begin = row * kBlock, length = n - begin < kBlock ? n - begin : kBlock;
-    const float* elements = reinterpret_cast<const float*>(total);
-    if (add) {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] += elements[j];
-    } else {
-      std::memcpy(out + begin, elements, length * sizeof(float));
-    }
+    write_block(total, row * kBlock, n, add, out);
   }
 }
 

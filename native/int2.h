@@ -112,13 +112,7 @@ CLONED void decode(const uint8_t* const* ranks, int count, int64_t n, float scal
       }
     }
     for (int i = 0; i < kVectors; ++i) total[i] = total[i] * scale;
-    const int64_t begin = row * kBlock, length = n - begin < kBlock ? n - begin : kBlock;
-    const float* elements = reinterpret_cast<const float*>(total);
-    if (add) {
-      for (int64_t j = 0; j < length; ++j) out[begin + j] += elements[j];
-    } else {
-      std::memcpy(out + begin, elements, length * sizeof(float));
-    }
+    hadamard::write_block(total, row * kBlock, n, add, out);
   }
 }
 

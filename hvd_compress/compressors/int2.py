@@ -10,12 +10,13 @@ import tensorflow as tf
 from .. import formats
 from ..formats.base import Shape
 from ..formats.int2 import BLOCK
-from ..kernels import bitpack, blocks, headers, linear
+from ..kernels import blocks, headers, linear
 from ..kernels.compile import Terms, compiled, fed_back
 from ..kernels.native import NativeFormat
 from .base import ChunkInput, Compressor, Encoded
 from .builtin import BuiltinCompressor
 from .hadamard import Hadamard
+from .quantize import decode_matrix, quantize_blocks
 from .registry import register
 
 
@@ -51,11 +52,11 @@ class Int2(formats.Int2, BuiltinCompressor):
 
     def _encode_chunk(self, chunk: ChunkInput) -> Encoded:
         terms = chunk.terms(lambda x: blocks.to_full_blocks(x, BLOCK))
-        header, finite = _headers(terms)
-        codes, new_residual = _quantize(terms, header, chunk.keep)
+        header, step, base, finite = _grid(terms)
+        codes, new_residual = quantize_blocks(terms, step, base, 2, None, chunk.keep)
         if new_residual is not None:
             new_residual = blocks.from_blocks(new_residual, chunk.shape)
-        return Encoded([header, codes], chunk.shape, new_residual, finite)
+        return Encoded([header, *codes], chunk.shape, new_residual, finite)
 
     def decode_sum(self, ranks: Sequence[Sequence[tf.Tensor]], ctx: Shape, scale: tf.Tensor) -> tf.Tensor:
         """Unpacks, dequantizes and sums in one pass."""
@@ -63,24 +64,12 @@ class Int2(formats.Int2, BuiltinCompressor):
 
 
 @compiled
-def _headers(terms: Terms) -> tuple[tf.Tensor, tf.Tensor]:
+def _grid(terms: Terms) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     low, high, finite = linear.extremes(fed_back(*terms))
-    return tf.cast(headers.of_extremes(low, high), tf.uint16), finite
-
-
-@compiled
-def _quantize(terms: Terms, header: tf.Tensor, keep: bool) -> tuple[tf.Tensor, tf.Tensor | None]:
-    values = fed_back(*terms)
-    step, base = headers.step_and_base(header)
-    codes, decoded = linear.quantize(values, step, base, 2, None)
-    return bitpack.pack(codes, 2)[0], values - decoded if keep else None
+    header = headers.of_extremes(low, high)
+    return tf.cast(header, tf.uint16), *headers.step_and_base(header), finite
 
 
 @compiled
 def _decode_sum(ranks: Sequence[list[tf.Tensor]], scale: tf.Tensor) -> tf.Tensor:
-    total = None
-    for header, codes in ranks:
-        step, base = headers.step_and_base(header)
-        values = linear.dequantize(bitpack.unpack([codes], 2), step[:, None], base[:, None])
-        total = values if total is None else total + values
-    return total * scale
+    return decode_matrix([[*headers.step_and_base(header), codes] for header, codes in ranks], 2, scale)

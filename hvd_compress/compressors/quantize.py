@@ -102,7 +102,7 @@ def encode_matrix(
     Returns the parts, the new residual, and whether all values are finite.
     """
     step, base, finite = _grid(terms, bits, seed is not None)
-    codes, new_residual = _quantize(terms, step, base, bits, seed, keep)
+    codes, new_residual = quantize_blocks(terms, step, base, bits, seed, keep)
     return [step, base, *codes], new_residual, finite
 
 
@@ -113,9 +113,10 @@ def _grid(terms: Terms, bits: int, stochastic: bool) -> tuple[tf.Tensor, tf.Tens
 
 
 @compiled
-def _quantize(
+def quantize_blocks(
     terms: Terms, step: tf.Tensor, base: tf.Tensor, bits: int, seed: tf.Tensor | None, keep: bool
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """The packed codes of blocks with these steps and bases, float32 [blocks, 1] each, and the new residual."""
     values = fed_back(*terms)
     uniform = None
     if seed is not None:

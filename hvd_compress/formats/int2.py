@@ -8,11 +8,11 @@ import math
 import numpy as np
 
 from .base import Format, Part, Shape, size_of
+from .quantize import noise_loss_of_blocks
 from .registry import register
 
 # Elements of a block. Its header of 2 bytes costs a quarter of a bit per element.
 BLOCK = 64
-LEVELS = 4
 
 
 @register
@@ -32,6 +32,5 @@ class Int2(Format):
         return [Part((rows, 1), "uint16"), Part((rows, BLOCK // 4), "uint8")]
 
     def estimated_noise_loss(self, noise: np.ndarray) -> float:
-        """Evenly spaced levels lose step^2 / 12 per element."""
-        steps = np.ptp(noise.reshape(-1, BLOCK), 1) / (LEVELS - 1)
-        return float(np.mean(np.square(steps / 12**0.5)))
+        """As of `quantize`, in smaller blocks."""
+        return noise_loss_of_blocks(noise, BLOCK, self.value_bits)

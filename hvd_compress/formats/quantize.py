@@ -64,9 +64,14 @@ class Quantize(Format):
         return block_parts(size_of(shape), self.bits)
 
     def estimated_noise_loss(self, noise: np.ndarray) -> float:
-        """Evenly spaced levels lose step^2 / 12 per element."""
-        steps = np.ptp(noise.reshape(-1, BLOCK), 1) / (2**self.bits - 1)
-        return float(np.mean(np.square(steps / 12**0.5)))
+        """That of blocks of 256."""
+        return noise_loss_of_blocks(noise, BLOCK, self.bits)
+
+
+def noise_loss_of_blocks(noise: np.ndarray, block: int, bits: int) -> float:
+    """The share of the energy that is lost of noise, float [n]: evenly spaced levels lose step^2 / 12 per element."""
+    steps = np.ptp(noise.reshape(-1, block), 1) / (2**bits - 1)
+    return float(np.mean(np.square(steps / 12**0.5)))
 
 
 def block_parts(n: int, bits: int) -> list[Part]:
