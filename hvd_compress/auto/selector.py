@@ -30,7 +30,6 @@ from .progress import ROWS, ProgressSample, Row
 from .step_numbers import StepNumbers
 from .step_times import StepTimer, StepTimes
 from .traces import Traces, traces_all
-from .usual_progress import LOSES_LITTLE
 
 _NAME = "hvdc_auto"  # of variables
 
@@ -81,8 +80,7 @@ class AutoSelector(ModelSelector):
         self._new_sample = functools.partial(
             ProgressSample, self.auto, shapes, decays, settings.adaptive, settings.normalized
         )
-        self._loses_little = (predictions.prior.lost.numpy() < LOSES_LITTLE).tolist()
-        self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is in doubt
+        self._sample: ProgressSample | None = None  # of the traced candidates, if their progress is measured
         self._follow_warmup(int(self._steps))
         self._renew_sample()
 
@@ -315,16 +313,16 @@ class AutoSelector(ModelSelector):
         return self._format.pack(choice, tried, probe, times, wanted)
 
     def _renew_sample(self) -> None:
-        """Makes the sample that the next trace simulates, if the traced candidates are not those of `_sample`.
+        """Makes the sample that the next trace simulates, if what it measures are not the candidates of `_sample`.
 
         That trace cannot make its variables: a tf.function creates variables in its first trace only.
         """
-        traced = self.traces.candidates
-        if self._warms_up or (len(traced) == 1 and self._loses_little[traced[0]]):
+        measured = self.traces.measured
+        if self._warms_up or not measured:
             self._sample = None
-        elif self._sample is None or self._sample.columns != traced:
+        elif self._sample is None or self._sample.columns != measured:
             with tf.init_scope():
-                self._sample = self._new_sample(traced)
+                self._sample = self._new_sample(measured)
 
     # The parts of a step's graph
 

@@ -35,12 +35,12 @@ class StepNumbers:
         self._members = np.bincount(np.arange(ranks) % places, minlength=places)
         self._shapes = {  # in the order in which `pack` joins them
             "choice": (buckets,), "trial": (), "progress": (ROWS, candidates), "wire": (places,),
-            "exchange": (buckets,), "waits": (buckets,), "rest": (), "span": (), "wanted": (candidates + 1,),
+            "exchange": (buckets,), "waits": (buckets,), "rest": (), "span": (), "wanted": (candidates + 2,),
         }  # fmt: skip
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         self.size = sum(self._sizes)
         self._progress_at, self._progress_shape = buckets + 1, (ROWS, candidates)
-        self._rest_at = -3 - candidates
+        self._rest_at = -4 - candidates
 
     def pack(
         self, choice: np.ndarray, tried: np.int32, probe: np.ndarray, times: StepTimes, wanted: np.ndarray
@@ -52,7 +52,7 @@ class StepNumbers:
             tried: The candidate that it proposes to try; -1 for none.
             probe: float32 [ROWS, C], see `ProgressSample.measure`.
             times: How long the step took.
-            wanted: float32 [C + 1], what it wants to be traced, see `Traces.mask`.
+            wanted: float32 [C + 2], what it wants to be traced, see `Traces.mask`.
         """
         waits, coding, wire, span, rest = times
         of_rank = np.zeros(len(self._members))

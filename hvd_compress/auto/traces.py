@@ -2,6 +2,8 @@
 
 The first steps are traced with the first choice only, as if it were a fixed compressor. Other candidates, and the
 compression of the rows of embeddings, are traced once they are predicted to save more time than the new trace takes.
+If the first choice usually makes nearly as much progress as no compression, its progress is not measured either until
+the new trace takes a small share of the time so far.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto
-from . import policy, progress, report
+from . import policy, progress, report, usual_progress
 from .comparisons import Comparisons
 from .predictions import Predictions
 from .step_numbers import StepNumbers
@@ -29,6 +31,8 @@ _NAME = "hvdc_auto"  # of the variable
 _TRACE_FACTOR = 1.5
 # What others might save counts so many times: they are estimated as one for all buckets, without overlap.
 _MARGIN = 2.0
+# The share of the time so far that a trace may take to measure the progress of a candidate that is little in doubt.
+_OF_CHECK = 0.03
 _LEAST_TRANSFER = 1e-9  # seconds: a user's compressor may send nothing
 
 
@@ -72,10 +76,16 @@ class Traces:
         self._least_progress, lost = predictions.prior.progress.numpy(), predictions.prior.lost.numpy()
         hoped = np.maximum(self._least_progress, predictions.usual)
         self._hoped = np.maximum(hoped, progress.LEAST)  # the progress, until it is measured
+        loses_little = lost < usual_progress.LOSES_LITTLE
+        has_little_doubt = (predictions.usual >= usual_progress.LITTLE_DOUBT) & (count > 1)
+        # Of candidates that are traced alone, which are never measured, and which only after `_checks`.
+        self._never_measured, self._measured_later = loses_little.tolist(), (~loses_little & has_little_doubt).tolist()
+        self._checks = False
         encode, messages, transfer, decode = (cost.numpy().sum(0) for cost in predictions.costs)
         # Seconds of all buckets, [C].
         self._coding, self._transfer = encode + messages + decode, np.maximum(transfer, _LEAST_TRANSFER)
         self._slowdown = (1.0 + auto.max_slowdown * lost).tolist()
+        self._rows, self._check = count, count + 1  # positions in `mask`
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
         self._time_per_byte = 1.0  # the factor in `state.link`, as `watch` knows it
@@ -90,6 +100,17 @@ class Traces:
         self._functions.update(tracing.running_functions())
 
     @property
+    def measured(self) -> list[int]:
+        """The traced candidates whose progress is measured in steps that are traced from now on."""
+        first, is_alone = self.candidates[0], len(self.candidates) == 1
+        return [] if is_alone and (self._never_measured[first] or self._is_unchecked) else self.candidates
+
+    @property
+    def _is_unchecked(self) -> bool:
+        """Whether the progress of the only traced candidate is to be measured later."""
+        return len(self.candidates) == 1 and self._measured_later[self.candidates[0]] and not self._checks
+
+    @property
     def may_grow(self) -> bool:
         """Whether more may be traced: not while a candidate is held, nor once everything is traced."""
         return not self._is_held and not all(self.mask())
@@ -97,10 +118,14 @@ class Traces:
     # After each step
 
     def mask(self, more: Iterable[int] = ()) -> np.ndarray:
-        """What is traced, and `more`: 1 for each traced candidate, then 1 for compressed rows; float32 [C + 1]."""
-        mask = np.zeros(len(self._auto.candidates) + 1, np.float32)
+        """What is traced, and `more`; float32 [C + 2].
+
+        1 for each traced candidate, then 1 for compressed rows, and 1 unless progress is to be measured later.
+        """
+        mask = np.zeros(self._check + 1, np.float32)
         mask[[*self.candidates, *more]] = 1.0
-        mask[-1] = mask[-1] or self.compresses_rows
+        mask[self._rows] = mask[self._rows] or self.compresses_rows
+        mask[self._check] = mask[self._check] or not self._is_unchecked
         return mask
 
     def set_first_exchange(self, timestamp: float) -> None:
@@ -146,10 +171,12 @@ class Traces:
                 restart_timer()
                 self._trace(missing)
                 if self._decides:
-                    names = [*(candidate.spec for candidate in self._auto.candidates), "compressed rows of embeddings"]
+                    names = [candidate.spec for candidate in self._auto.candidates]
+                    names += ["compressed rows of embeddings", "a measurement of its progress"]
                     report.log_trace([names[i] for i in missing])
                     self._say_if_slow(step)
-            more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
+            seconds = rest + span
+            more = self._worth_tracing(state, step, seconds, running, counts) if self._decides else frozenset()
         return self.mask(more)
 
     # At other times
@@ -175,7 +202,7 @@ class Traces:
     def restore(self, used: Iterable[int]) -> None:
         """Called after a checkpoint set `rows` and the state, in which the candidates `used` are in use."""
         # Rows that were not compressed have no residuals.
-        compressed_rows = {len(self._auto.candidates)} if self.rows.numpy() else set()
+        compressed_rows = {self._rows} if self.rows.numpy() else set()
         self.rows.assign(self.compresses_rows)
         self._time_per_byte = float(self._state.link[1])
         self._comparisons.take()
@@ -184,10 +211,11 @@ class Traces:
 
     def _trace(self, more: Iterable[int]) -> None:
         """Lets the next step be traced again, with more positions in `mask`."""
-        *candidates, rows = self.mask(more).tolist()
-        traced = np.flatnonzero(candidates).tolist()
-        if (traced, rows) != (self.candidates, self.compresses_rows):
-            self.candidates, self.compresses_rows = traced, bool(rows)
+        before, mask = self.mask(), self.mask(more)
+        if (mask != before).any():
+            *candidates, rows, is_checked = mask.tolist()
+            self._checks = self._checks or (self._is_unchecked and bool(is_checked))
+            self.candidates, self.compresses_rows = np.flatnonzero(candidates).tolist(), bool(rows)
             self._comparisons.restart()
             self.rows.assign(self.compresses_rows)
             # What runs now may have another trace than the one that `_functions` had last.
@@ -232,17 +260,22 @@ class Traces:
         waited = known + max(0.0, span - known[now])
         slower = max(self._time_per_byte, (span - self._coding[now]) / self._transfer[now])
         least = min(((rest + seconds) / gained).min() for seconds in (waited, self._coding + slower * self._transfer))
-        return max(0.0, _MARGIN * float(cost - least), rows)
+        return max(0.0, _MARGIN * float(cost - least), rows, self._check_seconds(rest + span))
+
+    def _check_seconds(self, step: float) -> float:
+        """Of a step that takes so many seconds, those that a measurement of progress may take; 0 if there is one."""
+        return _OF_CHECK * step if self._is_unchecked else 0.0
 
     def _is_simulated(self, candidate: int) -> bool:
         return bool(self._simulated[progress.Row.ENERGY, candidate] > 0.0)
 
     def _worth_tracing(
-        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
+        self, state: policy.State, step: int, seconds: float, running: Sequence[int], counts: np.ndarray
     ) -> frozenset[int]:
         """Positions in `mask` of what might save the most time, less that of the trace.
 
-        It counts what is saved for the progress of as many uncompressed steps as were done.
+        It counts what is saved for the progress of as many uncompressed steps as were done. The last step took
+        `seconds`.
         """
         if not float(state.rest) > 0.0:
             return frozenset()
@@ -258,9 +291,12 @@ class Traces:
         without = saved_by[frozenset()]  # by a switch among those that are traced
         saved_by = {more: max(0.0, saved - without) for more, saved in saved_by.items()}
         if not self.compresses_rows:
-            rows = frozenset([len(self._auto.candidates)])
+            rows = frozenset([self._rows])
             saved_by_rows = predictions.row_savings.now(counts, float(state.link[1]))
             saved_by |= {more | rows: saved + saved_by_rows for more, saved in saved_by.items()}
+        if self._is_unchecked:
+            check, check_seconds = frozenset([self._check]), self._check_seconds(seconds)
+            saved_by |= {more | check: saved + check_seconds for more, saved in saved_by.items()}
         # The first step itself is not a part of its trace, which may come before several backward passes.
         once = max(0.0, self._trace_seconds - float(state.rest))
         gains = {new: seconds * step - self._trace_cost(new, once) for new, seconds in saved_by.items() if new}
@@ -268,7 +304,7 @@ class Traces:
 
     def _trace_cost(self, more: Iterable[int], once: float) -> float:
         """Seconds that a trace with these positions in `mask` in addition takes. The first trace took `once`."""
-        candidates = {c for c in more if c < len(self._predictions.compile_seconds)}
+        candidates = {c for c in more if c < self._rows}
         kernels = sum(self._predictions.compile_seconds[c] for c in candidates)
         return once * _TRACE_FACTOR * len(candidates.union(self.candidates)) + kernels
 

@@ -188,10 +188,10 @@ def test_hadamard_makes_less_progress_where_updates_are_normalized(rank):
 
 
 def test_a_first_choice_that_costs_progress_is_left(rank, monkeypatch):
-    """What is traced alone is simulated, too. The usual progress, here that of no compression, would keep it."""
+    """What is traced alone is simulated, too. The usual progress, here nearly that of no compression, would keep it."""
     introspect.trace_all_candidates(monkeypatch, False)
     monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), 1))
-    monkeypatch.setattr(start, "usual", lambda lost, name, normalized: 1.0)
+    monkeypatch.setattr(start, "usual", lambda lost, name, normalized: 0.94)
     training = new_training(rank, spec="auto:candidates=(int8|hybrid:ratio=0.01,bits=4)")
     steady = [np.random.default_rng(1).standard_normal(shape).astype(np.float32) for shape in SHAPES]
     for step in range(40):
@@ -204,6 +204,26 @@ def test_a_first_choice_that_costs_progress_is_left(rank, monkeypatch):
             assert hybrid.progress < 0.9
     assert introspect.traced_candidates(training.plan) == [0, 1] and training.traces == 2
     assert chosen(training) == {"int8"}
+
+
+def test_what_is_little_in_doubt_is_measured_later(rank, gather, monkeypatch):
+    introspect.trace_all_candidates(monkeypatch, False)
+    monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), 1))
+    training, usual = new_training(rank, spec="auto:candidates=(hybrid:ratio=0.01,bits=4|int2)"), set()
+    for step in range(40):
+        training.step()
+        if step < 8:
+            usual.add(introspect.bucket_reports(training.plan)[0].candidates[1].progress)
+        if step > 20:  # until then, the trace takes too large a share of the time
+            introspect.selector_state(training.plan).rest.assign(10.0)
+            introspect.expect_quick_traces(training.plan)
+        if step == 30:
+            assert training.traces == 1 and not introspect.selector_state(training.plan).progress.numpy().any()
+    assert introspect.traced_candidates(training.plan) == [1] and training.traces == 2
+    assert len(usual) == 1 and usual.pop() > 0.95
+    _, int2 = introspect.bucket_reports(training.plan)[0].candidates
+    progress = gather(np.array([int2.progress]))
+    assert (progress == progress[0]).all() and 0.1 < int2.progress < 0.9
 
 
 def test_all_candidates_are_traced_once_they_are_worth_it(rank, gather, monkeypatch):

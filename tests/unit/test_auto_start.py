@@ -62,7 +62,7 @@ def test_a_new_model_wide_candidate_lengthens_a_trace():
     power_sgd, flat = (hvdc.Compression.parse(spec) for spec in ("powersgd:rank=2", "int8"))
     seconds = [start._compile_seconds(candidate, dense) for candidate in (flat, flat, power_sgd)]
     assert seconds == [0.0, 0.0, pytest.approx(3 * 0.9)]
-    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0])
+    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0], _rows=3)
     costs = [Traces._trace_cost(traces, more, 2.0) for more in ([], [1], [2], [1, 2])]
     np.testing.assert_allclose(costs, [3.0, 6.0, 8.7, 11.7])
     traces.candidates = [2]  # the first trace has already compiled it
@@ -104,8 +104,9 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
     )  # fmt: skip
     fields = SimpleNamespace(
         _predictions=predictions, candidates=[2], compresses_rows=True, _trace_seconds=0.81,
-        _is_simulated=lambda candidate: True,
+        _is_simulated=lambda candidate: True, _rows=count, _check=count + 1, _is_unchecked=False,
     )  # fmt: skip
+    fields._check_seconds = lambda step: Traces._check_seconds(fields, step)
     fields._trace_cost = lambda more, once: Traces._trace_cost(fields, more, once)
     return fields, state
 
@@ -123,7 +124,7 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
 def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
     of_trace.compresses_rows, of_trace._auto = False, SimpleNamespace(candidates=of_trace._predictions.names)
     rows = SimpleNamespace(now=lambda counts, link: saved_by_rows)
     of_trace._predictions = of_trace._predictions._replace(row_savings=rows)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
 
 
 @pytest.mark.parametrize("step, expected", [(8, set()), (16, {1, 3})])
@@ -152,18 +153,28 @@ def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
     costs = policy.Costs(encode, *[tf.zeros_like(encode)] * 3)
     of_trace._predictions = of_trace._predictions._replace(costs=costs, nbytes=[1e6, 1e6])
     state = policy.initial(tf.constant([2, 2]), 5)._replace(rest=state.rest, progress=state.progress)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
 
 
 def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
-    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
+    assert Traces._worth_tracing(of_trace, state, 512, 0.04, [2], None) == {4}
     sums = state.progress.numpy()
     sums[:, 4] = sums[:, 2]
     sums[[Row.GAIN, Row.WAY], 4] = 0.6
     of_trace.candidates = [2, 4]
-    assert Traces._worth_tracing(of_trace, state._replace(progress=tf.constant(sums)), 512, [2, 4], None) == set()
+    state = state._replace(progress=tf.constant(sums))
+    assert Traces._worth_tracing(of_trace, state, 512, 0.04, [2, 4], None) == set()
+
+
+@pytest.mark.parametrize("step, expected", [(32, set()), (64, {6}), (4096, {4, 6})])
+def test_a_measurement_of_little_doubt_takes_a_small_share_of_the_time(step, expected):
+    """Steps of 1 s. A trace takes 1.2 s, which are 3% of 40 s."""
+    of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
+    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
+    of_trace._is_unchecked = True
+    assert Traces._worth_tracing(of_trace, state, step, 1.0, [2], None) == expected
 
 
 def test_noise_says_nothing_of_others():

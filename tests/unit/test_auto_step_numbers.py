@@ -23,7 +23,7 @@ def test_the_mean_of_all_ranks(ranks):
     measured = [times(random, wire) for wire in wires]
     probes = random.normal(size=(ranks, ROWS, CANDIDATES))
     choices = random.integers(0, CANDIDATES, (ranks, BUCKETS))
-    wanted = random.integers(0, 2, (ranks, CANDIDATES + 1)).astype(np.float32)
+    wanted = random.integers(0, 2, (ranks, CANDIDATES + 2)).astype(np.float32)
     formats = [StepNumbers(ranks, rank, BUCKETS, CANDIDATES) for rank in range(ranks)]
     sent = [
         numbers.pack(choices[r], np.int32(r % CANDIDATES), probes[r], measured[r], wanted[r])
@@ -59,5 +59,5 @@ def test_what_is_not_finite_is_sent_as_zero():
     numbers = StepNumbers(2, 0, 1, 2)
     unknown = StepTimes.unknown(1)._replace(span=float("nan"))
     probe = np.full((ROWS, 2), np.inf)
-    sent = numbers.pack(np.array([1]), np.int32(-1), probe, unknown, np.ones(3))
-    assert np.isfinite(sent).all() and sent.tolist().count(0.0) == numbers.size - 1 - 3
+    sent = numbers.pack(np.array([1]), np.int32(-1), probe, unknown, np.ones(4))
+    assert np.isfinite(sent).all() and sent.tolist().count(0.0) == numbers.size - 1 - 4
