@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import comparisons, flat_or_hierarchical
+from hvd_compress.auto import flat_or_hierarchical
 from hvd_compress.checkpoint import plan_state
 from hvd_compress.common import tracing
 from hvd_compress.compressors import Compressor
@@ -362,10 +362,9 @@ def selector_state(plan: Any) -> Any:
 def trace_all_candidates(monkeypatch: Any, always: bool) -> None:
     """Whether the first steps of auto are traced with all candidates, so that a test may choose any of them.
 
-    If not, candidates are compared in step 8 even if no trace with others could pay.
+    If not, candidates are first compared in step 8.
     """
     monkeypatch.setattr(tracing, "can_forget_traces", lambda: not always)
-    monkeypatch.setattr(comparisons, "_LEAST_TRACE", 0.0)
 
 
 def traced_candidates(plan: Any) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import numpy as tnp
 
 from ..common import tracing
 from ..common.verbosity import say
@@ -77,7 +78,7 @@ class DelayChoice(DelaySelector):
         with tf.device("CPU"):
             agreed = measurement.agreed if self._averages else measurement.agreed / self._ranks
             is_timed = tf.reduce_all(agreed[:4] > 0.0)
-            times = policy.average(self._times.read_value(), agreed[:4], is_timed)
+            times = policy.average(tnp, self._times.read_value(), agreed[:4], is_timed)
             measured = self._measured.read_value() + tf.cast(is_timed, tf.int32)
             before, begun = self._begun.read_value(), agreed[4] * self._ranks > 0.5
             self._times.assign(times)

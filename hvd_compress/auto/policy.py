@@ -2,12 +2,12 @@
 
 B buckets, C candidates; float32; times in seconds. Once there are several candidates to choose from, the functions run
 on the host in each step. They are not compiled with XLA: they would not be faster, and tracing them would take two
-seconds longer. The first choice is made before, by those that take an array module `xp`, with NumPy arrays.
+seconds longer. Those that take an array module `xp` (see `arrays`) also make the first choice, and compare candidates
+that are not in the graph, with NumPy arrays.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tensorflow.experimental import numpy as tnp
 
 from ..formats.auto import TRIAL_STEPS
 from . import choices, link_tracker, progress, trials
+from .arrays import cast, quotient
 
 # The weight of the newest value in running averages.
 _NEWEST_WEIGHT = 0.3
@@ -27,8 +28,6 @@ FIRST_REST = 0.03
 _REMEMBERED = 0.9995
 # The largest share of a transfer that is taken to be hidden by a burst.
 _MOST_HIDDEN = 0.9
-
-makespan = functools.partial(choices.makespan, tnp)
 
 
 class Costs(NamedTuple):
@@ -82,10 +81,10 @@ class Value(NamedTuple):
     lost: tf.Tensor  # [C], the share of the energy that is lost
 
 
-def cost_of(rules: Rules, picks: tf.Tensor, state: State, costs: Costs, value: Value, nbytes: tf.Tensor) -> tf.Tensor:
+def cost_of(xp: Any, rules: Rules, picks: Any, state: State, costs: Costs, value: Value, nbytes: Any) -> Any:
     """The cost of choices, int32 [N, B]: [N], see `choices.cost_of`."""
-    seconds, rest = predicted(costs, state.link) * state.bias, tf.where(state.rest > 0.0, state.rest, FIRST_REST)
-    return cost_by_rules(tnp, rules, picks, state.waits, seconds, nbytes, rest, value)
+    seconds, rest = predicted(costs, state.link) * state.bias, xp.where(state.rest > 0.0, state.rest, FIRST_REST)
+    return cost_by_rules(xp, rules, picks, state.waits, seconds, nbytes, rest, value)
 
 
 def cost_by_rules(
@@ -106,7 +105,7 @@ def best(
     """The cheapest of the `choices.options`, int32 [B], and its cost. `allowed`, bool [C]: see `admit`."""
     options = choices.options(rules.uncompressed, rules.model_wide, nbytes.shape[0])
     valid = tf.reduce_all(tf.gather(allowed, options), -1)
-    prices = cost_of(rules, options, state, costs, value, nbytes)
+    prices = cost_of(tnp, rules, options, state, costs, value, nbytes)
     cheapest = tf.argmin(tf.where(valid, prices, prices.dtype.max))
     return tf.gather(tf.constant(options), cheapest), tf.gather(prices, cheapest)
 
@@ -204,68 +203,70 @@ def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Ten
     )
 
 
-def follow(state: State, step: Measured, costs: Costs, burst: float = 0.0) -> State:
+def follow(xp: Any, state: State, step: Measured, costs: Costs, burst: float = 0.0) -> State:
     """Updates the state with the measurements of the step before, in which `state.before` was in use.
 
     A burst may hide up to `burst` seconds of the step's transfer on the calibrated link.
     """
-    is_used = tf.one_hot(state.before, costs.encode.shape[1])
+    is_used = cast(xp, state.before[:, None] == np.arange(costs.encode.shape[1], dtype=np.int32), np.float32)
 
-    def used(table: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(is_used * table, -1)
+    def used(table: Any) -> Any:
+        return xp.sum(is_used * table, -1)
 
     timed = step.wire > 0.0
     # Without the bias: with it, the link and the bias could drift, one up and the other down.
-    messages, transfer = (tf.reduce_sum(used(table)) for table in (costs.messages, costs.transfer))
-    coding = tf.where(timed, tf.reduce_sum(used(costs.encode + costs.decode)), 0.0)
+    messages, transfer = (xp.sum(used(table)) for table in (costs.messages, costs.transfer))
+    coding = xp.where(timed, xp.sum(used(costs.encode + costs.decode)), 0.0)
     # A bucket seems to be on the wire for longer than the link takes, if another one is encoded on the same core
     # meanwhile. The difference is unknown, so the measured time is limited: to the expected one, or to the span without
     # the coding if that is longer.
     expected = messages * state.link[0] + transfer * state.link[1]
-    wire = tf.minimum(step.wire, tf.maximum(expected, step.span - coding))
+    wire = xp.minimum(step.wire, xp.maximum(expected, step.span - coding))
     # What a burst may hide says nothing about the rate: with few bytes, a slow link would seem to be a fast one.
-    most = tf.minimum(burst, _MOST_HIDDEN * transfer)
-    hidden = tf.clip_by_value(transfer - (wire - messages * state.link[0]) / state.link[1], 0.0, most)
+    most = xp.minimum(burst, _MOST_HIDDEN * transfer)
+    hidden = xp.clip(transfer - (wire - messages * state.link[0]) / state.link[1], 0.0, most)
     # Trials do not change the link: the bias of the tried candidate refers to the link as the choice measured it. Nor
     # does the first step after a switch, which may compile kernels.
-    chosen = tf.reduce_all(state.before == state.choice)
+    chosen = xp.all(state.before == state.choice)
     follows_link = chosen & state.steady
-    new_moments, new_link = link_tracker.fit(state.link_moments, state.link, messages, transfer - hidden, wire, coding)
-    link_moments = tf.where(follows_link, new_moments, state.link_moments)
-    link = tf.where(follows_link, new_link, state.link)
-    waits = average(state.waits, step.waits, timed)
-    ratio = tf.math.divide_no_nan(step.span, makespan(waits, used(predicted(costs, link) * state.bias)))
-    ratio = tf.where(timed & state.steady, ratio, 0.0)
-    new_bias, age = trials.measured(state.bias, state.age, tf.reduce_mean(is_used, 0), ratio, chosen, state.known)
+    new_moments, new_link = link_tracker.fit(
+        xp, state.link_moments, state.link, messages, transfer - hidden, wire, coding
+    )
+    link_moments = xp.where(follows_link, new_moments, state.link_moments)
+    link = xp.where(follows_link, new_link, state.link)
+    waits = average(xp, state.waits, step.waits, timed)
+    span = choices.makespan(xp, waits, used(predicted(costs, link) * state.bias))
+    ratio = xp.where(timed & state.steady, quotient(xp, step.span, span), 0.0)
+    new_bias, age = trials.measured(xp, state.bias, state.age, xp.mean(is_used, 0), ratio, chosen, state.known)
     return state._replace(
         link_moments=link_moments,
         link=link,
-        progress=progress.add(tnp, state.progress, step.progress),
-        rest=average(state.rest, step.rest, step.rest > 0.0),
+        progress=progress.add(xp, state.progress, step.progress),
+        rest=average(xp, state.rest, step.rest, step.rest > 0.0),
         waits=waits,
         bias=new_bias,
         age=age,
-        known=state.known + tf.cast(chosen & (ratio > 0.0), tf.float32),
-        measured=average(state.measured, step.exchange, timed & state.steady & (state.before == state.choice)),
+        known=state.known + cast(xp, chosen & (ratio > 0.0), np.float32),
+        measured=average(xp, state.measured, step.exchange, timed & state.steady & (state.before == state.choice)),
     )
 
 
-def average(old: tf.Tensor, new: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+def average(xp: Any, old: Any, new: Any, known: Any) -> Any:
     """A running average where `known`. It begins with the first value; later values count up to twice the average."""
-    limited = tf.where(old > 0.0, tf.minimum(new, 2.0 * old + 1e-3), new)
-    return tf.where(known, tf.where(old > 0.0, old + _NEWEST_WEIGHT * (limited - old), limited), old)
+    limited = xp.where(old > 0.0, xp.minimum(new, 2.0 * old + 1e-3), new)
+    return xp.where(known, xp.where(old > 0.0, old + _NEWEST_WEIGHT * (limited - old), limited), old)
 
 
-def value_of(state: State, prior: Value) -> Value:
+def value_of(xp: Any, state: State, prior: Value) -> Value:
     """What the candidates are worth; `prior` before they were measured.
 
     While another one is in use, a candidate is worth at most what it was in its own training. There, gradients may
     repeat more: weights move slower. Otherwise, choices would switch to and fro.
     """
-    rates = progress.rates(tnp, state.progress, prior.progress, state.choice)
-    in_use = _in_use(tnp, state.choice, rates.shape[0])
-    limited = tf.where(in_use, rates, tf.minimum(rates, state.own_progress))
-    return Value(limited, progress.lost_shares(state.progress, prior.lost))
+    rates = progress.rates(xp, state.progress, prior.progress, state.choice)
+    in_use = _in_use(xp, state.choice, rates.shape[0])
+    limited = xp.where(in_use, rates, xp.minimum(rates, state.own_progress))
+    return Value(limited, progress.lost_shares(xp, state.progress, prior.lost))
 
 
 def _in_use(xp: Any, choice: Any, candidates: int) -> Any:
@@ -295,7 +296,7 @@ def propose(
     candidates, buckets = allowed.shape[0], nbytes.shape[0]
     alone = np.repeat(np.arange(candidates, dtype=np.int32)[:, None], buckets, 1)
     current_cost, *others = tf.unstack(
-        cost_of(rules, tf.concat([state.choice[None], alone], 0), state, costs, value, nbytes)
+        cost_of(tnp, rules, tf.concat([state.choice[None], alone], 0), state, costs, value, nbytes)
     )
     forced = ~tf.reduce_all(tf.gather(allowed, state.choice))
     gain = tf.math.divide_no_nan(current_cost, cheapest_cost)
@@ -320,9 +321,11 @@ def possible_savings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What each of the `choices.options` saves beside the current choice, with objective="progress" and without limits.
 
+    All arrays are NumPy's.
+
     Returns:
         The options, int32 [N, B], and the seconds that each saves for the progress of an uncompressed step, [N].
     """
     options = choices.options(rules.uncompressed, rules.model_wide, nbytes.shape[0])
-    now, *others = cost_of(rules, tf.concat([state.choice[None], options], 0), state, costs, value, nbytes).numpy()
+    now, *others = cost_of(np, rules, np.concatenate([state.choice[None], options]), state, costs, value, nbytes)
     return options, now - np.array(others)

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from . import policy, progress, usual_progress
 from .rows import RowSavings
 
 
 class Predictions(NamedTuple):
-    """The rules, and expected costs and progress, of B buckets and C candidates. The same on all ranks."""
+    """The rules, and expected costs and progress, of B buckets and C candidates: NumPy arrays, equal on all ranks."""
 
     rules: policy.Rules  # what may be chosen, from the arguments of `auto`
     nbytes: Sequence[int]  # [B], bytes of each bucket, as float32
@@ -27,13 +26,16 @@ class Predictions(NamedTuple):
     others: Mapping[str, policy.Costs]  # costs [B, 1] of compressors that reports compare with, by their spec strings
 
     def hoped(self, state: policy.State, measured: Sequence[int]) -> policy.Value:
-        """What candidates may be worth. Those at the positions `measured` are worth what was measured."""
-        value = policy.value_of(state, self.prior)
-        is_clear = progress.outweighs_noise(np, state.progress.numpy())
+        """What candidates may be worth, in a state of NumPy arrays.
+
+        Those at the positions `measured` are worth what was measured.
+        """
+        value = policy.value_of(np, state, self.prior)
+        is_clear = progress.outweighs_noise(np, state.progress)
         telling = [c for c in measured if is_clear[c]]
         hoped = usual_progress.hoped(self.usual.tolist(), self.names, {c: float(value.progress[c]) for c in telling})
         is_measured = np.isin(np.arange(len(hoped)), measured)
-        most = tf.where(is_measured, value.progress, tf.maximum(value.progress, tf.constant(hoped)))
+        most = np.where(is_measured, value.progress, np.maximum(value.progress, np.array(hoped, np.float32)))
         return value._replace(progress=most)
 
     @property

@@ -43,6 +43,7 @@ from ..compressors import Auto, Compressor, Seeds
 from ..engine.grouping import Shape
 from ..kernels.compile import uncompiled
 from . import gradient_parts
+from .arrays import quotient
 
 _NAME = "hvdc_progress"  # of variables
 # Measured are the first steps with all candidates, and later so many steps at a time. Each time begins with residuals
@@ -265,24 +266,19 @@ def rates(xp: Any, measured: Any, prior: Any, choice: Any) -> Any:
         choice: int32 [B], the candidates in use.
     """
     doubt, known = _doubt(xp, measured), xp.maximum(measured[Row.WHOLE_GAIN], 0.0)
-    gain = xp.clip(_quotient(xp, measured[Row.GAIN], known), LEAST, 1.0)
-    repeated = _quotient(xp, known, measured[Row.OWN_GAIN])
+    gain = xp.clip(quotient(xp, measured[Row.GAIN], known), LEAST, 1.0)
+    repeated = quotient(xp, known, measured[Row.OWN_GAIN])
     ratio = gain * _of_way(xp, measured, gain) ** xp.clip((repeated - _NOISY) / (_STEADY - _NOISY), 0.0, 1.0)
     weight = known + doubt
     speed = xp.mean(xp.take(xp.where(known > 0.0, ratio, xp.where(weight > 0.0, prior, 1.0)), choice))
-    average = _quotient(xp, known * at_own_speed(xp, ratio, speed) + doubt * prior, weight)
+    average = quotient(xp, known * at_own_speed(xp, ratio, speed) + doubt * prior, weight)
     return xp.clip(xp.where(weight > 0.0, average, prior), LEAST, 1.0)
 
 
 def _of_way(xp: Any, measured: Any, gain: Any) -> Any:
     """The way that elements go with each candidate, divided by the gain, [C], and limited to 0.02 to 1."""
-    way = _quotient(xp, measured[Row.WAY], measured[Row.WHOLE_WAY])
+    way = quotient(xp, measured[Row.WAY], measured[Row.WHOLE_WAY])
     return xp.where(measured[Row.WHOLE_WAY] > 0.0, xp.clip(way / gain, LEAST, 1.0), 1.0)
-
-
-def _quotient(xp: Any, numerator: Any, denominator: Any) -> Any:
-    """0 where the denominator is not positive."""
-    return xp.where(denominator > 0.0, numerator / xp.where(denominator > 0.0, denominator, 1.0), 0.0)
 
 
 def at_own_speed(xp: Any, ratio: Any, speed: Any) -> Any:
@@ -315,7 +311,7 @@ def add(xp: Any, sums: Any, measured: Any) -> Any:
     return sums * xp.where(xp.max(measured[Row.ENERGY]) > 0.0, _KEPT, np.ones_like(_KEPT)) + measured
 
 
-def lost_shares(measured: tf.Tensor, prior: tf.Tensor) -> tf.Tensor:
+def lost_shares(xp: Any, measured: Any, prior: Any) -> Any:
     """The share of the energy that each candidate loses, [C]; `prior` [C] before the first measurement."""
-    lost, energy = measured[Row.LOST], measured[Row.ENERGY]
-    return tf.where(energy > 0.0, tf.math.divide_no_nan(lost, energy), prior)
+    energy = measured[Row.ENERGY]
+    return xp.where(energy > 0.0, quotient(xp, measured[Row.LOST], energy), prior)

@@ -45,7 +45,7 @@ def of_steps(known: Known, step: int) -> AutoReport:
     share = sizes / sizes.sum()
     # As `trials` does for candidates that are not in use.
     bias = np.exp(trials.COMMON_SHARE * float(np.log(np.array(state.bias))[chosen] @ share))
-    more = [bias * policy.predicted(cost, state.link).numpy() for cost in others.values()]
+    more = [bias * np.asarray(policy.predicted(cost, state.link)) for cost in others.values()]
     seconds = np.concatenate([known.seconds, *more], 1)
     progress = np.append(value.progress, np.ones(len(others)))
     lost = np.append(value.lost, np.zeros(len(others)))

@@ -18,6 +18,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import numpy as tnp
 
 from ..common import tracing
 from ..common.verbosity import say
@@ -94,7 +95,9 @@ class RoundLength:
         with tf.device("CPU"):
             last, old = self._ended.read_value(), self._rest.read_value()
             seconds = tf.cast(now - last, tf.float32)
-            self._rest.assign(policy.average(old, seconds, is_step & (last > 0.0) & (self._untimed.read_value() <= 0)))
+            self._rest.assign(
+                policy.average(tnp, old, seconds, is_step & (last > 0.0) & (self._untimed.read_value() <= 0))
+            )
             self._ended.assign(tf.where(is_step, now, last))
 
     def exchange(
@@ -121,7 +124,7 @@ class RoundLength:
                 process_set=self._process_set,
             )  # fmt: skip
             measured = tf.stack([agreed[0], -agreed[1]])
-            times = policy.average(self.times.read_value(), measured, agreed[2] < 0.5)
+            times = policy.average(tnp, self.times.read_value(), measured, agreed[2] < 0.5)
             self.times.assign(times)
             lengths, voted = tf.constant(self.lengths, tf.int64), tf.cast(tf.round(agreed[3]), tf.int32) - 1
             before = self.now.read_value()

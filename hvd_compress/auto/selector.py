@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import numpy as tnp
 
 from ..common import tracing
 from ..compressors import Auto, Compressor, Seeds
@@ -223,8 +224,8 @@ class AutoSelector(ModelSelector):
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
         predictions, state = self._predictions, self.traces.state_now()
-        measured = np.flatnonzero(state.progress.numpy()[Row.ENERGY] > 0.0).tolist()
-        value = policy.Value(*map(np.asarray, predictions.hoped(state, measured)))
+        measured = np.flatnonzero(state.progress[Row.ENERGY] > 0.0).tolist()
+        value = predictions.hoped(state, measured)
         known = report.Known(self.auto, self.nbytes, predictions.costs, predictions.others, value, state)
         return report.of_buckets(known, step)
 
@@ -256,14 +257,15 @@ class AutoSelector(ModelSelector):
 
     def _propose(self, measurement: StepMeasurement, numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Updates the state. Returns the proposed choice, int32 [B], and the candidate to try."""
-        rules, costs, prior = self._predictions.rules, self._predictions.costs, self._predictions.prior
+        rules, costs = self._predictions.rules, policy.Costs(*map(tf.constant, self._predictions.costs))
+        prior = policy.Value(*map(tf.constant, self._predictions.prior))
         state = policy.State(*(variable.read_value() for variable in self.state))
-        agreed, trial, measured = self._format.unpack(numbers)
-        state = policy.follow(state, measured, costs, self._predictions.burst)
+        agreed, trial, measured = self._format.unpack(tnp, tf.ensure_shape(numbers, [self._format.size]))
+        state = policy.follow(tnp, state, measured, costs, self._predictions.burst)
         chosen = tf.where(agreed >= 0, agreed, state.choice)
         report.log_switches(self.auto, self.nbytes, costs, state, chosen, show=self._rank == 0)
         state = policy.in_step(state, chosen, trial, measurement.committed)
-        value, target = policy.value_of(state, prior), self._target(tf.cast(measurement.step, tf.int32))
+        value, target = policy.value_of(tnp, state, prior), self._target(tf.cast(measurement.step, tf.int32))
         sizes, traced = self._predictions.sizes, self.traces.candidates
         state, choice, tried = policy.propose(rules, state, costs, value, sizes, target, traced)
         assigned = [variable.assign(new, read_value=False) for variable, new in zip(self.state, state)]

@@ -85,16 +85,16 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
         *costs, (burst,), lost, choice, wants_rows = np.split(numbers, np.cumsum([part.size for part in parts[:-1]]))
         compresses_rows = not tracing.can_forget_traces() or not savings.any or bool(wants_rows)
         others = {
-            compressor.spec: policy.Costs(*map(tf.constant, _costs(plan, calibrated, [compressor])))
+            compressor.spec: _costs(plan, calibrated, [compressor])
             for compressor in map(resolve, _COMPARED)
             if compressor not in auto.candidates
         }
         predictions = Predictions(
             rules=rules,
             nbytes=nbytes,
-            costs=policy.Costs(*(tf.constant(part.reshape(own_costs.encode.shape)) for part in costs)),
+            costs=policy.Costs(*(part.reshape(own_costs.encode.shape) for part in costs)),
             burst=float(burst),
-            prior=policy.Value(*map(tf.constant, value_by(at_least, lost.tolist()))),
+            prior=value_by(at_least, lost.tolist()),
             usual=value_by(usual, lost.tolist()).progress,
             names=names,
             row_savings=savings,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from . import policy
+from .arrays import cast
 from .progress import ROWS
 from .step_times import StepTimes
 
@@ -33,14 +35,14 @@ class StepNumbers:
         self._ranks, self._rank = ranks, rank
         places = min(ranks, _PLACES)
         self._members = np.bincount(np.arange(ranks) % places, minlength=places)
-        self._shapes = {  # in the order in which `pack` joins them
+        shapes: dict[str, tuple[int, ...]] = {  # in the order in which `pack` joins them
             "choice": (buckets,), "trial": (), "progress": (ROWS, candidates), "wire": (places,),
             "exchange": (buckets,), "waits": (buckets,), "rest": (), "span": (), "wanted": (candidates + 2,),
         }  # fmt: skip
-        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
-        self.size = sum(self._sizes)
-        self._progress_at, self._progress_shape = buckets + 1, (ROWS, candidates)
-        self._rest_at = -4 - candidates
+        ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
+        self.size = ends[-1]
+        self._fields = {name: (slice(*at), shapes[name]) for name, at in zip(shapes, itertools.pairwise([0, *ends]))}
+        self._rest_at = self._fields["rest"][0].start
 
     def pack(
         self, choice: np.ndarray, tried: np.int32, probe: np.ndarray, times: StepTimes, wanted: np.ndarray
@@ -63,24 +65,24 @@ class StepNumbers:
         numbers = np.concatenate(parts).astype(np.float32)
         return np.where(np.isfinite(numbers), numbers, np.float32(0.0))
 
-    def unpack(self, mean: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, policy.Measured]:
-        """Rank 0's choice, int32 [B], its candidate to try, and the measurements.
+    def unpack(self, xp: Any, mean: Any) -> tuple[Any, Any, policy.Measured]:
+        """Rank 0's choice, int32 [B], its candidate to try, and the measurements, of `mean`, float32 [S].
 
+        `xp` is the array module, see `arrays`.
         -1 stands for no choice and for no trial. There is neither if the numbers are zeros: in the first step, and
         after `AutoSelector.hold` or `restored`.
         """
-        parts = tf.split(tf.ensure_shape(mean, [self.size]), self._sizes)
-        fields = {name: tf.reshape(part, self._shapes[name]) for name, part in zip(self._shapes, parts)}
-        del fields["wanted"]
-        choice, trial = (self._proposed(fields.pop(name)) for name in ("choice", "trial"))
+        fields = {name: xp.reshape(mean[at], shape) for name, (at, shape) in self._fields.items() if name != "wanted"}
+        proposed = (fields.pop(name) * self._ranks for name in ("choice", "trial"))  # whole numbers, nearly
+        choice, trial = (cast(xp, xp.floor(number + 0.5), np.int32) - 1 for number in proposed)
         # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
-        fields["wire"] = tf.reduce_min(fields["wire"] * (self._ranks / self._members))
+        fields["wire"] = xp.min(fields["wire"] * np.asarray(self._ranks / self._members, np.float32))
         return choice, trial, policy.Measured(**fields)
 
     def progress(self, mean: np.ndarray) -> np.ndarray:
         """The field `progress` of `policy.Measured`, float32 [ROWS, C]."""
-        rows, candidates = self._progress_shape
-        return mean[self._progress_at : self._progress_at + rows * candidates].reshape(self._progress_shape)
+        at, shape = self._fields["progress"]
+        return mean[at].reshape(shape)
 
     def times_and_wanted(self, mean: np.ndarray) -> tuple[float, float, Sequence[float]]:
         """The seconds `rest` and `span` of `policy.Measured`, and what rank 0 wants to be traced.
@@ -89,6 +91,3 @@ class StepNumbers:
         """
         rest, span, *wanted = mean[self._rest_at :].tolist()
         return rest, span, wanted
-
-    def _proposed(self, field: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tf.round(field * self._ranks), tf.int32) - 1

@@ -8,7 +8,6 @@ the new trace takes a small share of the time so far.
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +28,8 @@ _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer and for dense layers, and 1.7 for a small CNN. A new model-wide one also compiles kernels.
 _TRACE_FACTOR = 1.5
-# What others might save counts so many times: they are estimated as one for all buckets, without overlap.
-_MARGIN = 2.0
 # The share of the time so far that a trace may take to measure the progress of a candidate that is little in doubt.
 _OF_CHECK = 0.03
-_LEAST_TRANSFER = 1e-9  # seconds: a user's compressor may send nothing
 
 
 class Traces:
@@ -73,22 +69,14 @@ class Traces:
         with tf.device("CPU"):
             self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
         self._simulated = state.progress.numpy()  # `State.progress`, while `watch` follows the measurements
-        self._least_progress, lost = predictions.prior.progress.numpy(), predictions.prior.lost.numpy()
-        hoped = np.maximum(self._least_progress, predictions.usual)
-        self._hoped = np.maximum(hoped, progress.LEAST)  # the progress, until it is measured
-        loses_little = lost < usual_progress.LOSES_LITTLE
+        loses_little = predictions.prior.lost < usual_progress.LOSES_LITTLE
         has_little_doubt = (predictions.usual >= usual_progress.LITTLE_DOUBT) & (count > 1)
         # Of candidates that are traced alone, which are never measured, and which only after `_checks`.
         self._never_measured, self._measured_later = loses_little.tolist(), (~loses_little & has_little_doubt).tolist()
         self._checks = False
-        encode, messages, transfer, decode = (cost.numpy().sum(0) for cost in predictions.costs)
-        # Seconds of all buckets, [C].
-        self._coding, self._transfer = encode + messages + decode, np.maximum(transfer, _LEAST_TRANSFER)
-        self._slowdown = (1.0 + auto.max_slowdown * lost).tolist()
         self._rows, self._check = count, count + 1  # positions in `mask`
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
-        self._time_per_byte = 1.0  # the factor in `state.link`, as `watch` knows it
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
         self._made = time.time()
         self._trace_seconds = 0.0  # from `_made` to the first exchange
@@ -150,23 +138,21 @@ class Traces:
             counts: `State.embedding_counts`.
             restart_timer: Called if the next step is traced again, so that its times are not counted.
         """
-        # In each step, on a core that training needs: nothing here calls TensorFlow before a comparison is due.
+        # In each step, on a core that training needs: TensorFlow is called only for the variables, when a comparison is
+        # due.
         self._follows = len(running) == 1
         if self._follows and (simulated := self._format.progress(numbers))[progress.Row.ENERGY].any():
             self._simulated = progress.add(np, self._simulated, simulated)
         mask = self.mask()
         rest, span, wanted = self._format.times_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
-        might_save = self._might_save(running[0], rest, span, counts) if self._follows else math.inf
-        due = self._comparisons.add(numbers, span, might_save)
-        if not due and not missing:
+        if not self._comparisons.add(numbers, span) and not missing:
             return mask
         with tf.init_scope(), tf.device("CPU"):
             state = self._followed(self._comparisons.take())
             if self._follows:
                 for variable, new in zip(self._state, state):
                     variable.assign(new)
-                self._time_per_byte = float(state.link[1])
             if missing:
                 restart_timer()
                 self._trace(missing)
@@ -204,7 +190,6 @@ class Traces:
         # Rows that were not compressed have no residuals.
         compressed_rows = {self._rows} if self.rows.numpy() else set()
         self.rows.assign(self.compresses_rows)
-        self._time_per_byte = float(self._state.link[1])
         self._comparisons.take()
         self._simulated = self._state.progress.numpy()
         self._trace([*used, *compressed_rows])
@@ -232,35 +217,14 @@ class Traces:
         Phase("tracing the step again", usual, is_over=is_over).begin()
 
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
-        """The state after some steps with their numbers, which the graph has not taken into account."""
-        state = policy.State(*(tf.convert_to_tensor(variable) for variable in self._state))
+        """The state after some steps with their numbers, which the graph has not taken into account: NumPy arrays."""
+        state = policy.State(*(variable.numpy() for variable in self._state))
         for one in numbers if self._follows else ():
-            _, _, measured = self._format.unpack(tf.constant(one))
-            state = state._replace(steady=tf.constant(True))
-            state = policy.follow(state, measured, self._predictions.costs, self._predictions.burst)
+            _, _, measured = self._format.unpack(np, one)
+            state = state._replace(steady=np.True_)
+            state = policy.follow(np, state, measured, self._predictions.costs, self._predictions.burst)
         # `numbers` are those of the last steps only.
-        return state._replace(progress=tf.constant(self._simulated)) if self._follows else state
-
-    def _might_save(self, now: int, rest: float, span: float, counts: np.ndarray) -> float:
-        """Seconds of a step with the candidate `now` that others might save, the same on all ranks.
-
-        A quick estimate, with a margin, of one candidate for all buckets. If the exchange takes longer than predicted,
-        the link may be slower, or ranks may wait for the backward pass or for each other. Whichever lets others save
-        more is assumed.
-        """
-        rows = 0.0
-        if not self.compresses_rows:
-            link = self._time_per_byte * max(1.0, self._comparisons.slowdown(span))
-            rows = self._predictions.row_savings.now(counts, link)
-        gained = self._hoped.copy()
-        if self._is_simulated(now):
-            gained[now] = progress.rates(np, self._simulated, self._least_progress, [now])[now]
-        cost = (rest + span) * self._slowdown[now] / gained[now]
-        known = self._coding + self._time_per_byte * self._transfer
-        waited = known + max(0.0, span - known[now])
-        slower = max(self._time_per_byte, (span - self._coding[now]) / self._transfer[now])
-        least = min(((rest + seconds) / gained).min() for seconds in (waited, self._coding + slower * self._transfer))
-        return max(0.0, _MARGIN * float(cost - least), rows, self._check_seconds(rest + span))
+        return state._replace(progress=self._simulated) if self._follows else state
 
     def _check_seconds(self, step: float) -> float:
         """Of a step that takes so many seconds, those that a measurement of progress may take; 0 if there is one."""

@@ -6,9 +6,13 @@ is timed. Only candidates whose predicted cost is close to that of the choice ar
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
 from ..formats.auto import TRIAL_STEPS
+from .arrays import cast
 
 # A bias that was measured so many steps ago should be measured again.
 STALE_STEPS = 200.0
@@ -28,15 +32,14 @@ COMMON_SHARE = 0.5
 _BIAS_DECAY = 0.998
 
 
-def measured(
-    bias: tf.Tensor, age: tf.Tensor, used: tf.Tensor, ratio: tf.Tensor, chosen: tf.Tensor, known: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
+def measured(xp: Any, bias: Any, age: Any, used: Any, ratio: Any, chosen: Any, known: Any) -> tuple[Any, Any]:
     """Updates the biases with the time of one step.
 
     The biases of candidates that are not in use decay towards 1. They also take over half of the logarithm of the
     choice's error, as if half of every error were common to all candidates.
 
     Args:
+        xp: The array module, see `arrays`.
         bias: [C], the biases so far.
         age: [C], steps since each bias was measured.
         used: [C], the share of the buckets that used each candidate.
@@ -50,14 +53,15 @@ def measured(
     """
     timed = ratio > 0.0
     updated = timed & (used > 0.0)
-    weight = tf.maximum(1.0 / (known + 1.0), _MIN_WEIGHT_OF_CHOICE)
-    limit = tf.where(chosen & (weight > _MIN_WEIGHT_OF_CHOICE), _MAX_FIRST_RATIO, _MAX_RATIO)
-    change = tf.clip_by_value(ratio, 1.0 / limit, limit) ** tf.where(chosen, weight, 1.0)
+    weight = xp.maximum(1.0 / (known + 1.0), _MIN_WEIGHT_OF_CHOICE)
+    is_first = chosen & (weight > _MIN_WEIGHT_OF_CHOICE)
+    limit = xp.where(is_first, np.float32(_MAX_FIRST_RATIO), np.float32(_MAX_RATIO))
+    change = xp.clip(ratio, 1.0 / limit, limit) ** xp.where(chosen, weight, 1.0)
     # A candidate with few buckets learns no less from the choice than one with none.
-    share = tf.where(timed, tf.maximum(used, tf.where(chosen, COMMON_SHARE, 0.0)), 0.0)
+    share = xp.where(timed, xp.maximum(used, COMMON_SHARE * cast(xp, chosen, np.float32)), 0.0)
     return (
-        tf.clip_by_value(tf.where(updated, bias, bias**_BIAS_DECAY) * change**share, 0.1, 10.0),
-        tf.where(updated, 0.0, tf.minimum(age + 1.0, STALE_STEPS)),
+        xp.clip(xp.where(updated, bias, bias**_BIAS_DECAY) * change**share, 0.1, 10.0),
+        xp.where(updated, 0.0, xp.minimum(age + 1.0, STALE_STEPS)),
     )
 
 

@@ -279,7 +279,7 @@ def test_all_ranks_take_the_length_that_rank_0_proposes(rank, monkeypatch):
     planted = tf.constant([0.01, 1.0] if rank == 0 else [1.0, 0.001])
     average = round_length.policy.average  # of both times over the ranks; also of a step's time on this rank
     monkeypatch.setattr(
-        round_length.policy, "average", lambda old, *new: planted if old.shape == [2] else average(old, *new)
+        round_length.policy, "average", lambda xp, old, *new: planted if old.shape == [2] else average(xp, old, *new)
     )
     options = {"compression": "auto:candidates=(int8),local_steps=(1|4)", "min_compress_size": 256}
     training = Training(rank, **options)

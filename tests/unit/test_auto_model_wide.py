@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import reference
 import tensorflow as tf
+import tensorflow.experimental.numpy as tnp
 
 import hvd_compress as hvdc
 from hvd_compress.auto import policy
@@ -99,7 +100,7 @@ def simulate(truth, predicted, steps, whole=WHOLES):
     def learn(state, wire, span, choice, trial):
         zeros = tf.zeros([buckets])
         seen = policy.Measured(wire, span, zeros, zeros, constant(1e-4), tf.zeros([policy.progress.ROWS, 3]))
-        state = policy.follow(state, seen, costs)
+        state = policy.follow(tnp, state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
         return policy.propose(rules, state, costs, value, tf.ones([buckets]), constant(0.0), range(3))
 

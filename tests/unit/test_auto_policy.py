@@ -8,8 +8,8 @@ import reference
 import tensorflow as tf
 import tensorflow.experimental.numpy as tnp
 
+from hvd_compress.auto import choices, policy, trials
 from hvd_compress.auto import link_tracker as link
-from hvd_compress.auto import policy, trials
 
 
 def constant(x):
@@ -19,7 +19,7 @@ def constant(x):
 @pytest.mark.parametrize("buckets", [1, 2, 5, 18])
 def test_makespan_is_that_of_a_queue(buckets):
     times = np.random.default_rng(buckets).exponential(1.0, (2, 50, buckets))
-    found = policy.makespan(*map(constant, times)).numpy()
+    found = choices.makespan(tnp, *map(constant, times)).numpy()
     np.testing.assert_allclose(found, [reference.queue_after(*times[:, i]) for i in range(50)], rtol=1e-5)
 
 
@@ -35,7 +35,7 @@ def test_a_link_that_changes_is_followed_within_ten_steps(change):
     for step in range(60):
         seconds = measured(1.0, 1.0 if step < 50 else change, messages, transfer, random, 0.05)
         moments, factors = link.fit(
-            moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
+            tnp, moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
         if step == 49:
             np.testing.assert_allclose(factors[1], 1.0, rtol=0.1)
@@ -51,7 +51,7 @@ def test_a_link_that_is_300_times_slower_is_another_one(latency):
     for step in range(42):
         seconds = measured(1.0, 1.0 if step < 30 else 300.0, latency, transfer, random, 0.05)
         moments, factors = link.fit(
-            moments, factors, constant(latency), constant(transfer), constant(seconds), constant(0.0)
+            tnp, moments, factors, constant(latency), constant(transfer), constant(seconds), constant(0.0)
         )
     predicted = float(factors[0]) * latency + float(factors[1]) * transfer
     np.testing.assert_allclose(predicted, latency + 300 * transfer, rtol=0.3)
@@ -64,7 +64,7 @@ def test_latency_and_bandwidth_are_told_apart_by_exchanges_of_different_size():
         messages, transfer = 2e-3, 50e-3 if step % 2 else 1e-3
         seconds = measured(3.0, 0.5, messages, transfer, random, 0.02)
         moments, factors = link.fit(
-            moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
+            tnp, moments, factors, constant(messages), constant(transfer), constant(seconds), constant(0.0)
         )
     np.testing.assert_allclose(factors, [3.0, 0.5], rtol=0.15)
 
@@ -73,10 +73,10 @@ def test_a_step_that_was_held_up_and_one_without_times_change_little():
     moments, factors = tf.zeros([link.NUMBERS]), tf.ones([2])
     one = constant(1e-3), constant(20e-3)
     for _ in range(10):
-        moments, factors = link.fit(moments, factors, *one, constant(21e-3), constant(0.0))
-    _, held_up = link.fit(moments, factors, *one, constant(1.0), constant(0.0))
+        moments, factors = link.fit(tnp, moments, factors, *one, constant(21e-3), constant(0.0))
+    _, held_up = link.fit(tnp, moments, factors, *one, constant(1.0), constant(0.0))
     assert 0.9 < float(held_up[1]) < 1.2
-    _, unknown = link.fit(moments, factors, *one, constant(0.0), constant(0.0))
+    _, unknown = link.fit(tnp, moments, factors, *one, constant(0.0), constant(0.0))
     np.testing.assert_allclose(unknown, factors, rtol=0.01)
 
 
@@ -182,20 +182,20 @@ def test_noise_does_not_switch_and_a_gain_does():
 def test_what_is_measured_replaces_the_prior():
     state = policy.initial(tf.constant([1, 1]), 2)
     costs, prior = encode_only([[0.0, 1e-3]] * 2), policy.Value(constant([1.0, 0.1]), constant([0.0, 0.9]))
-    for found, expected in zip(policy.value_of(state, prior), prior):
+    for found, expected in zip(policy.value_of(tnp, state, prior), prior):
         np.testing.assert_allclose(found, expected)
     seen = policy.Measured(
         constant(0.0), constant(0.0), tf.zeros([2]), tf.zeros([2]), constant(0.0),
         constant([[8.0, 6.0], [8.0, 8.0], [0.0, 0.0], [8.0, 6.0], [8.0, 8.0], [80.0, 80.0], [0.0, 2.0], [8.0, 8.0]]),
     )  # fmt: skip
-    state = policy.follow(state, seen, costs)
-    value = policy.value_of(state, prior)
+    state = policy.follow(tnp, state, seen, costs)
+    value = policy.value_of(tnp, state, prior)
     np.testing.assert_allclose(value.progress, [1.0, 0.75])
     np.testing.assert_allclose(value.lost, [0.0, 0.25])
     # Noise of two standard deviations as large as what was measured: the prior counts as much.
     noisy = state.progress.numpy()
     noisy[policy.progress.Row.VARIANCE] = 16.0
-    value = policy.value_of(state._replace(progress=constant(noisy)), prior)
+    value = policy.value_of(tnp, state._replace(progress=constant(noisy)), prior)
     np.testing.assert_allclose(value.progress, [1.0, (0.75 + 0.1) / 2], rtol=1e-5)
     # What points the wrong way counts as nothing: the prior, and with little noise the least.
     wrong = noisy.copy()
@@ -219,10 +219,10 @@ def test_a_candidate_is_worth_what_it_was_in_its_own_training():
     state = seen._replace(progress=state.progress)
     state = state._replace(choice=tf.zeros([4], tf.int32))
     optimistic = policy.Value(constant([0.9, 0.8]), constant([0.0, 0.7]))
-    np.testing.assert_allclose(policy.value_of(state, optimistic).progress, [0.9, 0.3])
+    np.testing.assert_allclose(policy.value_of(tnp, state, optimistic).progress, [0.9, 0.3])
     # It is forgotten slowly.
     for _ in range(100):
-        value = policy.value_of(state, optimistic)
+        value = policy.value_of(tnp, state, optimistic)
         state, *_ = policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(2))
     np.testing.assert_allclose(state.own_progress, [1.0, 0.3 ** (0.9995**100)], rtol=1e-4)
 
@@ -251,7 +251,7 @@ def simulate(truth, costs, steps, link=lambda step: 1.0, noise=0.03, seed=0):
             constant(1e-4),
             tf.zeros([policy.progress.ROWS, candidates]),
         )
-        state = policy.follow(state, seen, costs)
+        state = policy.follow(tnp, state, seen, costs)
         state = policy.in_step(state, choice, trial, tf.constant(True))
         return policy.propose(candidate_rules, state, costs, value, nbytes, constant(0.0), range(candidates))
 
@@ -278,7 +278,7 @@ def followed(costs, wire_of, steps, burst, factor=1.0):
             wire, wire + 0.004, tf.zeros([1]), tf.zeros([1]), constant(0.05), tf.zeros([policy.progress.ROWS, 1])
         )
         state = policy.in_step(
-            policy.follow(state, seen, costs, burst), state.choice, tf.constant(-1), tf.constant(True)
+            policy.follow(tnp, state, seen, costs, burst), state.choice, tf.constant(-1), tf.constant(True)
         )
     return float(state.link[1])
 
@@ -346,9 +346,9 @@ def test_what_is_tried_is_compared_with_a_choice_that_is_known_as_well(off):
 def test_candidates_of_few_buckets_learn_no_less_than_those_of_none():
     ones, used = tf.ones([3]), constant([0.75, 0.25, 0.0])
     for known, weight in ((0.0, 1.0), (3.0, 0.25), (100.0, 0.05)):
-        bias, _ = trials.measured(ones, ones, used, constant(1.4), tf.constant(True), constant(known))
+        bias, _ = trials.measured(tnp, ones, ones, used, constant(1.4), tf.constant(True), constant(known))
         np.testing.assert_allclose(bias, 1.4 ** (weight * np.array([0.75, 0.5, 0.5])), rtol=1e-5)
-    bias, age = trials.measured(ones, ones, used, constant(1.4), tf.constant(False), constant(0.0))
+    bias, age = trials.measured(tnp, ones, ones, used, constant(1.4), tf.constant(False), constant(0.0))
     np.testing.assert_allclose(bias, 1.4 ** np.array([0.75, 0.25, 0.0]), rtol=1e-5)
     assert age.numpy().tolist() == [0.0, 0.0, 2.0]
 
@@ -365,3 +365,28 @@ def test_what_became_faster_is_found_again():
 
     chosen, _ = simulate(truth, costs_of([0.100, 0.090, 0.080]), 500)
     assert chosen[59] == 2 and chosen[-1] == 1
+
+
+def test_numpy_follows_as_tensorflow_does():
+    """Candidates that are not in the graph are compared in NumPy."""
+    random, buckets, candidates = np.random.default_rng(3), 3, 4
+    costs = policy.Costs(*random.uniform(1e-3, 1e-1, (4, buckets, candidates)).astype(np.float32))
+    theirs = policy.initial(tf.constant([1, 1, 2]), candidates)
+    mine = policy.State(*(np.asarray(part) for part in theirs))
+    for step in range(20):
+        wire, span, rest = (random.uniform(0.1, 0.4, 3) * (step != 5)).astype(np.float32)
+        of_buckets = random.uniform(0.0, 0.1, (2, buckets)).astype(np.float32)
+        sums = random.uniform(0.0, 1.0, (policy.progress.ROWS, candidates)).astype(np.float32)
+        seen = policy.Measured(wire, span, *of_buckets, rest, sums)
+        known = {"steady": np.bool_(step > 2), "before": np.array([1, 1, 2 if step % 4 else 3], np.int32)}
+        mine = policy.follow(np, mine._replace(**known), seen, costs, 0.02)
+        theirs = theirs._replace(**{name: tf.constant(value) for name, value in known.items()})
+        theirs = policy.follow(
+            tnp, theirs, policy.Measured(*map(tf.constant, seen)), policy.Costs(*map(tf.constant, costs)), 0.02
+        )
+        for name, array, tensor in zip(policy.State._fields, mine, theirs):
+            np.testing.assert_allclose(array, tensor, rtol=1e-4, atol=1e-6, err_msg=name)
+    prior = policy.Value(*random.uniform(0.1, 0.9, (2, candidates)).astype(np.float32))
+    for array, tensor in zip(policy.value_of(np, mine, prior), policy.value_of(tnp, theirs, prior)):
+        np.testing.assert_allclose(array, tensor, rtol=1e-4)
+    assert all(part.dtype in (tf.int32, tf.bool, tf.float32) for part in theirs)
