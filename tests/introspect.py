@@ -377,12 +377,22 @@ def want_traced(plan: Any, candidates: Sequence[int]) -> None:
 
     The position after that of the last candidate stands for compressed rows of embeddings.
     """
-    plan.auto.traces._worth_tracing = lambda state, step, seconds, running, counts: frozenset(candidates)
+    plan.auto.traces._worth_tracing = lambda state, step, running, counts: frozenset(candidates)
 
 
 def expect_quick_traces(plan: Any) -> None:
     """As if the first trace had taken no time."""
     plan.auto.traces._trace_seconds = 1e-9
+
+
+def seem_to_train_for(plan: Any, seconds: float) -> None:
+    """As if training had begun so many seconds earlier."""
+    plan.auto.traces._made -= seconds
+
+
+def measured_candidates(plan: Any) -> list[int]:
+    """The candidates whose progress is measured in steps that are traced from now on."""
+    return list(plan.auto.traces.measured)
 
 
 def compress_rows(plan: Any) -> None:

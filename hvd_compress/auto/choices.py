@@ -1,8 +1,8 @@
 """Which choices `auto` compares, and what each is worth.
 
 A choice gives each bucket a candidate. `policy` calls these functions with tensors in the graph of a step. The first
-choice, reports and `hvd-compress plan` call them with NumPy arrays. Their first argument is the array module, `numpy`
-or `tf.experimental.numpy`. B buckets, C candidates, N choices; times in seconds.
+choice, comparisons with candidates that are not in the graph, reports and `hvd-compress plan` call them with NumPy
+arrays. Their first argument is the array module, see `arrays`. B buckets, C candidates, N choices; times in seconds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Comparisons:
 
     These are the steps 8, 16, 32 and so on, counted from where this process began. When the exchange takes three times
     as long as usual, they are also compared in the third, sixth, twelfth of such steps in a row. A comparison takes
-    some milliseconds, which would be too much in each step. All ranks come to the same result, from numbers that are
+    10 to 20 ms, which would be too much in each step. All ranks come to the same result, from numbers that are
     the same.
     """
 
@@ -46,7 +46,7 @@ class Comparisons:
         return is_due or (rest == 0 and _is_power_of_two(times))
 
     def restart(self) -> None:
-        """Called when other candidates are traced: exchanges take another time from now on."""
+        """Called when the step is traced again: exchanges take another time from now on."""
         self._usual, self._slow = 0.0, 0
         self._spans.clear()
 

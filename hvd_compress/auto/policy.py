@@ -3,7 +3,7 @@
 B buckets, C candidates; float32; times in seconds. Once there are several candidates to choose from, the functions run
 on the host in each step. They are not compiled with XLA: they would not be faster, and tracing them would take two
 seconds longer. Those that take an array module `xp` (see `arrays`) also make the first choice, and compare candidates
-that are not in the graph, with NumPy arrays.
+that are not in the graph; then their arguments are NumPy arrays in place of tensors, in part of float64.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def admit(xp: Any, rules: Rules, current: Any, value: Value, target: Any) -> Any
     With objective="progress", these make at least `min_progress`. With objective="step", they let at least the share
     `target` of the energy through; for candidates in use, `current` [B], half of it is enough: their residual adds to
     the energy, and so lowers the share. The candidate that makes the most progress may always be chosen, or the one
-    that loses least. `xp` is the array module, see `choices`.
+    that loses least. `xp` is the array module, see `arrays`.
     """
     if rules.by_progress:
         return (value.progress >= rules.min_progress) | (value.progress >= xp.max(value.progress))

@@ -45,7 +45,7 @@ def of_steps(known: Known, step: int) -> AutoReport:
     share = sizes / sizes.sum()
     # As `trials` does for candidates that are not in use.
     bias = np.exp(trials.COMMON_SHARE * float(np.log(np.array(state.bias))[chosen] @ share))
-    more = [bias * np.asarray(policy.predicted(cost, state.link)) for cost in others.values()]
+    more = [bias * policy.predicted(cost, state.link) for cost in others.values()]
     seconds = np.concatenate([known.seconds, *more], 1)
     progress = np.append(value.progress, np.ones(len(others)))
     lost = np.append(value.lost, np.zeros(len(others)))
@@ -148,7 +148,7 @@ def log_end_of_warmup(auto: Auto, choice: np.ndarray) -> None:
 
 
 def log_trace(names: Sequence[str]) -> None:
-    """Prints that the next step is traced again, with more candidates or compressed rows."""
+    """Prints that the next step is traced again, with what is new: candidates, compressed rows, a measurement."""
     say(f"auto traces the step again, with {', '.join(names)}")
 
 

@@ -315,7 +315,7 @@ class AutoSelector(ModelSelector):
         return self._format.pack(choice, tried, probe, times, wanted)
 
     def _renew_sample(self) -> None:
-        """Makes the sample that the next trace simulates, if what it measures are not the candidates of `_sample`.
+        """Makes the sample that the next trace simulates, unless `_sample` already has the candidates to be measured.
 
         That trace cannot make its variables: a tf.function creates variables in its first trace only.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +40,8 @@ class StepNumbers:
         }  # fmt: skip
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
         self.size = ends[-1]
-        self._fields = {name: (slice(*at), shapes[name]) for name, at in zip(shapes, itertools.pairwise([0, *ends]))}
-        self._rest_at = self._fields["rest"][0].start
+        self._fields = {n: (slice(*at), shapes[n]) for n, at in zip(shapes, zip([0, *ends], ends))}
+        self._span_at = self._fields["span"][0].start
 
     def pack(
         self, choice: np.ndarray, tried: np.int32, probe: np.ndarray, times: StepTimes, wanted: np.ndarray
@@ -84,10 +83,10 @@ class StepNumbers:
         at, shape = self._fields["progress"]
         return mean[at].reshape(shape)
 
-    def times_and_wanted(self, mean: np.ndarray) -> tuple[float, float, Sequence[float]]:
-        """The seconds `rest` and `span` of `policy.Measured`, and what rank 0 wants to be traced.
+    def span_and_wanted(self, mean: np.ndarray) -> tuple[float, Sequence[float]]:
+        """The seconds `span` of `policy.Measured`, and what rank 0 wants to be traced.
 
         The latter has a number above 0 for each position of `Traces.mask` that is wanted.
         """
-        rest, span, *wanted = mean[self._rest_at :].tolist()
-        return rest, span, wanted
+        span, *wanted = mean[self._span_at :].tolist()
+        return span, wanted

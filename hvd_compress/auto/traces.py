@@ -2,8 +2,8 @@
 
 The first steps are traced with the first choice only, as if it were a fixed compressor. Other candidates, and the
 compression of the rows of embeddings, are traced once they are predicted to save more time than the new trace takes.
-If the first choice usually makes nearly as much progress as no compression, its progress is not measured either until
-the new trace takes a small share of the time so far.
+If the progress of the first choice is hardly in doubt, it is not measured either until the new trace takes a small
+share of the time so far.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _NAME = "hvdc_auto"  # of the variable
 # For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
 # 1.0 for a transformer and for dense layers, and 1.7 for a small CNN. A new model-wide one also compiles kernels.
 _TRACE_FACTOR = 1.5
-# The share of the time so far that a trace may take to measure the progress of a candidate that is little in doubt.
-_OF_CHECK = 0.03
+# Seconds. A trace takes at least so long: what the first one took is not known well if the rest of a step takes longer.
+_LEAST_TRACE = 0.5
+# The share of the time so far that a trace may take to measure the progress of a candidate that is hardly in doubt.
+_OF_MEASURING = 0.03
 
 
 class Traces:
@@ -69,12 +71,13 @@ class Traces:
         with tf.device("CPU"):
             self.rows = tracing.variable(tf.constant(compresses_rows), _NAME)
         self._simulated = state.progress.numpy()  # `State.progress`, while `watch` follows the measurements
-        loses_little = predictions.prior.lost < usual_progress.LOSES_LITTLE
-        has_little_doubt = (predictions.usual >= usual_progress.LITTLE_DOUBT) & (count > 1)
-        # Of candidates that are traced alone, which are never measured, and which only after `_checks`.
-        self._never_measured, self._measured_later = loses_little.tolist(), (~loses_little & has_little_doubt).tolist()
-        self._checks = False
-        self._rows, self._check = count, count + 1  # positions in `mask`
+        # Which candidates are not measured while they are traced alone: never, or not before `_may_measure` is True.
+        never = (predictions.prior.lost < usual_progress.LOSES_LITTLE) | (count == 1)
+        is_sure = predictions.usual >= usual_progress.SURE_USUALLY
+        is_sure &= predictions.prior.progress >= usual_progress.SURE_AT_LEAST
+        self._never_measured, self._is_sure = never.tolist(), (is_sure & ~never).tolist()
+        self._may_measure = False
+        self._rows_at, self._measuring_at = count, count + 1  # positions in `mask`
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
@@ -91,12 +94,12 @@ class Traces:
     def measured(self) -> list[int]:
         """The traced candidates whose progress is measured in steps that are traced from now on."""
         first, is_alone = self.candidates[0], len(self.candidates) == 1
-        return [] if is_alone and (self._never_measured[first] or self._is_unchecked) else self.candidates
+        return [] if is_alone and (self._never_measured[first] or self._measures_later) else self.candidates
 
     @property
-    def _is_unchecked(self) -> bool:
-        """Whether the progress of the only traced candidate is to be measured later."""
-        return len(self.candidates) == 1 and self._measured_later[self.candidates[0]] and not self._checks
+    def _measures_later(self) -> bool:
+        """Whether the progress of the only traced candidate is measured after another trace."""
+        return len(self.candidates) == 1 and self._is_sure[self.candidates[0]] and not self._may_measure
 
     @property
     def may_grow(self) -> bool:
@@ -110,10 +113,10 @@ class Traces:
 
         1 for each traced candidate, then 1 for compressed rows, and 1 unless progress is to be measured later.
         """
-        mask = np.zeros(self._check + 1, np.float32)
+        mask = np.zeros(self._measuring_at + 1, np.float32)
         mask[[*self.candidates, *more]] = 1.0
-        mask[self._rows] = mask[self._rows] or self.compresses_rows
-        mask[self._check] = mask[self._check] or not self._is_unchecked
+        mask[self._rows_at] = mask[self._rows_at] or self.compresses_rows
+        mask[self._measuring_at] = mask[self._measuring_at] or not self._measures_later
         return mask
 
     def set_first_exchange(self, timestamp: float) -> None:
@@ -138,13 +141,12 @@ class Traces:
             counts: `State.embedding_counts`.
             restart_timer: Called if the next step is traced again, so that its times are not counted.
         """
-        # In each step, on a core that training needs: TensorFlow is called only for the variables, when a comparison is
-        # due.
+        # In each step, on a core that training needs: TensorFlow is called only for the variables, in a comparison.
         self._follows = len(running) == 1
         if self._follows and (simulated := self._format.progress(numbers))[progress.Row.ENERGY].any():
             self._simulated = progress.add(np, self._simulated, simulated)
         mask = self.mask()
-        rest, span, wanted = self._format.times_and_wanted(numbers)
+        span, wanted = self._format.span_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
         if not self._comparisons.add(numbers, span) and not missing:
             return mask
@@ -158,11 +160,10 @@ class Traces:
                 self._trace(missing)
                 if self._decides:
                     names = [candidate.spec for candidate in self._auto.candidates]
-                    names += ["compressed rows of embeddings", "a measurement of its progress"]
+                    names += ["compressed rows of embeddings", "a measurement of its progress"]  # of the only candidate
                     report.log_trace([names[i] for i in missing])
                     self._say_if_slow(step)
-            seconds = rest + span
-            more = self._worth_tracing(state, step, seconds, running, counts) if self._decides else frozenset()
+            more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
         return self.mask(more)
 
     # At other times
@@ -182,24 +183,27 @@ class Traces:
     def retrace(self, candidates: Sequence[int]) -> None:
         """Lets the next step be traced again, with these candidates."""
         self.hold(candidates, False)
+        self._may_measure = True  # as this trace is made anyway
         if self._functions:  # otherwise the first trace is not yet made, or is just being made
             tracing.forget_traces(tracing.running_functions() | set(self._functions))
 
     def restore(self, used: Iterable[int]) -> None:
         """Called after a checkpoint set `rows` and the state, in which the candidates `used` are in use."""
         # Rows that were not compressed have no residuals.
-        compressed_rows = {self._rows} if self.rows.numpy() else set()
+        compressed_rows = {self._rows_at} if self.rows.numpy() else set()
         self.rows.assign(self.compresses_rows)
         self._comparisons.take()
         self._simulated = self._state.progress.numpy()
+        if not self._functions and self._simulated[progress.Row.ENERGY].any():
+            self._may_measure = True  # goes on, in the first trace of this process
         self._trace([*used, *compressed_rows])
 
     def _trace(self, more: Iterable[int]) -> None:
         """Lets the next step be traced again, with more positions in `mask`."""
         before, mask = self.mask(), self.mask(more)
         if (mask != before).any():
-            *candidates, rows, is_checked = mask.tolist()
-            self._checks = self._checks or (self._is_unchecked and bool(is_checked))
+            *candidates, rows, measures = mask.tolist()
+            self._may_measure = self._may_measure or (self._measures_later and bool(measures))
             self.candidates, self.compresses_rows = np.flatnonzero(candidates).tolist(), bool(rows)
             self._comparisons.restart()
             self.rows.assign(self.compresses_rows)
@@ -226,20 +230,16 @@ class Traces:
         # `numbers` are those of the last steps only.
         return state._replace(progress=self._simulated) if self._follows else state
 
-    def _check_seconds(self, step: float) -> float:
-        """Of a step that takes so many seconds, those that a measurement of progress may take; 0 if there is one."""
-        return _OF_CHECK * step if self._is_unchecked else 0.0
-
     def _is_simulated(self, candidate: int) -> bool:
         return bool(self._simulated[progress.Row.ENERGY, candidate] > 0.0)
 
     def _worth_tracing(
-        self, state: policy.State, step: int, seconds: float, running: Sequence[int], counts: np.ndarray
+        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
     ) -> frozenset[int]:
         """Positions in `mask` of what might save the most time, less that of the trace.
 
-        It counts what is saved for the progress of as many uncompressed steps as were done. The last step took
-        `seconds`.
+        It counts what is saved for the progress of as many uncompressed steps as were done. A measurement of progress
+        counts as if it saved a share of the time so far.
         """
         if not float(state.rest) > 0.0:
             return frozenset()
@@ -255,20 +255,22 @@ class Traces:
         without = saved_by[frozenset()]  # by a switch among those that are traced
         saved_by = {more: max(0.0, saved - without) for more, saved in saved_by.items()}
         if not self.compresses_rows:
-            rows = frozenset([self._rows])
+            rows = frozenset([self._rows_at])
             saved_by_rows = predictions.row_savings.now(counts, float(state.link[1]))
             saved_by |= {more | rows: saved + saved_by_rows for more, saved in saved_by.items()}
-        if self._is_unchecked:
-            check, check_seconds = frozenset([self._check]), self._check_seconds(seconds)
-            saved_by |= {more | check: saved + check_seconds for more, saved in saved_by.items()}
+        gains = {more: saved * step for more, saved in saved_by.items()}
+        if self._measures_later:  # with another candidate, both are measured in any case
+            alone, measuring = [more for more in gains if more <= {self._rows_at}], frozenset([self._measuring_at])
+            worth = _OF_MEASURING * (time.time() - self._made)
+            gains |= {more | measuring: gains[more] + worth for more in alone}
         # The first step itself is not a part of its trace, which may come before several backward passes.
-        once = max(0.0, self._trace_seconds - float(state.rest))
-        gains = {new: seconds * step - self._trace_cost(new, once) for new, seconds in saved_by.items() if new}
+        once = max(_LEAST_TRACE, self._trace_seconds - float(state.rest))
+        gains = {more: gain - self._trace_cost(more, once) for more, gain in gains.items() if more}
         return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
 
     def _trace_cost(self, more: Iterable[int], once: float) -> float:
         """Seconds that a trace with these positions in `mask` in addition takes. The first trace took `once`."""
-        candidates = {c for c in more if c < self._rows}
+        candidates = {c for c in more if c < self._rows_at}
         kernels = sum(self._predictions.compile_seconds[c] for c in candidates)
         return once * _TRACE_FACTOR * len(candidates.union(self.candidates)) + kernels
 

@@ -35,9 +35,9 @@ _FITTED = {"": (1.0, 0.36), "int2": (1.0, 0.13), "topk": (1.1, 0.36), "powersgd"
 _LEAST_POWER = {"int2": 0.5}
 # A candidate makes about as much progress as no compression if it loses less than this share of white noise.
 LOSES_LITTLE = 0.02
-# The progress of a candidate that usually makes at least this share is measured later: the simulation of one candidate
-# makes the first trace 0.3 s longer on a slow processor.
-LITTLE_DOUBT = 0.95
+# A candidate that usually makes at least the first share, and in any case the second, is hardly in doubt. It is
+# measured later: the simulation of one candidate makes the first trace 0.4 s longer on a slow processor.
+SURE_USUALLY, SURE_AT_LEAST = 0.96, 0.85
 _LITTLE_NOISE = 0.9  # see `hoped`
 # A factor with an optimizer that normalizes updates, for all that lose more but these: they round small values to 0,
 # which adds little to the norm.

@@ -58,7 +58,8 @@ class Auto(BuiltinCompressor):
             `auto:phases=(1000:0.1|5000:0.02)`.
         max_slowdown: By how much, as a share, a step may take longer if all of the gradient then gets through.
         probe_every: Every this many steps, the progress with each traced candidate is measured for 24 steps. The
-            first 48 steps of each trace are measured, too.
+            first 48 steps of each trace are measured, too. A candidate that is traced alone and hardly in doubt, such
+            as `int2`, is measured only once another trace takes a small share of the time.
         local_steps: The numbers of steps to choose from for a round of local steps, in a spec string
             `auto:local_steps=(1|8|32)`: with the outer optimizer "average", ranks exchange the movements of their
             weights once per round (docs/local-steps.md). The candidate is then chosen in the first step, and stays; the

@@ -1,5 +1,6 @@
 """What `auto` expects before its first step."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import policy, start
+from hvd_compress.auto import policy, start, usual_progress
 from hvd_compress.auto.predictions import Predictions
 from hvd_compress.auto.progress import ROWS, Row
 from hvd_compress.auto.traces import Traces
@@ -62,7 +63,7 @@ def test_a_new_model_wide_candidate_lengthens_a_trace():
     power_sgd, flat = (hvdc.Compression.parse(spec) for spec in ("powersgd:rank=2", "int8"))
     seconds = [start._compile_seconds(candidate, dense) for candidate in (flat, flat, power_sgd)]
     assert seconds == [0.0, 0.0, pytest.approx(3 * 0.9)]
-    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0], _rows=3)
+    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0], _rows_at=3)
     costs = [Traces._trace_cost(traces, more, 2.0) for more in ([], [1], [2], [1, 2])]
     np.testing.assert_allclose(costs, [3.0, 6.0, 8.7, 11.7])
     traces.candidates = [2]  # the first trace has already compiled it
@@ -83,30 +84,35 @@ def test_candidates_of_one_name_fare_alike():
     np.testing.assert_allclose(hoped([0.7, 0.6, 0.4], ["hybrid"] * 3, {0: 0.49, 1: 0.6})[2], 0.4**1.5)
 
 
+def initial(choice, candidates):
+    """`policy.initial`, NumPy arrays."""
+    return policy.State(*(np.asarray(part) for part in policy.initial(tf.constant(choice), candidates)))
+
+
 def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
     """What `Traces._worth_tracing` needs of candidates like `none`, `hadamard`, two of `hybrid`, and `powersgd`.
 
     The third one is in use, and was measured. Steps take 10 ms besides the exchange, and the first trace 0.8 s.
     """
     count = len(step_seconds)
-    encode = tf.constant([step_seconds]) - 0.01
-    zeros, measured = tf.zeros_like(encode), np.zeros([ROWS, count], np.float32)
+    encode = np.array([step_seconds], np.float32) - 0.01
+    zeros, measured = np.zeros_like(encode), np.zeros([ROWS, count], np.float32)
     measured[[Row.GAIN, Row.WAY], 2] = progress_in_use
     measured[[Row.WHOLE_GAIN, Row.WHOLE_WAY, Row.ENERGY], 2] = 1.0
     measured[Row.OWN_GAIN, 2] = 100.0
-    state = policy.initial(tf.constant([2]), count)._replace(rest=tf.constant(0.01), progress=tf.constant(measured))
+    state = initial([2], count)._replace(rest=np.float32(0.01), progress=measured)
     predictions = Predictions(
         rules=policy.Rules([True] + [False] * (count - 1), [False] * (count - 1) + [True], 0.0),
         nbytes=[1e6], costs=policy.Costs(encode, zeros, zeros, zeros), burst=0.0,
-        prior=policy.Value(tf.fill([count], 0.02), tf.zeros([count])), usual=np.array(usual_progress, np.float32),
+        prior=policy.Value(np.full(count, 0.02, np.float32), np.zeros(count, np.float32)),
+        usual=np.array(usual_progress, np.float32),
         names=["none", "hadamard", "hybrid", "hybrid", "powersgd"], row_savings=None,
         compile_seconds=compile_seconds, others={},
     )  # fmt: skip
     fields = SimpleNamespace(
         _predictions=predictions, candidates=[2], compresses_rows=True, _trace_seconds=0.81,
-        _is_simulated=lambda candidate: True, _rows=count, _check=count + 1, _is_unchecked=False,
+        _is_simulated=lambda candidate: True, _rows_at=count, _measuring_at=count + 1, _measures_later=False,
     )  # fmt: skip
-    fields._check_seconds = lambda step: Traces._check_seconds(fields, step)
     fields._trace_cost = lambda more, once: Traces._trace_cost(fields, more, once)
     return fields, state
 
@@ -124,7 +130,7 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
 def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
-    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,47 +148,78 @@ def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
     of_trace.compresses_rows, of_trace._auto = False, SimpleNamespace(candidates=of_trace._predictions.names)
     rows = SimpleNamespace(now=lambda counts, link: saved_by_rows)
     of_trace._predictions = of_trace._predictions._replace(row_savings=rows)
-    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 @pytest.mark.parametrize("step, expected", [(8, set()), (16, {1, 3})])
 def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
     """Each alone saves nothing. Together they save 0.286 s per step, and their trace takes 3.6 s."""
     of_trace, state = traces([0.0] * 5, [1.0, 0.96, 0.6, 0.6, 0.6], [0.0] * 5, 0.6)
-    encode = tf.constant([[9.0, 0.02, 0.1, 0.2, 0.0], [9.0, 0.2, 0.1, 0.02, 9.0]])
-    costs = policy.Costs(encode, *[tf.zeros_like(encode)] * 3)
+    encode = np.array([[9.0, 0.02, 0.1, 0.2, 0.0], [9.0, 0.2, 0.1, 0.02, 9.0]], np.float32)
+    costs = policy.Costs(encode, *[np.zeros_like(encode)] * 3)
     of_trace._predictions = of_trace._predictions._replace(costs=costs, nbytes=[1e6, 1e6])
-    state = policy.initial(tf.constant([2, 2]), 5)._replace(rest=state.rest, progress=state.progress)
-    assert Traces._worth_tracing(of_trace, state, step, 0.04, [2], None) == expected
+    state = initial([2, 2], 5)._replace(rest=state.rest, progress=state.progress)
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
 
 
 def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
     of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
-    assert Traces._worth_tracing(of_trace, state, 512, 0.04, [2], None) == {4}
-    sums = state.progress.numpy()
+    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
+    sums = state.progress.copy()
     sums[:, 4] = sums[:, 2]
     sums[[Row.GAIN, Row.WAY], 4] = 0.6
     of_trace.candidates = [2, 4]
-    state = state._replace(progress=tf.constant(sums))
-    assert Traces._worth_tracing(of_trace, state, 512, 0.04, [2, 4], None) == set()
+    state = state._replace(progress=sums)
+    assert Traces._worth_tracing(of_trace, state, 512, [2, 4], None) == set()
 
 
-@pytest.mark.parametrize("step, expected", [(32, set()), (64, {6}), (4096, {4, 6})])
-def test_a_measurement_of_little_doubt_takes_a_small_share_of_the_time(step, expected):
-    """Steps of 1 s. A trace takes 1.2 s, which are 3% of 40 s."""
-    of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
-    of_trace._is_unchecked = True
-    assert Traces._worth_tracing(of_trace, state, step, 1.0, [2], None) == expected
+@pytest.mark.parametrize(
+    "minutes, step, expected",
+    [
+        (0.5, 64, set()),  # a trace takes 1.2 s, which are 3% of 40 s
+        (1.0, 64, {6}),
+        (1.0, 4096, {4}),  # both candidates are measured then
+    ],
+)
+def test_a_measurement_takes_a_small_share_of_the_time(minutes, step, expected):
+    of_trace, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 4 + [4.8], 0.6)
+    of_trace._measures_later, of_trace._made = True, time.time() - 60.0 * minutes
+    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+
+
+def test_a_trace_is_not_free_where_the_rest_of_a_step_takes_longer():
+    of_trace, state = traces([9.060, 9.055, 9.031, 9.045, 9.024], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5, 1.0)
+    state = state._replace(rest=np.float32(9.0))
+    assert Traces._worth_tracing(of_trace, state, 64, [2], None) == set()  # powersgd saves 0.4 s
+    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
+
+
+def test_which_compressors_are_hardly_in_doubt():
+    sure = []
+    for spec in (
+        "quantize:bits=3",
+        "int2",
+        "hadamard",
+        "quantize:bits=2",
+        "topk:ratio=0.1",
+        "powersgd:rank=8",
+        "onebit",
+    ):
+        compressor = hvdc.Compression.parse(spec)
+        lost = start._lost(compressor, [(1024, 64)])
+        usually, in_any_case = (progress(lost, compressor.name) for progress in (usual, at_least))
+        if usually >= usual_progress.SURE_USUALLY and in_any_case >= usual_progress.SURE_AT_LEAST:
+            sure.append(spec)
+    assert sure == ["quantize:bits=3", "int2"]
 
 
 def test_noise_says_nothing_of_others():
     of_trace, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.36)
-    sums = state.progress.numpy()
+    sums = state.progress.copy()
     known = of_trace._predictions.hoped(state, [2]).progress
     sums[Row.VARIANCE] = 1.0
-    noisy = of_trace._predictions.hoped(state._replace(progress=tf.constant(sums)), [2]).progress
+    noisy = of_trace._predictions.hoped(state._replace(progress=sums), [2]).progress
     np.testing.assert_allclose(known[2:4], [0.36, 0.49], rtol=1e-4)
     np.testing.assert_allclose(noisy[3], 0.7, rtol=1e-4)
     assert float(noisy[2]) < 0.36
