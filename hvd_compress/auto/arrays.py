@@ -9,8 +9,11 @@ import tensorflow as tf
 
 
 def quotient(xp: Any, numerator: Any, denominator: Any) -> Any:
-    """0 where the denominator is not positive."""
-    return xp.where(denominator > 0.0, numerator / xp.where(denominator > 0.0, denominator, 1.0), 0.0)
+    """0 where the denominator, which is not negative, is 0."""
+    if xp is not np:
+        return tf.math.divide_no_nan(numerator, denominator)
+    is_zero = denominator == 0.0
+    return np.where(is_zero, 0.0, numerator / np.where(is_zero, 1.0, denominator))
 
 
 def cast(xp: Any, array: Any, dtype: type[np.generic]) -> Any:

@@ -40,8 +40,9 @@ class StepNumbers:
         }  # fmt: skip
         ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
         self.size = ends[-1]
-        self._fields = {n: (slice(*at), shapes[n]) for n, at in zip(shapes, zip([0, *ends], ends))}
-        self._span_at = self._fields["span"][0].start
+        self._shapes, self._inner_ends = shapes, ends[:-1]
+        begins = dict(zip(shapes, [0, *ends]))
+        self._progress_at, self._span_at = slice(begins["progress"], begins["wire"]), begins["span"]
 
     def pack(
         self, choice: np.ndarray, tried: np.int32, probe: np.ndarray, times: StepTimes, wanted: np.ndarray
@@ -71,7 +72,8 @@ class StepNumbers:
         -1 stands for no choice and for no trial. There is neither if the numbers are zeros: in the first step, and
         after `AutoSelector.hold` or `restored`.
         """
-        fields = {name: xp.reshape(mean[at], shape) for name, (at, shape) in self._fields.items() if name != "wanted"}
+        parts = zip(self._shapes.items(), xp.split(mean, self._inner_ends))
+        fields = {name: xp.reshape(part, shape) for (name, shape), part in parts if name != "wanted"}
         proposed = (fields.pop(name) * self._ranks for name in ("choice", "trial"))  # whole numbers, nearly
         choice, trial = (cast(xp, xp.floor(number + 0.5), np.int32) - 1 for number in proposed)
         # The smallest wire time: it is that of the ranks that were last, which did not wait for others.
@@ -80,8 +82,7 @@ class StepNumbers:
 
     def progress(self, mean: np.ndarray) -> np.ndarray:
         """The field `progress` of `policy.Measured`, float32 [ROWS, C]."""
-        at, shape = self._fields["progress"]
-        return mean[at].reshape(shape)
+        return mean[self._progress_at].reshape(self._shapes["progress"])
 
     def span_and_wanted(self, mean: np.ndarray) -> tuple[float, Sequence[float]]:
         """The seconds `span` of `policy.Measured`, and what rank 0 wants to be traced.

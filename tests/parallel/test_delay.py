@@ -120,7 +120,7 @@ SLOW, FAST = [0.2, 0.01, 0.09, 0.1], [0.102, 0.001, 0.001, 0.1]
 def test_the_delay_begins_on_all_ranks_where_rank_0_says_that_it_pays(planted, rank, gather, monkeypatch):
     """Rank 0 and the others are told different times."""
     times = tf.constant(planted if rank == 0 else FAST if planted == SLOW else SLOW)
-    monkeypatch.setattr(delay_choice.policy, "average", lambda old, new, known: times)
+    monkeypatch.setattr(delay_choice.policy, "average", lambda xp, old, new, known: times)
     reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
     _, direct = new_reducer("int8")
     began, before = [], [tf.zeros(shape) for shape in SHAPES]
@@ -165,7 +165,7 @@ def test_a_resumed_training_keeps_its_candidate(rank, monkeypatch):
 
 
 def test_a_checkpoint_that_is_loaded_while_training_drops_what_was_proposed(rank, monkeypatch):
-    monkeypatch.setattr(delay_choice.policy, "average", lambda old, new, known: tf.constant(SLOW))
+    monkeypatch.setattr(delay_choice.policy, "average", lambda xp, old, new, known: tf.constant(SLOW))
     reducer, delayed = new_reducer("auto:candidates=(int8),delay=(0|1)")
     delayed(draw(rank, 0))
     plan = introspect.plan_of(reducer)
