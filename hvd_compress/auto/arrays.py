@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def quotient(xp: Any, numerator: Any, denominator: Any) -> Any:
-    """0 where the denominator, which is not negative, is 0."""
+    """0 where the denominator is 0."""
     if xp is not np:
         return tf.math.divide_no_nan(numerator, denominator)
     is_zero = denominator == 0.0
