@@ -110,6 +110,37 @@ def autoencoder() -> Task:
     )
 
 
+def regression(batch_size: int = 64) -> Task:
+    """Dense layers on the first function of Friedman (1991), with noise: 1.1M parameters.
+
+    The only task that waits for the network and trains with SGD.
+    """
+    loss = keras.losses.MeanSquaredError()
+
+    def examples(count: int, random: np.random.Generator) -> Arrays:
+        x = random.random([count, 10], np.float32)
+        y = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
+        noise = random.normal(size=count)
+        return 2 * x - 1, ((y + noise - 14.4) / 5)[:, None].astype(np.float32)
+
+    def build_model() -> keras.Model:
+        outputs = inputs = keras.Input([10])
+        for _ in range(2):
+            outputs = keras.layers.Dense(1024, "relu")(outputs)
+        return keras.Model(inputs, keras.layers.Dense(1)(outputs))
+
+    x, y = examples(4096, np.random.default_rng(1 + hvd.rank()))
+    x_test, y_test = examples(4096, np.random.default_rng(0))
+    return Task(
+        build_model=build_model,
+        batches=lambda random: _batches_of(x, y, batch_size, random),
+        loss=loss,
+        metric=lambda model: 100 * float(loss(y_test, model(x_test, training=False))),
+        metric_name="test MSE x 100",
+        higher_is_better=False,
+    )
+
+
 def gpt(context: int = 64) -> Task:
     """The transformer of examples/keras_gpt.py on Python's standard library: 1.0M parameters."""
     return _language_model(lambda: keras_gpt.build_model(2, 192, context, 4), context)
@@ -196,7 +227,7 @@ def recommender(batch_size: int = 512) -> Task:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits, "resnet20": resnet20, "gpt": gpt, "gpt2": gpt2, "mlp": mlp,
-    "recommender": recommender, "autoencoder": autoencoder,
+    "recommender": recommender, "autoencoder": autoencoder, "regression": regression,
 }  # fmt: skip
 
 
@@ -219,6 +250,7 @@ RATES = {
     "gpt2": {"adam": 3e-4},
     "mlp": {"adam": 1e-3},
     "autoencoder": {"adam": 1e-3},
+    "regression": {"sgd": 0.01, "adam": 1e-3},
     "recommender": {"adam": 2e-3, "sgd": 0.2},
 }
 

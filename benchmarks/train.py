@@ -69,6 +69,7 @@ TASKS = {
     "gpt2": Defaults(3.0, 60, 10, [ONE_BIT + "12"]),
     "mlp": Defaults(1.95, 400, 20, [ONE_BIT + "80"]),
     "autoencoder": Defaults(0.6, 220, 20, []),
+    "regression": Defaults(8.0, 300, 20, [DGC]),
     "recommender": Defaults(29.5, 300, 50, [ONE_BIT + "60", *SGD]),
 }
 METHODS = [

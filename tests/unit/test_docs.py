@@ -129,19 +129,21 @@ def results(*names):
     return [json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text()) for name in names]
 
 
-def trainings():
-    """The results of benchmarks/train.py."""
-    return [json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob("train_*.json")]
+def trainings(names="train_*"):
+    """The results of benchmarks/train.py in the files with these names."""
+    return [json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob(f"{names}.json")]
 
 
 def test_tables_of_trainings_are_those_of_the_measured_results():
     sys.path.insert(0, str(ROOT / "benchmarks"))
+    import auto_results
     import switching
     from train_results import link_of, table
 
     shown = re.findall(r"<!-- table: (.+) -->\n\n((?:\|.*\n)+)\n<!-- end of table -->", TEXTS["docs/results.md"])
     measured = {f"{result['task']} {link_of(result)}": table(result) + "\n" for result in trainings()}
     measured["switching"] = switching.table(trainings()) + "\n"
+    measured |= {name: text + "\n" for name, text in auto_results.tables(trainings("auto_*")).items()}
     assert {f"{task} {rate}" for task in ("gpt", "digits") for rate in ("100mbit", "1gbit", "10gbit")} <= set(measured)
     assert dict(shown) == measured
 
@@ -164,17 +166,6 @@ def test_the_table_of_recommenders_is_what_was_measured():
         cells = [" ".join(f"{run['seconds']:.1f}" for run in of_rate) for of_rate in runs]
         recall = statistics.mean(run["metric"] for run in runs[1] + runs[2])
         assert f"| {method} | {' | '.join(cells)} | {recall:.2f} |\n" in TEXTS["docs/results.md"]
-
-
-def test_the_table_of_int2_is_what_was_measured():
-    shown = re.search(r"\n## int2\n(.*?)\n## ", TEXTS["docs/results.md"], re.DOTALL)[1]
-    rows = re.findall(r"^\| (\w+) \| `(.+?)` \| (.+) \|$", shown, re.MULTILINE)
-    files = {task: results(f"int2_{task}_100mbit")[0]["runs"] for task in ("gpt", "digits", "autoencoder", "mlp")}
-    assert len(rows) == len({(task, run["method"]) for task, runs in files.items() for run in runs})
-    columns = {"seconds": ".1f", "steps": "d", "step_ms": ".0f", "first_step": ".1f", "metric": ".2f"}
-    for task, method, cells in rows:
-        runs = [run for run in files[task] if run["method"] == method]
-        assert cells.split(" | ") == [" ".join(format(run[key], form) for run in runs) for key, form in columns.items()]
 
 
 def step_ms(*names):

@@ -1,0 +1,73 @@
+"""Writes the tables of docs/results.md that compare `auto` with the fixed compressors that train.py ran beside it.
+
+    python benchmarks/auto_results.py docs/results/auto_*.json --page docs/results.md
+
+Quotients are those of medians over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import page_tables
+from train_results import Result, link_of, median, methods_of
+
+from hvd_compress.common.units import parse_rate
+
+
+def training_of(result: Result) -> str:
+    """The task and the link, such as "gpt, 1gbit"."""
+    return f"{result['task']}, {link_of(result)}"
+
+
+def cell(value: float | None, form: str) -> str:
+    """A number, or a dash for what was not reached."""
+    return "-" if value is None else format(value, form)
+
+
+def summary(results: list[Result]) -> str:
+    """One line for each training: the medians over the seeds of `auto` and of the fastest fixed compressor."""
+    rows = []
+    for result in results:
+        methods = methods_of(result)
+        runs = methods.pop("auto")
+        seconds, best = median(runs, "seconds"), min(methods, key=lambda name: median(methods[name], "seconds"))
+        fastest = median(methods[best], "seconds")
+        chosen = "; ".join(dict.fromkeys(run["chosen"] for run in runs))
+        rows.append([
+            training_of(result), chosen, best, f"{seconds:.1f}", f"{fastest:.1f}", f"{seconds / fastest:.2f}",
+        ])  # fmt: skip
+    columns = ["training", "`auto` took", "fastest fixed", "seconds of `auto`", "of the fastest fixed", "quotient"]
+    return page_tables.markdown(columns, rows, words=3)
+
+
+def seeds(results: list[Result]) -> str:
+    """One line for each training and method, with a number for each run."""
+    digits = {"seconds": ".1f", "steps": "d", "step_ms": ".0f", "first_step": ".1f", "metric": ".2f"}
+    rows = [
+        [training_of(result), name, *(" ".join(cell(run[key], form) for run in runs) for key, form in digits.items())]
+        for result in results
+        for name, runs in methods_of(result).items()
+    ]
+    columns = ["training", "method", "seconds to the target", "steps to the target", "ms per step", "first step, s"]
+    return page_tables.markdown([*columns, "metric after equal steps"], rows, words=2)
+
+
+def tables(results: list[Result]) -> dict[str, str]:
+    """Both tables by their names; slow links come first."""
+    ordered = sorted(results, key=lambda result: (result["task"], parse_rate(result["rate"])))
+    return {"auto": summary(ordered), "auto and fixed": seeds(ordered)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of train.py, with `auto` in each")
+    parser.add_argument("--page", type=Path, help="the page whose tables are replaced")
+    args = parser.parse_args()
+    page_tables.show(tables([json.loads(path.read_text(encoding="utf-8")) for path in args.results]), args.page)
+
+
+if __name__ == "__main__":
+    main()
