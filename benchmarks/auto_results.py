@@ -12,14 +12,9 @@ import json
 from pathlib import Path
 
 import page_tables
-from train_results import Result, link_of, median, methods_of
+from train_results import Result, median, methods_of, training_of
 
 from hvd_compress.common.units import parse_rate
-
-
-def training_of(result: Result) -> str:
-    """The task and the link, such as "gpt, 1gbit"."""
-    return f"{result['task']}, {link_of(result)}"
 
 
 def cell(value: float | None, form: str) -> str:
@@ -32,13 +27,12 @@ def summary(results: list[Result]) -> str:
     rows = []
     for result in results:
         methods = methods_of(result)
-        runs = methods.pop("auto")
-        seconds, best = median(runs, "seconds"), min(methods, key=lambda name: median(methods[name], "seconds"))
-        fastest = median(methods[best], "seconds")
-        chosen = "; ".join(dict.fromkeys(run["chosen"] for run in runs))
-        rows.append([
-            training_of(result), chosen, best, f"{seconds:.1f}", f"{fastest:.1f}", f"{seconds / fastest:.2f}",
-        ])  # fmt: skip
+        seconds = {name: median(runs, "seconds") for name, runs in methods.items()}
+        of_auto = seconds.pop("auto")
+        best, fastest = min(seconds.items(), key=lambda item: item[1])
+        chosen = "; ".join(dict.fromkeys(run["chosen"] for run in methods["auto"]))
+        times = [f"{of_auto:.1f}", f"{fastest:.1f}", f"{of_auto / fastest:.2f}"]
+        rows.append([training_of(result), chosen, best, *times])
     columns = ["training", "`auto` took", "fastest fixed", "seconds of `auto`", "of the fastest fixed", "quotient"]
     return page_tables.markdown(columns, rows, words=3)
 

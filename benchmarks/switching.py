@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import page_tables
-from train_results import link_of, methods_of
+from train_results import methods_of, training_of
 
 LEVELS = 12
 TASKS = ("gpt", "mlp")
@@ -54,7 +54,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         if result["task"] in TASKS and "none" in methods_of(result) and not result.get("change"):
             best, fixed, oracle = bound(result)
-            rows.append([f"{result['task']}, {link_of(result)}", best, f"{fixed:.1f}", f"{oracle:.1f}"])
+            rows.append([training_of(result), best, f"{fixed:.1f}", f"{oracle:.1f}"])
     columns = ["training", "fastest fixed compressor", "its seconds", "seconds of the oracle"]
     return page_tables.markdown(columns, sorted(rows), words=2)
 

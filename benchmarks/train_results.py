@@ -99,6 +99,11 @@ def link_of(result: Result) -> str:
     return "_".join([result["rate"], *_other_settings(result), *map(str, result.get("change") or [])]).replace(" ", "_")
 
 
+def training_of(result: Result) -> str:
+    """The task and the link, such as "gpt, 1gbit"."""
+    return f"{result['task']}, {link_of(result)}"
+
+
 def curves(result: Result, path: Path) -> None:
     """Plots the metric of a few methods against seconds and against bytes; the seed with the median time."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)

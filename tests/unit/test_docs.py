@@ -168,6 +168,18 @@ def test_the_table_of_recommenders_is_what_was_measured():
         assert f"| {method} | {' | '.join(cells)} | {recall:.2f} |\n" in TEXTS["docs/results.md"]
 
 
+def test_the_table_of_auto_and_fixed_is_what_was_measured():
+    shown = TEXTS["docs/results.md"].partition("<!-- table: auto and fixed -->")[2].partition("<!--")[0]
+    rows = re.findall(r"^\| (\w+), (\w+) \| (.+?) \| (.+) \|$", shown, re.MULTILINE)
+    files = {(file["task"], file["rate"]): file["runs"] for file in trainings("auto_*")}
+    assert len(rows) == len({(*key, run["method"]) for key, runs in files.items() for run in runs})
+    assert {(task, "100mbit") for task in ("gpt", "digits", "autoencoder", "mlp")} <= set(files)
+    columns = {"seconds": ".1f", "steps": "d", "step_ms": ".0f", "first_step": ".1f", "metric": ".2f"}
+    for task, rate, method, cells in rows:
+        runs = sorted((run for run in files[task, rate] if run["method"] == method), key=lambda run: run["seed"])
+        assert cells.split(" | ") == [" ".join(format(run[key], form) for run in runs) for key, form in columns.items()]
+
+
 def step_ms(*names):
     """The ms per step of each method in files of docs/results."""
     return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in results(*names)]
