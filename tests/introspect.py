@@ -377,7 +377,7 @@ def want_traced(plan: Any, candidates: Sequence[int]) -> None:
 
     The position after that of the last candidate stands for compressed rows of embeddings.
     """
-    plan.auto.traces._worth_tracing = lambda state, step, running, counts: frozenset(candidates)
+    plan.auto.traces._worth_tracing = lambda state, step, counts: frozenset(candidates)
 
 
 def expect_quick_traces(plan: Any) -> None:

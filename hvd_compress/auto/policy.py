@@ -116,7 +116,7 @@ def hesitate(
     """Whether to switch to the best choice now. Noise alone should not switch to and fro.
 
     This is a cumulative sum test (Page 1954). The evidence is the sum of the logarithms of the predicted gains of
-    successive steps. A switch needs an evidence of 0.3 times the reluctance: a gain of 35% in one step or of 10% in
+    successive steps. A switch needs an evidence of 0.3 times the reluctance: a gain of 35% in one step or of 11% in
     three steps in a row. Each switch doubles the reluctance, which returns to 1 over some hundred steps.
 
     Args:
@@ -199,6 +199,7 @@ def in_step(state: State, choice: tf.Tensor, trial: tf.Tensor, committed: tf.Ten
         before=tf.where(committed, state.now, state.before),
         steady=committed & tf.reduce_all(state.now == state.before),
         switches=state.switches + tf.cast(switched, tf.int32),
+        measured=tf.where(switched, 0.0, state.measured),
         known=tf.where(tf.reduce_any(switched), 1.0, state.known),
     )
 

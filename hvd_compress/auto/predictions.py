@@ -39,6 +39,16 @@ class Predictions(NamedTuple):
         return value._replace(progress=most)
 
     @property
+    def rows_at(self) -> int:
+        """The position in `Traces.mask` of compressed rows of embeddings, after those of the candidates."""
+        return len(self.names)
+
+    @property
+    def measuring_at(self) -> int:
+        """The position in `Traces.mask` of the measurement of progress."""
+        return len(self.names) + 1
+
+    @property
     def sizes(self) -> np.ndarray:
         """`nbytes` as a float32 array."""
         return np.array(self.nbytes, np.float32)

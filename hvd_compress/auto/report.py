@@ -126,8 +126,8 @@ def _why(auto: Auto, value: policy.Value, c: int, chosen: int, own: float, now: 
     return f"predicted {times}, {100 * gained:.0f}% of the progress: nothing gained per second, or too little so far"
 
 
-def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np.ndarray) -> None:
-    """Prints one line about the first choice, int [B]; `seconds` [B, C] are those of the exchanges."""
+def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np.ndarray, warms_up: bool) -> None:
+    """Prints one line about the choice of the first step, int [B]; `seconds` [B, C] are those of the exchanges."""
     parts = []
     for b, c in enumerate(choice):
         predicted, of_what = seconds[b, c], ""
@@ -137,7 +137,7 @@ def log_start(auto: Auto, nbytes: Sequence[int], seconds: np.ndarray, choice: np
             f"bucket {b} ({nbytes[b] / 1e6:.1f} MB): {auto.candidates[c].spec}, predicted "
             f"{milliseconds(predicted)}{of_what}"
         )
-    until_when = f", until step {auto.warmup_steps}" if auto.warmup else ""
+    until_when = f", until step {auto.warmup_steps}" if warms_up else ""
     say(f"auto begins with {'; '.join(parts)}{until_when}")
 
 

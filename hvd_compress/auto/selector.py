@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.experimental import numpy as tnp
 
 from ..common import tracing
+from ..common.names import checksum
 from ..compressors import Auto, Compressor, Seeds
 from ..engine import clock
 from ..engine.compression_report import BucketReport
@@ -27,7 +28,8 @@ from ..engine.plan import Plan
 from ..engine.selector import ModelSelector, Result, switch_case
 from . import policy, report
 from .predictions import Predictions
-from .progress import ROWS, ProgressSample, Row
+from .progress import ROWS, Row
+from .progress_sample import ProgressSample
 from .step_numbers import StepNumbers
 from .step_times import StepTimer, StepTimes
 from .traces import Traces, traces_all
@@ -70,6 +72,9 @@ class AutoSelector(ModelSelector):
                 *(tracing.variable(value, _NAME) for value in policy.initial(choice, len(candidates)))
             )
             self._numbers = tracing.variable(tf.zeros([self._format.size]), _NAME)
+            checksums = tf.constant([checksum(candidate.spec) for candidate in candidates], tf.int64)
+            calibration = tf.stack([predictions.costs.messages, predictions.costs.transfer])
+            self._specs, self._calibration = (tracing.variable(x, _NAME) for x in (checksums, calibration))
         self.traces = Traces(
             self.auto, predictions, self._format, self.state, compresses_rows, plan.state.step, self._rank == 0
         )
@@ -107,6 +112,13 @@ class AutoSelector(ModelSelector):
         return self.auto.candidates[self.state.choice.numpy()[self._place[bucket]]]
 
     # ModelSelector
+
+    def log_choice(self) -> None:
+        """Prints the choice of the first step, on rank 0."""
+        if self._rank == 0:
+            with tf.init_scope():
+                choice, seconds = self.state.choice.numpy(), sum(self._predictions.costs)
+            report.log_start(self.auto, self.nbytes, seconds, choice, self._warms_up)
 
     def numbers(self) -> tf.Tensor:
         """This rank's measurements of the step before, float32 [S]."""
@@ -166,7 +178,8 @@ class AutoSelector(ModelSelector):
         self._renew_sample()
         for variable, value in zip((self.state.choice, self.state.now, self.state.before), (choice, choice, before)):
             variable.assign(value)
-        self._numbers.assign(tf.zeros_like(self._numbers))
+        for variable in (self.state.measured, self._numbers):
+            variable.assign(tf.zeros_like(variable))
         self._timer.restart()  # a trace is not a part of a step
 
     def _follow_warmup(self, steps: int) -> None:
@@ -216,10 +229,13 @@ class AutoSelector(ModelSelector):
             self._renew_sample()
 
     def replicated_state(self) -> dict[str, tf.Variable]:
-        """The variables, by the names that checkpoints use."""
-        return {f"auto_{name}": variable for name, variable in self.state._asdict().items()} | {
-            "auto_rows": self.traces.rows
-        }
+        """The variables, by the names that checkpoints use.
+
+        Two of them say what others refer to: positions to `auto_candidates`, factors of the link to `auto_calibration`.
+        """
+        self.traces.update_state()
+        more = {"rows": self.traces.rows, "candidates": self._specs, "calibration": self._calibration}
+        return {f"auto_{name}": variable for name, variable in (self.state._asdict() | more).items()}
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""
@@ -243,12 +259,10 @@ class AutoSelector(ModelSelector):
             choice, tried = self.state.choice.read_value(), tf.constant(-1)
             if len(self.traces.candidates) > 1:
                 choice, tried = self._propose(measurement, numbers)
-            may_grow = self.traces.may_grow and not self._warms_up
-            watched = tuple(self.traces.candidates) if may_grow else ()
             counts = tf.zeros([0, 3], tf.int64) if self._counts is None else self._counts.read_value()
             buckets = [bucket.timestamps for b in self._place if (bucket := measurement.buckets[b]) is not None]
             own = tf.numpy_function(
-                functools.partial(self._end_step, watched),
+                functools.partial(self._end_step, tuple(self.traces.candidates)),
                 [measurement.step, measurement.committed, clock.stacked(buckets), choice, tried, measurement.probe,
                  numbers, counts],
                 tf.float32,
@@ -274,7 +288,7 @@ class AutoSelector(ModelSelector):
 
     def _end_step(
         self,
-        watched: Sequence[int],
+        running: Sequence[int],
         step: np.int64,
         committed: np.bool_,
         timestamps: np.ndarray,
@@ -287,8 +301,7 @@ class AutoSelector(ModelSelector):
         """What the host does at the end of a step. Returns this rank's numbers, float32 [S], see `StepNumbers`.
 
         Args:
-            watched: The candidates that the running function has traced, see `Traces.watch`; empty if no more may be
-                traced.
+            running: The candidates that the running function has traced, see `Traces.watch`.
             step: The number of steps before.
             committed: Whether its new state was assigned.
             timestamps: Those of the buckets, see `clock.stacked`.
@@ -305,11 +318,8 @@ class AutoSelector(ModelSelector):
             if not self._warms_up and self._rank == 0:
                 report.log_end_of_warmup(self.auto, self._first_choice.numpy())
             return np.zeros(self._format.size, np.float32)
-        if watched:
-            wanted = self.traces.watch(watched, int(step), agreed, counts, self._timer.restart)
-            self._renew_sample()
-        else:
-            wanted = self.traces.mask()
+        wanted = self.traces.watch(running, int(step), agreed, counts, self._timer.restart)
+        self._renew_sample()
         if not committed:
             times = StepTimes.unknown(len(times.wire))
         return self._format.pack(choice, tried, probe, times, wanted)

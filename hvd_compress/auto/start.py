@@ -27,7 +27,7 @@ from ..engine.plan import Plan
 from ..engine.settings import Settings
 from ..exchange import choice, volume
 from ..kernels import native
-from . import choices, policy, report
+from . import choices, policy
 from .predictions import Predictions
 from .rows import RowSavings
 from .selector import AutoSelector
@@ -101,12 +101,7 @@ def selector(plan: Plan, calibrated: Calibration) -> AutoSelector:
             compile_seconds=[_compile_seconds(candidate, layout.model_wide.shapes) for candidate in auto.candidates],
             others=others,
         )
-        chosen = AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
-    if group.rank() == 0:
-        first = np.array(choice, int)
-        in_use = first if auto.warmup_position is None else np.full_like(first, auto.warmup_position)
-        report.log_start(auto, nbytes, own_seconds, in_use)
-    return chosen
+        return AutoSelector(plan, predictions, tf.constant(choice, tf.int32), compresses_rows)
 
 
 def _compile_seconds(candidate: Compressor, shapes: Sequence[Shape]) -> float:
@@ -249,14 +244,8 @@ def _loaded(path: str, auto: Auto, ranks: int) -> Calibration | None:
         if is_elastic():
             return None
         raise ValueError(f"{path} was measured between {calibration.ranks} ranks, not between {ranks}: calibrate again")
-    model = calibration.model()
-    for candidate in auto.candidates:
-        try:
-            model.cost_of(candidate)
-        except ValueError:
-            raise ValueError(
-                f"{path} does not know what {candidate.spec} costs: calibrate again, with all candidates"
-            ) from None
+    if unmeasured := calibration.unmeasured(auto.candidates):
+        raise ValueError(f"{path} does not know what {unmeasured[0]} costs: calibrate again, with all candidates")
     return calibration
 
 

@@ -47,7 +47,7 @@ class StepNumbers:
     def pack(
         self, choice: np.ndarray, tried: np.int32, probe: np.ndarray, times: StepTimes, wanted: np.ndarray
     ) -> np.ndarray:
-        """The numbers of this rank, float32 [S]; 0 for what is not finite.
+        """The numbers of this rank, float32 [S]; 0 for what is not finite, and for all of a candidate's progress then.
 
         Args:
             choice: The choice that this rank proposes, int32 [B].
@@ -61,6 +61,7 @@ class StepNumbers:
         of_rank[self._rank % len(of_rank)] = wire.sum()
         decides = float(self._rank == 0)
         proposed = decides * (np.append(choice, tried) + 1)
+        probe = np.where(np.isfinite(probe).all(0), probe, 0.0)
         parts = [proposed, probe.ravel(), of_rank, wire + coding, waits, [rest, span], decides * wanted]
         numbers = np.concatenate(parts).astype(np.float32)
         return np.where(np.isfinite(numbers), numbers, np.float32(0.0))

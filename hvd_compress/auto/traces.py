@@ -19,19 +19,12 @@ import tensorflow as tf
 from ..common import tracing
 from ..common.phases import Phase
 from ..compressors import Auto
-from . import policy, progress, report, usual_progress
+from . import policy, progress, report, trace_worth, usual_progress
 from .comparisons import Comparisons
 from .predictions import Predictions
 from .step_numbers import StepNumbers
 
 _NAME = "hvdc_auto"  # of the variable
-# For each candidate, a later trace takes about so many times as long as the first one. With a second candidate it was
-# 1.0 for a transformer and for dense layers, and 1.7 for a small CNN. A new model-wide one also compiles kernels.
-_TRACE_FACTOR = 1.5
-# Seconds. A trace takes at least so long: what the first one took is not known well if the rest of a step takes longer.
-_LEAST_TRACE = 0.5
-# The share of the time so far that a trace may take to measure the progress of a candidate that is hardly in doubt.
-_OF_MEASURING = 0.03
 
 
 class Traces:
@@ -77,7 +70,7 @@ class Traces:
         is_sure &= predictions.prior.progress >= usual_progress.SURE_AT_LEAST
         self._never_measured, self._is_sure = never.tolist(), (is_sure & ~never).tolist()
         self._may_measure = False
-        self._rows_at, self._measuring_at = count, count + 1  # positions in `mask`
+        self._rows_at, self._measuring_at = predictions.rows_at, predictions.measuring_at
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
@@ -93,18 +86,13 @@ class Traces:
     @property
     def measured(self) -> list[int]:
         """The traced candidates whose progress is measured in steps that are traced from now on."""
-        first, is_alone = self.candidates[0], len(self.candidates) == 1
-        return [] if is_alone and (self._never_measured[first] or self._measures_later) else self.candidates
+        is_mild = len(self.candidates) == 1 and self._never_measured[self.candidates[0]]
+        return [] if self._is_held or is_mild or self._measures_later else self.candidates
 
     @property
     def _measures_later(self) -> bool:
         """Whether the progress of the only traced candidate is measured after another trace."""
         return len(self.candidates) == 1 and self._is_sure[self.candidates[0]] and not self._may_measure
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether more may be traced: not while a candidate is held, nor once everything is traced."""
-        return not self._is_held and not all(self.mask())
 
     # After each step
 
@@ -142,19 +130,18 @@ class Traces:
             restart_timer: Called if the next step is traced again, so that its times are not counted.
         """
         # In each step, on a core that training needs: TensorFlow is called only for the variables, in a comparison.
-        self._follows = len(running) == 1
+        self._follows, mask = len(running) == 1, self.mask()
+        may_grow = not self._is_held and not mask.all()
+        if not self._follows and not may_grow:
+            return mask
         if self._follows and (simulated := self._format.progress(numbers))[progress.Row.ENERGY].any():
             self._simulated = progress.add(np, self._simulated, simulated)
-        mask = self.mask()
         span, wanted = self._format.span_and_wanted(numbers)
         missing = [i for i, traced in enumerate(mask.tolist()) if wanted[i] > 0.0 and not traced]
         if not self._comparisons.add(numbers, span) and not missing:
             return mask
         with tf.init_scope(), tf.device("CPU"):
-            state = self._followed(self._comparisons.take())
-            if self._follows:
-                for variable, new in zip(self._state, state):
-                    variable.assign(new)
+            state = self.update_state()
             if missing:
                 restart_timer()
                 self._trace(missing)
@@ -163,7 +150,7 @@ class Traces:
                     names += ["compressed rows of embeddings", "a measurement of its progress"]  # of the only candidate
                     report.log_trace([names[i] for i in missing])
                     self._say_if_slow(step)
-            more = self._worth_tracing(state, step, running, counts) if self._decides else frozenset()
+            more = self._worth_tracing(state, step, counts) if self._decides and may_grow else frozenset()
         return self.mask(more)
 
     # At other times
@@ -172,11 +159,23 @@ class Traces:
         """The state with the newest measurements."""
         return self._followed(self._comparisons.seen())
 
+    def update_state(self) -> policy.State:
+        """Assigns the newest measurements to the variables, which otherwise waits for the next comparison.
+
+        Returns the state, NumPy arrays.
+        """
+        with tf.init_scope(), tf.device("CPU"):
+            state = self._followed(self._comparisons.take())
+            if self._follows:
+                for variable, new in zip(self._state, state):
+                    variable.assign(new)
+            return state
+
     def hold(self, candidates: Sequence[int], is_held: bool) -> None:
         """Steps that are traced from now on have only these candidates; while it is held, no others are compared."""
+        self.update_state()
         self.candidates, self._is_held = list(candidates), is_held
         self._follows = len(self.candidates) == 1
-        self._comparisons.take()
         self._comparisons.restart()
         self._simulated = self._state.progress.numpy()
 
@@ -220,6 +219,14 @@ class Traces:
         usual = f"the first trace took {self._trace_seconds:.0f} s"
         Phase("tracing the step again", usual, is_over=is_over).begin()
 
+    def _worth_tracing(self, state: policy.State, step: int, counts: np.ndarray) -> frozenset[int]:
+        """Positions in `mask` that are worth a new trace after `step` steps."""
+        seconds = time.time() - self._made
+        traced = trace_worth.Traced(
+            self.candidates, self.compresses_rows, self._measures_later, step, seconds, self._trace_seconds
+        )
+        return trace_worth.additions(self._predictions, state, traced, counts)
+
     def _followed(self, numbers: Sequence[np.ndarray]) -> policy.State:
         """The state after some steps with their numbers, which the graph has not taken into account: NumPy arrays."""
         state = policy.State(*(variable.numpy() for variable in self._state))
@@ -229,50 +236,6 @@ class Traces:
             state = policy.follow(np, state, measured, self._predictions.costs, self._predictions.burst)
         # `numbers` are those of the last steps only.
         return state._replace(progress=self._simulated) if self._follows else state
-
-    def _is_simulated(self, candidate: int) -> bool:
-        return bool(self._simulated[progress.Row.ENERGY, candidate] > 0.0)
-
-    def _worth_tracing(
-        self, state: policy.State, step: int, running: Sequence[int], counts: np.ndarray
-    ) -> frozenset[int]:
-        """Positions in `mask` of what might save the most time, less that of the trace.
-
-        It counts what is saved for the progress of as many uncompressed steps as were done. A measurement of progress
-        counts as if it saved a share of the time so far.
-        """
-        if not float(state.rest) > 0.0:
-            return frozenset()
-        predictions = self._predictions
-        measured = running if len(running) > 1 or self._is_simulated(running[0]) else []
-        value = predictions.hoped(state, measured)
-        rules, costs, sizes = predictions.rules, predictions.costs, predictions.sizes
-        options, savings = policy.possible_savings(rules, state, costs, value, sizes)
-        saved_by: dict[frozenset[int], float] = {frozenset(): 0.0}  # the most, with the same candidates in addition
-        for picks, saved in zip(options.tolist(), savings.tolist()):
-            more = frozenset(picks) - frozenset(self.candidates)
-            saved_by[more] = max(saved_by.get(more, 0.0), saved)
-        without = saved_by[frozenset()]  # by a switch among those that are traced
-        saved_by = {more: max(0.0, saved - without) for more, saved in saved_by.items()}
-        if not self.compresses_rows:
-            rows = frozenset([self._rows_at])
-            saved_by_rows = predictions.row_savings.now(counts, float(state.link[1]))
-            saved_by |= {more | rows: saved + saved_by_rows for more, saved in saved_by.items()}
-        gains = {more: saved * step for more, saved in saved_by.items()}
-        if self._measures_later:  # with another candidate, both are measured in any case
-            alone, measuring = [more for more in gains if more <= {self._rows_at}], frozenset([self._measuring_at])
-            worth = _OF_MEASURING * (time.time() - self._made)
-            gains |= {more | measuring: gains[more] + worth for more in alone}
-        # The first step itself is not a part of its trace, which may come before several backward passes.
-        once = max(_LEAST_TRACE, self._trace_seconds - float(state.rest))
-        gains = {more: gain - self._trace_cost(more, once) for more, gain in gains.items() if more}
-        return max((new for new in gains if gains[new] > 0.0), key=lambda new: gains[new], default=frozenset())
-
-    def _trace_cost(self, more: Iterable[int], once: float) -> float:
-        """Seconds that a trace with these positions in `mask` in addition takes. The first trace took `once`."""
-        candidates = {c for c in more if c < self._rows_at}
-        kernels = sum(self._predictions.compile_seconds[c] for c in candidates)
-        return once * _TRACE_FACTOR * len(candidates.union(self.candidates)) + kernels
 
 
 def traces_all(auto: Auto) -> bool:

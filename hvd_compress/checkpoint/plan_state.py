@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,7 +181,8 @@ def restore(plan: Plan, state: PlanState) -> bool:
     for field, i in sorted(own ^ saved):
         where = "the checkpoint" if (field, i) in saved else "this run"
         raise ValueError(f"only {where} has {field} of {state.members[i].path}: use the settings of the save")
-    if set(replicated) != set(state.replicated_state):
+    anew = _begins_anew(replicated, state.replicated_state)
+    if set(replicated) - anew != set(state.replicated_state) - anew:
         raise ValueError(
             f"the checkpoint holds the state {sorted(state.replicated_state)}, and this run needs "
             f"{sorted(replicated)}: use the settings of the save"
@@ -206,17 +207,32 @@ def restore(plan: Plan, state: PlanState) -> bool:
                 variable.assign(state.waiting[name])
         else:
             plan.let_nothing_wait()
-        # With other buckets, or another number of ranks, `auto` begins anew with what has another shape now.
-        not_restored = {name for name, v in replicated.items() if v.shape != state.replicated_state[name].shape}
-        if "auto_choice" in not_restored:
-            not_restored.add("auto_known")
-        for name in set(replicated) - not_restored:
+        for name in set(replicated) - anew:
             replicated[name].assign(state.replicated_state[name])
     if plan.auto is not None:
-        plan.auto.restored("auto_choice" not in not_restored)
+        plan.auto.restored("auto_choice" not in anew)
     if plan.delay_selector is not None:
         plan.delay_selector.restored()
     return goes_on
+
+
+def _begins_anew(replicated: Mapping[str, tf.Variable], saved: Mapping[str, np.ndarray]) -> set[str]:
+    """Names of the replicated state that are not restored.
+
+    With other candidates (other default ones, or in a policy), all of `auto` begins anew, except whether rows are
+    compressed. With other buckets or another number of ranks, that is what has another shape now.
+    """
+
+    def differs(name: str) -> bool:
+        return name in replicated and not np.array_equal(replicated[name].numpy(), saved.get(name, np.zeros(0)))
+
+    anew = {"only_candidate"}  # a new plan has looked it up
+    if differs("auto_candidates"):
+        anew |= {name for name in {*replicated, *saved} if name.startswith("auto_") and name != "auto_rows"}
+    if differs("auto_calibration"):  # the factors are relative to it
+        anew |= {"auto_calibration", "auto_link", "auto_link_moments"}
+    anew |= {name for name, v in replicated.items() if name in saved and v.shape != saved[name].shape}
+    return anew | {"auto_known"} if "auto_choice" in anew else anew
 
 
 def merged(states: Sequence[PlanState]) -> PlanState:

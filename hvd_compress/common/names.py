@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ _NUMBERED = re.compile(r"([^\s/]+?)(?:_(\d+))?(?=[\s/]|$)")
 def path_of(variable: Any) -> str:
     """A variable's path (Keras 3), or its name without TensorFlow's suffix `:0`."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "").removesuffix(":0")
+
+
+def checksum(spec: str) -> int:
+    """A number that stands for a spec string in checkpoints; int64."""
+    return zlib.crc32(spec.encode())
 
 
 def without_counters(path: str) -> str:

@@ -199,7 +199,9 @@ class Auto(BuiltinCompressor):
         """Pairs of a step and the target that holds from it on."""
         warmup = [(0, max(WARMUP_TARGET, self.target))] if self.warmup_steps and not self.warmup else []
         first = self.warmup_steps if warmup else 0
-        return [*warmup, (first, self.target), *(phase for phase in self.phases if phase[0] >= first)]
+        phases = [(0, self.target), *self.phases]
+        begun = [target for step, target in phases if step <= first]
+        return [*warmup, (first, begun[-1]), *(phase for phase in phases if phase[0] > first)]
 
     def target_at(self, step: int) -> float:
         """The target that holds in a step."""

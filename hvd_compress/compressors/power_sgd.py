@@ -69,7 +69,10 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
             return tf.zeros_like(x), factors
         m = tf.reshape(x, matrix)
         _, p, q = self._factors(m, factors)
-        return tf.reshape(subspace.lost(m, p, q), shape), tf.reshape(q, [-1])
+        new, is_new = subspace.scaled(q)
+        # Where a matrix is zero, the old factor remains a good start.
+        new = tf.where(is_new, new, tf.reshape(factors, new.shape))
+        return tf.reshape(subspace.lost(m, p, q), shape), tf.reshape(new, [-1])
 
     def _factors(self, m: tf.Tensor, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The matrix times the right factor of the step before, float32 [rank * columns], then P and Q."""

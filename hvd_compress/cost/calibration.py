@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common import checks
 from ..common.error_text import error_text, one_line
@@ -15,6 +15,9 @@ from .kernels import KernelCost
 from .link import Link
 from .model import CostModel
 from .topology import Ring
+
+if TYPE_CHECKING:
+    from ..compressors import Compressor
 
 COLLECTIVES = ("allreduce", "allgather", "alltoall")
 # Of a hierarchical exchange: within hosts, and between hosts.
@@ -88,6 +91,16 @@ class Calibration:
             across = Measured(self.levels.across, self.levels.hosts)
             topology = dataclasses.replace(topology, inside=inside, across=across)
         return CostModel(self.links["allreduce"], self.ranks, topology, self.kernels)
+
+    def unmeasured(self, compressors: Sequence[str | Compressor]) -> list[str]:
+        """The spec strings of those compressors whose kernels were not measured."""
+        model, missing = self.model(), list[str]()
+        for compressor in compressors:
+            try:
+                model.cost_of(compressor)
+            except ValueError:
+                missing.append(str(compressor))
+        return missing
 
     def __str__(self) -> str:
         lines = [f"calibration of {self.ranks} ranks"]

@@ -47,7 +47,7 @@ class Plan:
     flat: Sequence[Compressor] = ()  # whose exchange is flat even if `hosts` is set
     auto: ModelSelector | None = None  # the selector of the buckets of `auto`; None if there are none
     delay_selector: DelaySelector | None = None  # decides when the delay begins; None if the settings do
-    only_candidate: tf.Variable | None = None  # the position of that of `auto` for all of training, if there is one
+    only_candidate: tf.Variable | None = None  # the checksum of that of `auto` for all of training, if there is one
     observers: list[Observer] = dataclasses.field(default_factory=list)
     guard: Guard | None = None  # see `guarding.attach`
     round_length: Callable[[], int] | None = None  # the present one, if `auto` chooses it

@@ -102,6 +102,10 @@ class ModelSelector(Selector, Observer):
         """
 
     @abc.abstractmethod
+    def log_choice(self) -> None:
+        """Prints the choice before the first step, on rank 0; after a checkpoint was restored, if there is one."""
+
+    @abc.abstractmethod
     def numbers(self) -> tf.Tensor:
         """The numbers that this rank sends, float32 [any]; they are reduced along with the uncompressed gradients."""
 
@@ -138,7 +142,8 @@ class ModelSelector(Selector, Observer):
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set residuals and the variables of `replicated_state`.
 
-        `choice` says whether the choice is among them. It is not if the gradients are in other buckets now.
+        `choice` says whether the choice is among them. It is not if the gradients are in other buckets now, or if there
+        are other candidates.
         """
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ..auto import flat_or_hierarchical, start
 from ..auto.delay_choice import DelayChoice
 from ..checkpoint import plan_state
-from ..common import determinism, tracing
+from ..common import determinism, names, tracing
 from ..common.phases import Phase
 from ..common.verbosity import say
 from ..compressors import Compressor, NoCompression
@@ -57,7 +57,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             settings.momentum_correction or settings.delay
         )
         used_hosts = all_hosts if may_be_hierarchical else None
-        position: int | None = None  # of the candidate for all of training
+        only: int | None = None  # stands for the candidate for all of training
         workers = 1 if used_hosts is None else used_hosts.workers
         layout = model_layout(settings, gradients, variables, workers)
         if layout.auto is not None and determinism.is_enabled():
@@ -68,7 +68,7 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
             )
         if settings.takes_candidate:
             candidate = _candidate(reducer, layout)
-            position = None if layout.auto is None else layout.auto.candidates.index(candidate)
+            only = None if layout.auto is None else names.checksum(candidate.spec)
             settings = settings.with_candidate(candidate)
             layout = model_layout(settings, gradients, variables, workers)
             # A delay begins by the times of buckets, and rows cannot wait.
@@ -86,8 +86,8 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
         transforms = transforms_for(settings)
         plan = Plan(name, settings, layout, state, selectors, transforms, used_hosts, all_hosts, flat)
         plan.round_length = reducer.round_length
-        if position is not None:
-            plan.only_candidate = tracing.variable(tf.constant(position), "hvdc_candidate")
+        if only is not None:
+            plan.only_candidate = tracing.variable(tf.constant(only, tf.int64), "hvdc_candidate")
         if layout.auto is not None:
             _add_auto(plan)
         if reducer.settings.chooses_delay and settings.delay:
@@ -101,6 +101,8 @@ def new_plan(reducer: Reducer, name: str, gradients: Sequence[Any], variables: S
     plan_state.take_pending(reducer, plan)
     if reducer.guard is not None:
         guarding.attach(plan, reducer.guard, is_new=True)
+    if plan.auto is not None:
+        plan.auto.log_choice()
     with tf.init_scope():
         progress.start(plan, reducer.epoch)
     if settings.process_set.rank() == 0:
@@ -131,11 +133,12 @@ def _candidate(reducer: Reducer, layout: ModelLayout) -> Compressor:
         return NoCompression()
     saved = (state.replicated_state.get("only_candidate", -1) for state in reducer.pending)
     with tf.device("CPU"):
-        first = tf.constant(next((int(position) for position in saved if position >= 0), -1))
+        first = tf.constant(next((int(one) for one in saved if one >= 0), -1), tf.int64)
         known = int(hvd.broadcast(first, group.ranks[0], name="hvdc_saved_candidate", process_set=group))
-    if 0 <= known < len(layout.auto.candidates):
-        compressor: Compressor = layout.auto.candidates[known]
-        return compressor
+    candidates: Sequence[Compressor] = layout.auto.candidates
+    for candidate in candidates:
+        if names.checksum(candidate.spec) == known:
+            return candidate
     calibrated = start.calibration(layout.auto, settings, layout.shapes_of(layout.auto_buckets[0])[0])
     return start.only_candidate(settings, layout, calibrated)
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..cost import Calibration, Link
 from ..cost.calibration import COLLECTIVES
+from ..formats.auto import CANDIDATES
 from . import console, launch, options, units
 
 EXAMPLE = "hvd-compress calibrate -np 2 -o link.json"
@@ -54,7 +55,15 @@ def calibrate(
     out.print(_kernels(calibration))
     out.print(_advice(calibration, rate), soft_wrap=True)
     if output is not None:
-        out.print(f"written to {output}: HVD_COMPRESS_CALIBRATION={output} makes auto read it.", soft_wrap=True)
+        out.print(f"written to {output}{use_of(calibration, output)}", soft_wrap=True)
+
+
+def use_of(calibration: Calibration, output: Path) -> str:
+    """What the file is good for."""
+    unmeasured = calibration.unmeasured(CANDIDATES)
+    if not unmeasured:
+        return f": HVD_COMPRESS_CALIBRATION={output} makes auto read it."
+    return f", for plan. auto reads it only if all of its candidates are measured; left out: {', '.join(unmeasured)}"
 
 
 def _as_json(calibration: Calibration, nominal: float | None) -> dict[str, Any]:

@@ -53,6 +53,21 @@ def test_alone_it_loses_what_is_orthogonal_to_the_left_factor(shape):
         np.testing.assert_allclose(np.reshape(lost, m.shape), m - left @ right.T, atol=1e-4)
 
 
+def test_alone_it_keeps_the_factors_of_what_is_zero():
+    compressor, random = hvdc.Compression.powersgd(2), np.random.default_rng(1)
+    factors = compressor.initial_factors([(40, 30)])
+    lost, kept = compressor.encode_alone(tf.zeros([40, 30]), factors)
+    np.testing.assert_array_equal(kept, factors)
+    assert not np.any(lost)
+    # A matrix of rank 1 has one new vector.
+    x = np.outer(random.standard_normal(40), random.standard_normal(30)).astype(np.float32)
+    lost, kept = compressor.encode_alone(tf.constant(x), factors)
+    assert np.abs(lost).max() < 1e-5 * np.abs(x).max()
+    new, old = np.reshape(kept, [2, 30]), np.reshape(factors, [2, 30])
+    assert abs(np.corrcoef(new[0], x[0])[0, 1]) > 0.999
+    np.testing.assert_array_equal(new[1], old[1])
+
+
 def best(seconds, waits, allowed=(True, True, True), whole=WHOLES):
     """The choice where all candidates make the same progress."""
     costs = policy.Costs(constant(seconds), *(tf.zeros_like(constant(seconds)) for _ in range(3)))

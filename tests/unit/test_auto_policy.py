@@ -293,6 +293,12 @@ def test_bytes_that_cross_in_a_burst_do_not_make_a_slow_link_fast():
     assert followed(costs, lambda step: 0.005, 40, burst=0.0) == pytest.approx(0.2, rel=0.1)
 
 
+def test_a_switch_forgets_what_the_exchange_took_before():
+    state = policy.initial(tf.constant([0, 1]), 2)._replace(measured=constant([1.0, 2.0]))
+    state = policy.in_step(state, tf.constant([1, 1]), tf.constant(-1), tf.constant(True))
+    np.testing.assert_array_equal(state.measured, [0.0, 2.0])
+
+
 @pytest.mark.parametrize("factor", [0.25, 5.0])
 def test_a_rate_that_is_known_from_many_bytes_stays_when_few_are_sent(factor):
     costs = policy.Costs(*(constant([[x]]) for x in (0.002, 0.001, 0.02, 0.002)))

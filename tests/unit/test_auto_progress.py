@@ -6,7 +6,8 @@ import tensorflow as tf
 
 import hvd_compress as hvdc
 from hvd_compress.auto import gradient_parts, progress
-from hvd_compress.auto.progress import ROWS, ProgressSample, Row
+from hvd_compress.auto.progress import ROWS, Row
+from hvd_compress.auto.progress_sample import ProgressSample
 from hvd_compress.compressors.base import no_seeds
 
 SHAPES = ((40, 64), (10,), (16, 48))  # no sample leaves anything out of so few elements
@@ -242,3 +243,20 @@ def test_the_sample_is_a_part_of_each_gradient(shapes):
     counts = [256 * np.ceil(n // 256 / min(stride, n // 256)) if n >= 256 else n for n in map(np.prod, shapes)]
     assert energy == pytest.approx(sum((i + 1) ** 2 * n for i, n in enumerate(counts)), rel=1e-4)
     assert sum(counts) <= 2**16 + 256 * len(shapes)
+
+
+def test_what_is_not_finite_in_one_step_does_not_stay():
+    """A value that overflows in fp16, with an optimizer that keeps a running mean of what is sent."""
+    auto, gradients = hvdc.Compression.auto(candidates=["none", "fp16"], probe_every=1), gradients_of(6)
+    gradients[3][0][0, 0] = 1e6
+    found = run(sample_of(auto, normalized=True), gradients)
+    assert not np.isfinite(found[3, Row.LOST, 1])
+    assert np.isfinite(found[:, :, 0]).all() and np.isfinite(found[[0, 1, 2, 4, 5]]).all()
+
+
+def test_only_what_is_measured_lets_older_measurements_fade():
+    sums, measured = np.ones([ROWS, 2], np.float32), np.ones([ROWS, 2], np.float32)
+    measured[:, 1] = 0.0
+    found = progress.add(np, sums, measured)
+    np.testing.assert_allclose(found[:, 0], [1.97, 1.97, 1.0 + 0.97**2, *[1.97] * 5], rtol=1e-6)
+    np.testing.assert_array_equal(found[:, 1], sums[:, 1])

@@ -1,6 +1,5 @@
 """What `auto` expects before its first step."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +7,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_compress as hvdc
-from hvd_compress.auto import policy, start, usual_progress
+from hvd_compress.auto import policy, start, trace_worth, usual_progress
 from hvd_compress.auto.predictions import Predictions
 from hvd_compress.auto.progress import ROWS, Row
-from hvd_compress.auto.traces import Traces
 from hvd_compress.auto.usual_progress import assumed, at_least, hoped, usual
 from hvd_compress.cost import Calibration, Link
 
@@ -63,11 +61,11 @@ def test_a_new_model_wide_candidate_lengthens_a_trace():
     power_sgd, flat = (hvdc.Compression.parse(spec) for spec in ("powersgd:rank=2", "int8"))
     seconds = [start._compile_seconds(candidate, dense) for candidate in (flat, flat, power_sgd)]
     assert seconds == [0.0, 0.0, pytest.approx(3 * 0.9)]
-    traces = SimpleNamespace(_predictions=SimpleNamespace(compile_seconds=seconds), candidates=[0], _rows_at=3)
-    costs = [Traces._trace_cost(traces, more, 2.0) for more in ([], [1], [2], [1, 2])]
+    predictions = SimpleNamespace(compile_seconds=seconds, rows_at=3)
+    costs = [trace_worth.cost(predictions, [0], more, 2.0) for more in ([], [1], [2], [1, 2])]
     np.testing.assert_allclose(costs, [3.0, 6.0, 8.7, 11.7])
-    traces.candidates = [2]  # the first trace has already compiled it
-    assert Traces._trace_cost(traces, [1], 2.0) == 6.0
+    # The first trace has already compiled it.
+    assert trace_worth.cost(predictions, [2], [1], 2.0) == 6.0
 
 
 def test_candidates_of_one_name_fare_alike():
@@ -90,7 +88,7 @@ def initial(choice, candidates):
 
 
 def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
-    """What `Traces._worth_tracing` needs of candidates like `none`, `hadamard`, two of `hybrid`, and `powersgd`.
+    """What `trace_worth.additions` needs of candidates like `none`, `hadamard`, two of `hybrid`, and `powersgd`.
 
     The third one is in use, and was measured. Steps take 10 ms besides the exchange, and the first trace 0.8 s.
     """
@@ -109,12 +107,13 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
         names=["none", "hadamard", "hybrid", "hybrid", "powersgd"], row_savings=None,
         compile_seconds=compile_seconds, others={},
     )  # fmt: skip
-    fields = SimpleNamespace(
-        _predictions=predictions, candidates=[2], compresses_rows=True, _trace_seconds=0.81,
-        _is_simulated=lambda candidate: True, _rows_at=count, _measuring_at=count + 1, _measures_later=False,
-    )  # fmt: skip
-    fields._trace_cost = lambda more, once: Traces._trace_cost(fields, more, once)
-    return fields, state
+    return predictions, state
+
+
+def worth(predictions, state, steps, **traced):
+    """What is worth a trace after so many steps."""
+    usual = {"candidates": [2], "compresses_rows": True, "measures_later": False, "seconds": 0.0, "first_trace": 0.81}
+    return trace_worth.additions(predictions, state, trace_worth.Traced(**{**usual, **traced}, steps=steps), None)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,8 @@ def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
 )
 def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
+    assert worth(predictions, state, step) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,34 +143,39 @@ def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
 )
 def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
-    of_trace.compresses_rows, of_trace._auto = False, SimpleNamespace(candidates=of_trace._predictions.names)
-    rows = SimpleNamespace(now=lambda counts, link: saved_by_rows)
-    of_trace._predictions = of_trace._predictions._replace(row_savings=rows)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
+    predictions = predictions._replace(row_savings=SimpleNamespace(now=lambda counts, link: saved_by_rows))
+    assert worth(predictions, state, step, compresses_rows=False) == expected
 
 
 @pytest.mark.parametrize("step, expected", [(8, set()), (16, {1, 3})])
 def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
     """Each alone saves nothing. Together they save 0.286 s per step, and their trace takes 3.6 s."""
-    of_trace, state = traces([0.0] * 5, [1.0, 0.96, 0.6, 0.6, 0.6], [0.0] * 5, 0.6)
+    predictions, state = traces([0.0] * 5, [1.0, 0.96, 0.6, 0.6, 0.6], [0.0] * 5, 0.6)
     encode = np.array([[9.0, 0.02, 0.1, 0.2, 0.0], [9.0, 0.2, 0.1, 0.02, 9.0]], np.float32)
     costs = policy.Costs(encode, *[np.zeros_like(encode)] * 3)
-    of_trace._predictions = of_trace._predictions._replace(costs=costs, nbytes=[1e6, 1e6])
+    predictions = predictions._replace(costs=costs, nbytes=[1e6, 1e6])
     state = initial([2, 2], 5)._replace(rest=state.rest, progress=state.progress)
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    assert worth(predictions, state, step) == expected
+
+
+def test_what_was_measured_before_a_restart_counts():
+    of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
+    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.3)
+    assert worth(predictions, state, 112) == {1}
+    sums = state.progress.copy()
+    sums[:, 1] = sums[:, 2]  # no more than what is in use
+    assert worth(predictions, state._replace(progress=sums), 112) == set()
 
 
 def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    of_trace, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
-    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
+    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
+    assert worth(predictions, state, 512) == {4}
     sums = state.progress.copy()
     sums[:, 4] = sums[:, 2]
     sums[[Row.GAIN, Row.WAY], 4] = 0.6
-    of_trace.candidates = [2, 4]
-    state = state._replace(progress=sums)
-    assert Traces._worth_tracing(of_trace, state, 512, [2, 4], None) == set()
+    assert worth(predictions, state._replace(progress=sums), 512, candidates=[2, 4]) == set()
 
 
 @pytest.mark.parametrize(
@@ -183,16 +187,15 @@ def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     ],
 )
 def test_a_measurement_takes_a_small_share_of_the_time(minutes, step, expected):
-    of_trace, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 4 + [4.8], 0.6)
-    of_trace._measures_later, of_trace._made = True, time.time() - 60.0 * minutes
-    assert Traces._worth_tracing(of_trace, state, step, [2], None) == expected
+    predictions, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 4 + [4.8], 0.6)
+    assert worth(predictions, state, step, measures_later=True, seconds=60.0 * minutes) == expected
 
 
 def test_a_trace_is_not_free_where_the_rest_of_a_step_takes_longer():
-    of_trace, state = traces([9.060, 9.055, 9.031, 9.045, 9.024], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5, 1.0)
+    predictions, state = traces([9.060, 9.055, 9.031, 9.045, 9.024], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5, 1.0)
     state = state._replace(rest=np.float32(9.0))
-    assert Traces._worth_tracing(of_trace, state, 64, [2], None) == set()  # powersgd saves 0.4 s
-    assert Traces._worth_tracing(of_trace, state, 512, [2], None) == {4}
+    assert worth(predictions, state, 64) == set()  # powersgd saves 0.4 s
+    assert worth(predictions, state, 512) == {4}
 
 
 def test_which_compressors_are_hardly_in_doubt():
@@ -215,11 +218,11 @@ def test_which_compressors_are_hardly_in_doubt():
 
 
 def test_noise_says_nothing_of_others():
-    of_trace, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.36)
+    predictions, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.36)
     sums = state.progress.copy()
-    known = of_trace._predictions.hoped(state, [2]).progress
+    known = predictions.hoped(state, [2]).progress
     sums[Row.VARIANCE] = 1.0
-    noisy = of_trace._predictions.hoped(state._replace(progress=sums), [2]).progress
+    noisy = predictions.hoped(state._replace(progress=sums), [2]).progress
     np.testing.assert_allclose(known[2:4], [0.36, 0.49], rtol=1e-4)
     np.testing.assert_allclose(noisy[3], 0.7, rtol=1e-4)
     assert float(noisy[2]) < 0.36

@@ -63,3 +63,8 @@ def test_what_is_not_finite_is_sent_as_zero():
     probe = np.full((ROWS, 2), np.inf)
     sent = numbers.pack(np.array([1]), np.int32(-1), probe, unknown, np.ones(4))
     assert np.isfinite(sent).all() and sent.tolist().count(0.0) == numbers.size - 1 - 4
+    # Single numbers of a candidate would say something else than all of them.
+    probe = np.ones((ROWS, 2))
+    probe[0, 1] = np.nan
+    sent = numbers.progress(numbers.pack(np.array([1]), np.int32(-1), probe, unknown, np.ones(4)))
+    np.testing.assert_array_equal(sent, np.tile([1.0, 0.0], [ROWS, 1]))

@@ -392,6 +392,13 @@ def test_the_warm_up_of_auto_is_a_candidate(warmup):
     assert auto.target_at(0) == auto.target_at(100)  # that of objective="step", which has another warm-up
 
 
+def test_targets_of_phases_that_begin_before_the_warm_up_ends():
+    auto = Compression.parse("auto:objective=step,warmup_steps=1000,phases=(500:0.1|800:0.2|2000:0.3)")
+    assert [auto.target_at(step) for step in (0, 999, 1000, 1999, 2000)] == [0.95, 0.95, 0.2, 0.2, 0.3]
+    auto = Compression.parse("auto:objective=step,target=0.02,phases=(0:0.1|800:0.2)")
+    assert [auto.target_at(step) for step in (0, 799, 800)] == [0.1, 0.1, 0.2]
+
+
 @pytest.mark.parametrize("number", [np.float32, np.float64])
 def test_a_link_of_numpy_numbers(number):
     auto = Compression.auto(link=hvdc.Link(number(5e-5), number(8e-9)))

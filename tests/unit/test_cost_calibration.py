@@ -1,6 +1,7 @@
 """Fitting, saving and loading what was measured."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import hvd_compress as hvdc
 from hvd_compress.cost import KernelCost, Link, Ring, measure_kernels, measure_links
 from hvd_compress.cost.calibration import COLLECTIVES, Calibration, Levels
 from hvd_compress.cost.measure_links import fit, midmean
+from hvd_compress.formats.auto import CANDIDATES
+from hvd_compress.tools.calibrate import use_of
 
 LINKS = {"allreduce": Link(1e-4, 8e-9), "allgather": Link(2e-4, 1.6e-8), "alltoall": Link(0.0, 1e-8)}
 KERNELS = {"none": KernelCost(), "int8": KernelCost(1e-4, 5e-10, 1e-10, 2e-11)}
@@ -162,6 +165,16 @@ def test_saved_and_loaded(tmp_path):
     bursting.save(tmp_path / "link.json")
     assert Calibration.load(tmp_path / "link.json") == bursting
     assert "int8: 1 MB of gradient encoded in 0.60 ms, decoded in 0.28 ms" in text
+
+
+def test_what_auto_needs_and_was_not_measured():
+    calibration = Calibration(4, LINKS, KERNELS)
+    wanted = ["int8", "hybrid:ratio=0.05,bits=4", "none", hvdc.Compression.int4]
+    assert calibration.unmeasured(wanted) == ["hybrid:ratio=0.05,bits=4", "int4"]
+    said = use_of(calibration, Path("link.json"))
+    assert said.startswith(", for plan.") and "int2" in said and "int8" not in said and "none" not in said
+    calibration = Calibration(4, LINKS, dict.fromkeys(CANDIDATES, KernelCost()))
+    assert use_of(calibration, Path("link.json")) == ": HVD_COMPRESS_CALIBRATION=link.json makes auto read it."
 
 
 def change(fields, *path, value):
