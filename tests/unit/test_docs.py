@@ -180,6 +180,25 @@ def test_the_table_of_auto_and_fixed_is_what_was_measured():
         assert cells.split(" | ") == [" ".join(format(run[key], form) for run in runs) for key, form in columns.items()]
 
 
+def test_the_quotients_of_auto_are_those_of_medians():
+    shown = TEXTS["docs/results.md"].partition("<!-- table: auto -->")[2].partition("<!--")[0]
+    rows = re.findall(r"^\| (\w+), (\w+) \| [^|]+ \| ([^|]+) \| (.+) \|$", shown, re.MULTILINE)
+    files = {(file["task"], file["rate"]): file["runs"] for file in trainings("auto_*")}
+    assert len(rows) == len(files)
+    for task, rate, fastest, cells in rows:
+        seconds = {}
+        for run in files[task, rate]:
+            seconds.setdefault(run["method"], {}).setdefault(run["seed"], []).append(run["seconds"])
+        flat = {method: [s for of_seed in seeds.values() for s in of_seed] for method, seeds in seconds.items()}
+        of_auto, fixed = statistics.median(flat.pop("auto")), {m: statistics.median(each) for m, each in flat.items()}
+        assert fixed[fastest] == min(fixed.values())
+        expected = [f"{of_auto:.1f}", f"{fixed[fastest]:.1f}", f"{of_auto / fixed[fastest]:.2f}", "-"]
+        if "none" in seconds:
+            beside = [s for seed in seconds["none"] for s in seconds["auto"][seed]]
+            expected[-1] = f"{statistics.median(beside) / fixed['none']:.2f}"
+        assert cells.split(" | ") == expected
+
+
 def step_ms(*names):
     """The ms per step of each method in files of docs/results."""
     return [{run["method"]: run["step_ms"] for run in file["runs"]} for file in results(*names)]
@@ -272,7 +291,8 @@ def test_what_is_said_of_a_gpu_is_what_was_measured():
     auto, stock = runs["auto"], runs["horovod none"]
     text = TEXTS["README.md"].replace("\n", " ")
     assert f"reaches a loss {stock['seconds'] / auto['seconds']:.1f} times as fast with `auto` as with Horovod" in text
-    assert f"a step takes {auto['step_ms']:.0f} ms in place of {stock['step_ms']:.0f}" in text
+    assert f"and {stock['seconds'] / runs['int4']['seconds']:.1f} times as fast with `int4`" in text
+    assert f"a step of `auto` takes {auto['step_ms']:.0f} ms in place of {stock['step_ms']:.0f}" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -295,6 +315,11 @@ def test_the_numbers_that_open_a_page(page):
         ("At 1 Gbit/s it is {:.1f} times as fast", ratio("horovod none", "auto", "seconds", "1gbit")),
     ]:
         assert shown.format(value) in text, shown.format(value)
+    found = {}  # the loss after equal steps, which does not depend on the link
+    for result in results("auto_gpt_1gbit", "auto_gpt_10gbit"):
+        found |= {(run["method"], run["seed"]): run["metric"] for run in result["runs"]}
+    more = [100 * found["int2", seed] / found["none", seed] - 100 for seed in (1, 2, 3)]
+    assert f"a loss {min(more):.1f} to {max(more):.1f}% higher than with `none`" in text
 
 
 def test_plain_pages_run(tmp_path):
