@@ -78,7 +78,10 @@ class AutoSelector(ModelSelector):
         self.traces = Traces(
             self.auto, predictions, self._format, self.state, compresses_rows, plan.state.step, self._rank == 0
         )
-        self._before_hold: tuple[list[int], tf.Tensor] | None = None  # what was traced and chosen, while it is held
+        # While a candidate is held: what was traced before, and what was chosen. Otherwise None, and anything.
+        self._before_hold: list[int] | None = None
+        with tf.device("CPU"):
+            self._not_held = {name: tracing.variable(choice, _NAME) for name in ("choice", "now")}
         self._first_choice, self._steps = choice, plan.state.step
         self._warms_up, self._of_warmup = False, self.auto.warmup_position or 0
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]
@@ -162,10 +165,13 @@ class AutoSelector(ModelSelector):
         with tf.init_scope():
             if candidate is not None:
                 if self._before_hold is None:
-                    self._before_hold = (self.traces.candidates, tf.identity(self.state.choice))
+                    self._before_hold = self.traces.candidates
+                    for variable in self._not_held.values():
+                        variable.assign(self.state.choice)
                 traced, choice = [candidate], tf.fill([len(self.nbytes)], candidate)
             elif self._before_hold is not None:
-                (traced, choice), self._before_hold = self._before_hold, None
+                choice = self._not_held["choice"].read_value()
+                traced, self._before_hold = sorted({*self._before_hold, *choice.numpy().tolist()}), None
             else:
                 return
             self.traces.hold(traced, candidate is not None)
@@ -204,12 +210,16 @@ class AutoSelector(ModelSelector):
     def restored(self, choice: bool) -> None:
         """Called on all ranks after a checkpoint set the residuals and the state; `choice`: also the choice."""
         with tf.init_scope(), tf.device("CPU"):  # also called while a step is traced
+            self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
+            self._timer.restart()  # the next step may be traced, and connects the ranks
+            if self._before_hold is not None:  # the candidate is still held; `hold` then goes back to what was restored
+                self.traces.restore(())
+                return
             state, warmed_up = self.state, self._warms_up
             if not choice and warmed_up:
                 for variable in (state.choice, state.now, state.before):
                     variable.assign(self._first_choice)
-            if self._before_hold is None:
-                self._warms_up = self.auto.warms_up(int(self._steps))
+            self._warms_up = self.auto.warms_up(int(self._steps))
             if self._warms_up:
                 for variable in (state.choice, state.now):
                     variable.assign(tf.fill([len(self.nbytes)], self._of_warmup))
@@ -223,8 +233,6 @@ class AutoSelector(ModelSelector):
                 used = {self._of_warmup}  # which sends what others left
             if self._warms_up or warmed_up:
                 self._retrace(used)
-            self._numbers.assign(tf.zeros_like(self._numbers))  # those of the step before the checkpoint was loaded
-            self._timer.restart()  # the next step may be traced, and connects the ranks
             self.traces.restore(used)
             self._renew_sample()
 
@@ -232,10 +240,12 @@ class AutoSelector(ModelSelector):
         """The variables, by the names that checkpoints use.
 
         Two of them say what others refer to: positions to `auto_candidates`, factors of the link to `auto_calibration`.
+        While a candidate is held, the choice is that of before.
         """
         self.traces.update_state()
-        more = {"rows": self.traces.rows, "candidates": self._specs, "calibration": self._calibration}
-        return {f"auto_{name}": variable for name, variable in (self.state._asdict() | more).items()}
+        variables = self.state._asdict() | ({} if self._before_hold is None else self._not_held)
+        variables |= {"rows": self.traces.rows, "candidates": self._specs, "calibration": self._calibration}
+        return {f"auto_{name}": variable for name, variable in variables.items()}
 
     def report(self, step: int) -> list[BucketReport]:
         """The reports of the buckets after `step` steps."""

@@ -122,17 +122,18 @@ class Traces:
         """Decides whether more should be traced. Returns what this rank wants to be traced, see `mask`.
 
         Args:
-            running: The candidates that the running function has traced. They may be fewer than `candidates`, until it
-                is called again.
+            running: The candidates that the running function has traced. Until it is called again, they may be fewer
+                than `candidates`, or others.
             step: The number of steps before.
             numbers: The mean of what the ranks sent, float32 [S], see `StepNumbers`.
             counts: `State.embedding_counts`.
             restart_timer: Called if the next step is traced again, so that its times are not counted.
         """
         # In each step, on a core that training needs: TensorFlow is called only for the variables, in a comparison.
-        self._follows, mask = len(running) == 1, self.mask()
+        mask, is_old = self.mask(), not set(running) <= set(self.candidates)  # of before a hold, or of a warm-up
+        self._follows = len(running) == 1 and not is_old
         may_grow = not self._is_held and not mask.all()
-        if not self._follows and not may_grow:
+        if is_old or not (self._follows or may_grow):
             return mask
         if self._follows and (simulated := self._format.progress(numbers))[progress.Row.ENERGY].any():
             self._simulated = progress.add(np, self._simulated, simulated)
@@ -165,8 +166,9 @@ class Traces:
         Returns the state, NumPy arrays.
         """
         with tf.init_scope(), tf.device("CPU"):
-            state = self._followed(self._comparisons.take())
-            if self._follows:
+            numbers = self._comparisons.take()
+            state = self._followed(numbers)
+            if self._follows and numbers:  # without any, nothing is new, and a checkpoint may have set the variables
                 for variable, new in zip(self._state, state):
                     variable.assign(new)
             return state

@@ -380,13 +380,38 @@ def test_what_was_measured_stays_while_a_candidate_is_held(rank, monkeypatch):
     for _ in range(6):  # no candidates are compared yet
         training.step()
     state = introspect.selector_state(training.plan)
-    for held in (1, None):
+    for held in (0, None):
         training.plan.auto.hold(held)
         tracing.forget_traces([training._step])
         assert state.progress.numpy()[Row.ENERGY, 1] > 0
-        assert introspect.measured_candidates(training.plan) == ([] if held else [1])
+        assert introspect.measured_candidates(training.plan) == ([1] if held is None else [])
         training.step()
         assert not state.measured.numpy().any()  # of the steps before
+        # A checkpoint, also one that is loaded now, knows nothing of the hold.
+        saved = introspect.saved_state(training.plan)
+        assert set(saved.replicated_state["auto_choice"]) == set(saved.replicated_state["auto_now"]) == {1}
+        introspect.restore(training.reducer, [saved])
+        training.step()
+        assert chosen(training) == {HYBRID if held is None else "int8"}
+        assert introspect.traced_candidates(training.plan) == [1 if held is None else 0]
+
+
+def test_what_was_measured_after_a_warm_up_is_restored(rank, monkeypatch):
+    introspect.trace_all_candidates(monkeypatch, False)
+    monkeypatch.setattr(start, "_first_choice", lambda auto, rules, nbytes, *_: np.full(len(nbytes), 1))
+    spec = f"auto:candidates=(int8|{HYBRID}),warmup=int8,warmup_steps=2"
+    first, second = new_training(rank, spec), new_training(rank, spec)
+    for _ in range(6):
+        first.step()
+    saved = introspect.saved_state(first.plan)
+    measured = saved.replicated_state["auto_progress"]
+    assert measured[Row.ENERGY, 1] > 0
+    introspect.set_pending(second.reducer, [saved])
+    second.steps = first.steps
+    second.step()
+    assert chosen(second) == {HYBRID}
+    found = introspect.selector_state(second.plan).progress.numpy()
+    np.testing.assert_allclose(found[Row.ENERGY, 1], measured[Row.ENERGY, 1], rtol=0.1)
 
 
 def test_a_save_leaves_what_the_graph_has_measured(rank, monkeypatch):
