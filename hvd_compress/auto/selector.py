@@ -78,9 +78,8 @@ class AutoSelector(ModelSelector):
         self.traces = Traces(
             self.auto, predictions, self._format, self.state, compresses_rows, plan.state.step, self._rank == 0
         )
-        # While a candidate is held: what was traced before, and what was chosen. Otherwise None, and anything.
-        self._before_hold: list[int] | None = None
-        with tf.device("CPU"):
+        self._before_hold: list[int] | None = None  # while a candidate is held, what was traced before
+        with tf.device("CPU"):  # while it is held, what was chosen before, or restored
             self._not_held = {name: tracing.variable(choice, _NAME) for name in ("choice", "now")}
         self._first_choice, self._steps = choice, plan.state.step
         self._warms_up, self._of_warmup = False, self.auto.warmup_position or 0
