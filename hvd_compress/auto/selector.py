@@ -75,12 +75,12 @@ class AutoSelector(ModelSelector):
             checksums = tf.constant([checksum(candidate.spec) for candidate in candidates], tf.int64)
             calibration = tf.stack([predictions.costs.messages, predictions.costs.transfer])
             self._specs, self._calibration = (tracing.variable(x, _NAME) for x in (checksums, calibration))
+            # While a candidate is held: what was chosen before, or restored.
+            self._not_held = {name: tracing.variable(choice, _NAME) for name in ("choice", "now")}
         self.traces = Traces(
             self.auto, predictions, self._format, self.state, compresses_rows, plan.state.step, self._rank == 0
         )
         self._before_hold: list[int] | None = None  # while a candidate is held, what was traced before
-        with tf.device("CPU"):  # while it is held, what was chosen before, or restored
-            self._not_held = {name: tracing.variable(choice, _NAME) for name in ("choice", "now")}
         self._first_choice, self._steps = choice, plan.state.step
         self._warms_up, self._of_warmup = False, self.auto.warmup_position or 0
         decays = [settings.residual_decay if settings.feeds_back(c) else 0.0 for c in candidates]

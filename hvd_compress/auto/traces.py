@@ -70,7 +70,6 @@ class Traces:
         is_sure &= predictions.prior.progress >= usual_progress.SURE_AT_LEAST
         self._never_measured, self._is_sure = never.tolist(), (is_sure & ~never).tolist()
         self._may_measure = False
-        self._rows_at, self._measuring_at = predictions.rows_at, predictions.measuring_at
         self._comparisons = Comparisons()
         self._follows = len(self.candidates) == 1  # whether `watch` follows the measurements, or the graph does
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()  # which trace steps
@@ -101,10 +100,11 @@ class Traces:
 
         1 for each traced candidate, then 1 for compressed rows, and 1 unless progress is to be measured later.
         """
-        mask = np.zeros(self._measuring_at + 1, np.float32)
+        rows, measuring = self._predictions.rows_at, self._predictions.measuring_at
+        mask = np.zeros(measuring + 1, np.float32)
         mask[[*self.candidates, *more]] = 1.0
-        mask[self._rows_at] = mask[self._rows_at] or self.compresses_rows
-        mask[self._measuring_at] = mask[self._measuring_at] or not self._measures_later
+        mask[rows] = mask[rows] or self.compresses_rows
+        mask[measuring] = mask[measuring] or not self._measures_later
         return mask
 
     def set_first_exchange(self, timestamp: float) -> None:
@@ -191,7 +191,7 @@ class Traces:
     def restore(self, used: Iterable[int]) -> None:
         """Called after a checkpoint set `rows` and the state, in which the candidates `used` are in use."""
         # Rows that were not compressed have no residuals.
-        compressed_rows = {self._rows_at} if self.rows.numpy() else set()
+        compressed_rows = {self._predictions.rows_at} if self.rows.numpy() else set()
         self.rows.assign(self.compresses_rows)
         self._comparisons.take()
         self._simulated = self._state.progress.numpy()

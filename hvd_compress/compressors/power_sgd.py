@@ -69,9 +69,7 @@ class PowerSGD(formats.PowerSGD, BuiltinCompressor):
             return tf.zeros_like(x), factors
         m = tf.reshape(x, matrix)
         _, p, q = self._factors(m, factors)
-        new, is_new = subspace.scaled(q)
-        # Where a matrix is zero, the old factor remains a good start.
-        new = tf.where(is_new, new, tf.reshape(factors, new.shape))
+        new = subspace.next_start(q, tf.reshape(factors, q.shape))
         return tf.reshape(subspace.lost(m, p, q), shape), tf.reshape(new, [-1])
 
     def _factors(self, m: tf.Tensor, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -97,9 +97,8 @@ class FactorAllreduce(Collective):
             second_exchange = left_sum, packed_rights
             incoming = allreduce(packed_rights, "_right")
             ok = flags.all_of([ok, error_feedback.all_finite(incoming)])
-            scaled = [subspace.scaled(right) for right in factors.unpack(incoming, batches, "columns")]
-            # Where a matrix is zero, the old factor remains a good start.
-            new_factors = factors.pack([tf.where(is_new, new, old) for (new, is_new), old in zip(scaled, old_rights)])
+            rights = factors.unpack(incoming, batches, "columns")
+            new_factors = factors.pack([subspace.next_start(*pair) for pair in zip(rights, old_rights)])
 
             # 4. The residuals, only after the send: otherwise nothing would cross until they are computed.
             if local_input.keep:

@@ -125,6 +125,15 @@ def _inverse_roots(squares: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.stack(rows, 1), norms[:, None, :])
 
 
+def next_start(right: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+    """The right factors [..., rank, n] to start the next step with, scaled.
+
+    Where a matrix is zero, the old factor remains a good start.
+    """
+    new, is_new = scaled(right)
+    return tf.where(is_new, new, old)
+
+
 def scaled(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Vectors [..., n] divided by their largest magnitudes, so that no square underflows; and if these are above 0."""
     largest = tf.reduce_max(tf.abs(x), -1, keepdims=True)

@@ -319,13 +319,19 @@ def test_a_restored_choice_is_traced(rank, monkeypatch):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_restored_residuals_are_sent_though_nothing_is_compressed(rank, size, gather, monkeypatch):
-    first = new_training(rank)
-    first.step()
-    first.choose(2)
-    first.step()
-    left = [gather(r).mean(0) for r in first.residuals()]
+def with_residuals(rank, gather):
+    """A training whose last step used hybrid, and the mean of the residuals that this left."""
+    training = new_training(rank)
+    training.step()
+    training.choose(2)
+    training.step()
+    left = [gather(r).mean(0) for r in training.residuals()]
     assert np.abs(left[0]).max() > 0
+    return training, left
+
+
+def test_restored_residuals_are_sent_though_nothing_is_compressed(rank, size, gather, monkeypatch):
+    first, left = with_residuals(rank, gather)
     introspect.trace_all_candidates(monkeypatch, False)
     monkeypatch.setattr(start, "_LEAST_GAIN", dict.fromkeys(native.KINDS, 1e9))
     second = new_training(rank, bucket_bytes=200_000)  # in other buckets, which begin with no choice
@@ -339,12 +345,7 @@ def test_restored_residuals_are_sent_though_nothing_is_compressed(rank, size, ga
 
 def test_a_checkpoint_of_other_candidates(rank, gather, size):
     """As in a policy, or after an update of the default ones: positions stand for other compressors."""
-    first = new_training(rank)
-    first.step()
-    first.choose(2)
-    first.step()
-    left = [gather(r).mean(0) for r in first.residuals()]
-    assert np.abs(left[0]).max() > 0
+    first, left = with_residuals(rank, gather)
     second = new_training(rank, "auto:candidates=(int8|powersgd:rank=1),min_progress=0.1")
     introspect.set_pending(second.reducer, [introspect.saved_state(first.plan)])
     second.steps = first.steps

@@ -87,7 +87,7 @@ def initial(choice, candidates):
     return policy.State(*(np.asarray(part) for part in policy.initial(tf.constant(choice), candidates)))
 
 
-def traces(step_seconds, usual_progress, compile_seconds, progress_in_use):
+def case(step_seconds, usual_progress, compile_seconds, progress_in_use):
     """What `trace_worth.additions` needs of candidates like `none`, `hadamard`, two of `hybrid`, and `powersgd`.
 
     The third one is in use, and was measured. Steps take 10 ms besides the exchange, and the first trace 0.8 s.
@@ -128,7 +128,7 @@ def worth(predictions, state, steps, **traced):
 )
 def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
+    predictions, state = case(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], progress_in_use)
     assert worth(predictions, state, step) == expected
 
 
@@ -143,7 +143,7 @@ def test_what_is_traced_pays_for_its_trace(progress_in_use, step, expected):
 )
 def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
+    predictions, state = case(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.6)
     predictions = predictions._replace(row_savings=SimpleNamespace(now=lambda counts, link: saved_by_rows))
     assert worth(predictions, state, step, compresses_rows=False) == expected
 
@@ -151,7 +151,7 @@ def test_compressed_rows_may_share_a_trace(saved_by_rows, step, expected):
 @pytest.mark.parametrize("step, expected", [(8, set()), (16, {1, 3})])
 def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
     """Each alone saves nothing. Together they save 0.286 s per step, and their trace takes 3.6 s."""
-    predictions, state = traces([0.0] * 5, [1.0, 0.96, 0.6, 0.6, 0.6], [0.0] * 5, 0.6)
+    predictions, state = case([0.0] * 5, [1.0, 0.96, 0.6, 0.6, 0.6], [0.0] * 5, 0.6)
     encode = np.array([[9.0, 0.02, 0.1, 0.2, 0.0], [9.0, 0.2, 0.1, 0.02, 9.0]], np.float32)
     costs = policy.Costs(encode, *[np.zeros_like(encode)] * 3)
     predictions = predictions._replace(costs=costs, nbytes=[1e6, 1e6])
@@ -161,7 +161,7 @@ def test_two_candidates_for_different_buckets_share_a_trace(step, expected):
 
 def test_what_was_measured_before_a_restart_counts():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.3)
+    predictions, state = case(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0, 4.8], 0.3)
     assert worth(predictions, state, 112) == {1}
     sums = state.progress.copy()
     sums[:, 1] = sums[:, 2]  # no more than what is in use
@@ -170,7 +170,7 @@ def test_what_was_measured_before_a_restart_counts():
 
 def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     of_step = [0.680, 0.072, 0.030, 0.045, 0.024]
-    predictions, state = traces(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
+    predictions, state = case(of_step, [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.2)
     assert worth(predictions, state, 512) == {4}
     sums = state.progress.copy()
     sums[:, 4] = sums[:, 2]
@@ -187,12 +187,12 @@ def test_what_saves_less_than_a_traced_candidate_is_not_traced():
     ],
 )
 def test_a_measurement_takes_a_small_share_of_the_time(minutes, step, expected):
-    predictions, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 4 + [4.8], 0.6)
+    predictions, state = case([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 4 + [4.8], 0.6)
     assert worth(predictions, state, step, measures_later=True, seconds=60.0 * minutes) == expected
 
 
 def test_a_trace_is_not_free_where_the_rest_of_a_step_takes_longer():
-    predictions, state = traces([9.060, 9.055, 9.031, 9.045, 9.024], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5, 1.0)
+    predictions, state = case([9.060, 9.055, 9.031, 9.045, 9.024], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5, 1.0)
     state = state._replace(rest=np.float32(9.0))
     assert worth(predictions, state, 64) == set()  # powersgd saves 0.4 s
     assert worth(predictions, state, 512) == {4}
@@ -218,7 +218,7 @@ def test_which_compressors_are_hardly_in_doubt():
 
 
 def test_noise_says_nothing_of_others():
-    predictions, state = traces([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.36)
+    predictions, state = case([0.680, 0.072, 0.030, 0.045, 0.024], [1.0, 0.96, 0.6, 0.7, 0.6], [0.0] * 5, 0.36)
     sums = state.progress.copy()
     known = predictions.hoped(state, [2]).progress
     sums[Row.VARIANCE] = 1.0
